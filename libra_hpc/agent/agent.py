@@ -54,7 +54,7 @@ from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.joining import Admitted, DoorRecord, JoinWanted, NotAdmitted, door, is_guest
 from libra_hpc.protocol.ranks_stop import RanksStop, start_of
 from libra_hpc.simulated.dry_run import in_wall_time
-from libra_hpc.state.attempt import newest_start
+from libra_hpc.state.attempt import newest_point
 from libra_hpc.state.snapshot_keeper import whole_parts
 from libra_hpc.train_leader.train_leader import TrainLeader
 from libra_hpc.train_leader.train_leader_setup import make_train_leader, rendezvous_folder
@@ -143,8 +143,8 @@ class Agent:
             # A start that was killed leaves files that must not be met again.
             await asyncio.to_thread(shutil.rmtree, self.run_dir.rendezvous, ignore_errors=True)
             parts = [endpoint.parts for endpoint in self._endpoints]
-            start, events = await asyncio.to_thread(
-                newest_start,
+            point, events = await asyncio.to_thread(
+                newest_point,
                 self.run_dir,
                 self.config,
                 self.attempt,
@@ -152,9 +152,9 @@ class Agent:
                 parts=parts,
                 from_step=self._from_step,
             )
-            self._enter(msgspec.structs.replace(start, pid=os.getpid()))
+            self._enter(msgspec.structs.replace(point, pid=os.getpid()))
             assert self.context is not None
-            guards = await asyncio.to_thread(read_guards, self.config, self.run_dir, self.attempt, start.step)
+            guards = await asyncio.to_thread(read_guards, self.config, self.run_dir, self.attempt, point.step)
             self.coordinator = Coordinator(self.context, events, guards)
             self.mesh.from_lost, self.mesh.admit = self._on_lost_message, self._admit
             for name in self._early_signals:
@@ -176,7 +176,7 @@ class Agent:
 
     # --- life
 
-    def _enter(self, start: wire.Welcome) -> None:
+    def _enter(self, point: wire.Welcome) -> None:
         if self.context is not None:
             return
         context = AgentContext(
@@ -186,7 +186,7 @@ class Agent:
             run=self.run_dir,
             attempt=self.attempt,
             send=self.mesh.send,
-            start=start,
+            resume_point=point,
             private=self.private,
             shared_memory=self.shared_memory,
             kept=self.kept,

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from libra_hpc.engine.settings import EngineConfig, config_for_run
 from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.state.attempt import start_state
+from libra_hpc.state.attempt import saved_point
 from libra_hpc.state.state_folders import POLICY_DIR
 
 
@@ -29,10 +29,10 @@ def engine_config(context: AgentContext, name: str, tp: int, image: Path | None,
 
 
 def _saved_policy(context: AgentContext) -> tuple[int, str]:
-    """Step and folder of the policy to begin with: the start's, or the newest one when that checkpoint is gone."""
-    start = context.start
-    if start.checkpoint and not Path(start.checkpoint).is_dir() and (newest := start_state(context.run)).checkpoint:
+    """Step and folder of the policy to begin with: of the resume point, or the newest when that checkpoint is gone."""
+    point = context.resume_point
+    if point.checkpoint and not Path(point.checkpoint).is_dir() and (newest := saved_point(context.run)).checkpoint:
         return newest.step, str(Path(newest.checkpoint) / POLICY_DIR)
     # A snapshot has no policy: the engine gets the newest weights from the trainers, before it serves.
-    step = start.saved_step if start.snapshot else start.step
-    return step, str(Path(start.checkpoint) / POLICY_DIR) if start.checkpoint else context.config.model.path
+    step = point.saved_step if point.snapshot else point.step
+    return step, str(Path(point.checkpoint) / POLICY_DIR) if point.checkpoint else context.config.model.path

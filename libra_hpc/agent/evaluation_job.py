@@ -69,7 +69,7 @@ class EvaluationNode:
             run=run,
             attempt=1,
             send=self._mesh.send,
-            start=wire.Welcome(step, "", 0, ()),
+            resume_point=wire.Welcome(step, "", 0, ()),
             private=private,
             shared_memory=shared,
         )
@@ -93,7 +93,9 @@ class EvaluationNode:
             for kind in FOR_ROLLOUT_SERVICE:
                 add(kind, self._service.on_message)
             add(EngineState, self._on_engine_state)
-            add(wire.WeightsWanted, lambda asked: send(asked.rank, wire.WeightsCurrent(self._context.start.step)))
+            add(
+                wire.WeightsWanted, lambda asked: send(asked.rank, wire.WeightsCurrent(self._context.resume_point.step))
+            )
             add(wire.Log, lambda record: self._events.add({"t": record.t, "kind": record.kind, **record.fields}))
             add(wire.Fatal, lambda fatal: self._end(fatal.reason))
 

@@ -92,7 +92,7 @@ class GuestAgent:
             run=run,
             attempt=attempt,
             send=self._send,
-            start=wire.Welcome(0, "", 0, ()),
+            resume_point=wire.Welcome(0, "", 0, ()),
             private=self._private,
             shared_memory=self._shared_memory,
             secret=joined.world.secret,
@@ -140,10 +140,10 @@ class GuestAgent:
         assert self._stay is not None
         return self._stay
 
-    def _enter(self, start: wire.Welcome) -> None:
-        if self._context.start.pid:
+    def _enter(self, point: wire.Welcome) -> None:
+        if self._context.resume_point.pid:
             return
-        self._context.start = start
+        self._context.resume_point = point
         for part in (self._carrier, self._engines):
             self._spawn(part.watch())
             self._spawn(part.start())

@@ -169,7 +169,7 @@ class RolloutNode(EngineNode[VllmEngine]):
     def on_current(self, message: wire.WeightsCurrent) -> None:
         """The engines have the newest weights."""
         # The trainers may have a newer state than any checkpoint, and may not have offered it yet.
-        version = max(message.version, self._context.start.step)
+        version = max(message.version, self._context.resume_point.step)
         for engine in self._engines.values():
             if engine.state == "loading" and engine.version >= version:
                 self._up(engine)

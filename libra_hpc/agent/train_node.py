@@ -263,11 +263,11 @@ class TrainNode(EngineNode[Supervised]):
     async def _spawn(self) -> None:
         context, config = self._context, self._context.config
         self._trainer.state, self._ready, self._answers = "starting", {}, {}
-        start = context.start
+        point = context.resume_point
         if not self._elastic and not self._begun:
-            await asyncio.to_thread(self.keeper.begin, start.snapshot)
-            if start.snapshot and (why := await self.keeper.restore(start.snapshot, start.restore.get(context.rank))):
-                context.log("snapshot_failed", step=start.step, reason=f"the part of node {context.rank}: {why}")
+            await asyncio.to_thread(self.keeper.begin, point.snapshot)
+            if point.snapshot and (why := await self.keeper.restore(point.snapshot, point.restore.get(context.rank))):
+                context.log("snapshot_failed", step=point.step, reason=f"the part of node {context.rank}: {why}")
         # May read whole states, which this loop must not wait for.
         workers = await asyncio.to_thread(worker_configs, context, self._begun, self._world)
         self._watch.started(time.monotonic())
@@ -352,9 +352,9 @@ class TrainNode(EngineNode[Supervised]):
         trainer.kill()
         lost = self._engine_state("lost", reason)
         context.report(lost, was=was)
-        if was == "starting" and context.start.snapshot and not self._elastic:
+        if was == "starting" and context.resume_point.snapshot and not self._elastic:
             # It may be why they ended: the next start takes the checkpoint.
-            self.keeper.discard(context.start.snapshot)
+            self.keeper.discard(context.resume_point.snapshot)
         if not self._elastic and len(context.layout.core) > 1:
             trainer.restart_all(reason)
         elif not trainer.ends_too_often(reason, time.monotonic()):

@@ -38,9 +38,9 @@ def worker_configs(context: AgentContext, number: int, common: int = 0) -> list[
         first = unit.index(context.rank) * world.processes
         rendezvous = rendezvous_folder(context) / f"replica-{unit[0]}.{common}"
     elif not elastic:
-        start_dir, own = context.start.checkpoint, context.snapshots / OWN
-        if context.start.snapshot:
-            start_dir = str(own / context.start.snapshot)
+        start_dir, own = context.resume_point.checkpoint, context.snapshots / OWN
+        if context.resume_point.snapshot:
+            start_dir = str(own / context.resume_point.snapshot)
         if len(core) == 1:
             start_dir = _newest(context, own, start_dir) if number else start_dir
         else:
@@ -82,7 +82,7 @@ def _newest(context: AgentContext, snapshots: Path, started: str) -> str:
 
     def read() -> NewestWhole:
         found = (*states(snapshots), *states(context.run.checkpoints))
-        return newest_whole(state for state in found if state.step >= context.start.step)
+        return newest_whole(state for state in found if state.step >= context.resume_point.step)
 
     newest = patiently(read, context.config.deadlines.storage_s)
     for state, why in newest.damaged:

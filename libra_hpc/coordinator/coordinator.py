@@ -30,7 +30,7 @@ from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.joining import is_guest
 from libra_hpc.protocol.ranks_stop import RanksStop, Why, start_of
-from libra_hpc.state.attempt import Event, copy_policy, source_of, start_state
+from libra_hpc.state.attempt import Event, copy_policy, saved_point, source_of
 from libra_hpc.state.store import patiently
 
 from .ending import RunEnding
@@ -87,7 +87,7 @@ class Coordinator:
             event=self._event,
         )
         self._started_at = now
-        self._step = context.start.step
+        self._step = context.resume_point.step
         self._finished = asyncio.Event()
         self._limit = TimeLimit(self._config.slurm, now)
         self._ladder = Ladder(self._config.deadlines, now)
@@ -133,7 +133,7 @@ class Coordinator:
                 self._share()
             case wire.Hello(rank=rank, host=host, pid=pid, component=component):
                 node.host, node.pid = host, pid
-                self._context.send(rank, self._context.start)
+                self._context.send(rank, self._context.resume_point)
                 self._event("agent_joined", rank=rank, host=host, pid=pid, component=component)
                 self._nodes.readmit(rank)
                 self._maybe_start()
@@ -218,11 +218,11 @@ class Coordinator:
                 restarts=self._given.restarts,
                 reason=self._given.reason,
                 step=self._step,
-                source=source_of(self._context.start),
+                source=source_of(self._context.resume_point),
             )
         self._ending.state, self._ending.message = "running", "starting engines"
         if self._step:
-            self._ending.message += f", going on {source_of(self._context.start)}"
+            self._ending.message += f", going on {source_of(self._context.resume_point)}"
         self._nodes.start(self._config.planner.hybrid_start)
 
     # --- planning
@@ -456,7 +456,7 @@ class Coordinator:
         try:
             if ending.why == "completed":
                 what = "the last step is saved, but the policy could not be exported"
-                if newest := patiently(lambda: start_state(self._run_dir), SAVE_S).checkpoint:
+                if newest := patiently(lambda: saved_point(self._run_dir), SAVE_S).checkpoint:
                     copy_policy(Path(newest) / "policy", self._run_dir.policy)
             elif ending.why == "repartition":
                 what = "the restart could not be prepared"

@@ -65,7 +65,7 @@ class Guests:
             case wire.Hello(host=host, pid=pid):
                 contact.host, contact.pid = host, pid
                 self._event("guest_joined", rank=rank, host=host, pid=pid)
-                self._context.send(rank, self._context.start)
+                self._context.send(rank, self._context.resume_point)
             case EngineState(state="ready", seconds=seconds) if self.states[rank] == "starting":
                 self.states[rank], self.start_s = "serving", seconds
                 self._event("guest_serves", rank=rank, seconds=seconds)

@@ -55,7 +55,7 @@ class Repartitioner:
         )
         """Epoch seconds before which the planner proposes none."""
         self.last = in_words(carried_out[-1]) if carried_out else ""
-        self._answer_left_over(context.start.step)
+        self._answer_left_over(context.resume_point.step)
 
     @property
     def ordered(self) -> bool:

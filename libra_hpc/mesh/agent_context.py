@@ -27,7 +27,7 @@ class AgentContext:
     run: RunDir
     attempt: int
     send: Send
-    start: Welcome
+    resume_point: Welcome
     private: Path
     """Mode 0700, for sockets and engine settings; short, because a Unix socket's path may have 107 bytes."""
     shared_memory: Path
@@ -56,7 +56,7 @@ class AgentContext:
     @property
     def start_name(self) -> str:
         """Name of this start of the ranks, unlike that of any other of the run."""
-        return f"attempt-{self.attempt}-{self.start.pid}"
+        return f"attempt-{self.attempt}-{self.resume_point.pid}"
 
     @property
     def snapshots(self) -> Path:

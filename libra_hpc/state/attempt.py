@@ -41,7 +41,7 @@ Event = tuple[str, dict[str, Any]]
 """Kind and fields of an event that rank 0 logs once it can."""
 
 
-class _Start(NamedTuple):
+class _Resumption(NamedTuple):
     """What was decided; nothing of it is carried out yet."""
 
     welcome: Welcome
@@ -52,17 +52,17 @@ class _Start(NamedTuple):
     """New content of ``metrics.jsonl``; None: it stays."""
 
 
-def source_of(start: Welcome) -> str:
-    """From which step a start goes on and why, as the end of a sentence."""
-    if start.snapshot:
-        older = f"the checkpoint of step {start.saved_step}" if start.checkpoint else "any checkpoint"
-        return f"from step {start.step}, whose snapshot in shared memory is newer than {older}"
-    if start.checkpoint:
-        return f"from step {start.step}, the newest checkpoint"
+def source_of(point: Welcome) -> str:
+    """From which step an attempt goes on and why, as the end of a sentence."""
+    if point.snapshot:
+        older = f"the checkpoint of step {point.saved_step}" if point.checkpoint else "any checkpoint"
+        return f"from step {point.step}, whose snapshot in shared memory is newer than {older}"
+    if point.checkpoint:
+        return f"from step {point.step}, the newest checkpoint"
     return "from the beginning"
 
 
-def metrics_until(run: RunDir, start: Welcome) -> bytes | None:
+def metrics_until(run: RunDir, point: Welcome) -> bytes | None:
     """The metrics of the state that this attempt starts from, one line for every step up to it; None: as they are.
 
     - A line of a later step -> dropped, because the step is trained again.
@@ -70,11 +70,11 @@ def metrics_until(run: RunDir, start: Welcome) -> bytes | None:
     """
     lines: dict[int, dict[str, Any]] = {}
     for line in read_lines(run.metrics):
-        if line.get("step", 0) <= start.step:
+        if line.get("step", 0) <= point.step:
             lines.setdefault(line.get("step", 0), line)
-    state = run.snapshots / start.snapshot if start.snapshot else Path(start.checkpoint)
-    for record in folders.read_position(state).reports if start.step else ():
-        if record.step <= start.step:
+    state = run.snapshots / point.snapshot if point.snapshot else Path(point.checkpoint)
+    for record in folders.read_position(state).reports if point.step else ():
+        if record.step <= point.step:
             known = {name: value for name, value in record.metrics.items() if value is not None}
             lines.setdefault(record.step, {"t": record.t, "step": record.step, **known})
     content = b"".join(json.dumps(lines[each]).encode() + b"\n" for each in sorted(lines))
@@ -89,12 +89,12 @@ def copy_policy(source: Path, destination: Path) -> None:
     partial.rename(destination)
 
 
-def start_state(run: RunDir) -> Welcome:
+def saved_point(run: RunDir) -> Welcome:
     """The newest checkpoint, or the beginning, by data positions alone; raises `OSError`."""
     return _welcome(newest_whole(states(run.checkpoints), position_damage).whole)
 
 
-def newest_start(
+def newest_point(
     run: RunDir,
     config: RunConfig,
     attempt: int,
@@ -112,42 +112,42 @@ def newest_start(
     def note(sentence: str) -> None:
         waits.append(_event("storage_fault", part="checkpoints", reason=sentence))
 
-    def decide() -> _Start:
+    def decide() -> _Resumption:
         base = _from_step(run, attempt, from_step) or _newest_checkpoint(run)
-        start, found = newer_snapshot(run, config, attempt, start=base.welcome, core=core, parts=parts)
-        started = start.checkpoint or start.snapshot
-        if not started and from_step != 0 and (why := _saved_before(run)):
+        point, found = newer_snapshot(run, config, attempt, point=base.welcome, core=core, parts=parts)
+        resumes = point.checkpoint or point.snapshot
+        if not resumes and from_step != 0 and (why := _saved_before(run)):
             damaged = "; ".join(str(fields["reason"]) for _, fields in base.events)
             again = f"`libra-hpc submit --resume {run.name} --from-step 0` starts from the beginning"
             raise OperationError(f"No state of {run.name} is whole, and {why}; {again}. {damaged}".rstrip())
         passed = [_event("snapshot_failed", step=s.step, reason=why) for s, why in found.damaged if why != OTHER_LAYOUT]
-        return base._replace(welcome=start, events=[*base.events, *passed], metrics=metrics_until(run, start))
+        return base._replace(welcome=point, events=[*base.events, *passed], metrics=metrics_until(run, point))
 
     longest_s = config.deadlines.storage_s
     try:
-        start = patiently(decide, longest_s, note)
-        patiently(lambda: _carry_out(run, attempt, start, from_step), longest_s, note)
+        chosen = patiently(decide, longest_s, note)
+        patiently(lambda: _carry_out(run, attempt, chosen, from_step), longest_s, note)
     except OSError as error:
         raise OperationError(f"{unreadable(error)}, for {longest_s:.0f} s; the start was given up.") from error
-    return start.welcome, [*waits, *start.events]
+    return chosen.welcome, [*waits, *chosen.events]
 
 
 def _event(kind: str, **fields: Any) -> Event:
     return kind, fields
 
 
-def _newest_checkpoint(run: RunDir) -> _Start:
+def _newest_checkpoint(run: RunDir) -> _Resumption:
     found = newest_whole(states(run.checkpoints), checkpoint_damage)
     aside = {s.folder: s.folder.with_name(f"{s.folder.name}.damaged") for s, _ in found.damaged}
     events = [
         _event("checkpoint_damaged", step=s.step, reason=f"checkpoint {s.folder.name} is damaged: {why}")
         for s, why in found.damaged
     ]
-    return _Start(_welcome(found.whole), aside, events)
+    return _Resumption(_welcome(found.whole), aside, events)
 
 
-def _from_step(run: RunDir, attempt: int, step: int | None) -> _Start | None:
-    """The start at the step that the user chose; None: there is none, or this attempt began with it already."""
+def _from_step(run: RunDir, attempt: int, step: int | None) -> _Resumption | None:
+    """The state of the step that the user chose; None: there is none, or this attempt began with it already."""
     if step is None or run.from_step(attempt).exists():
         return None
     found = states(run.checkpoints)
@@ -157,7 +157,9 @@ def _from_step(run: RunDir, attempt: int, step: int | None) -> _Start | None:
         if why:
             raise OperationError(f"--from-step {step}: {why}")
     newer = [state.folder for state in found if state.step > step]
-    return _Start(_welcome(chosen), {folder: folder.with_name(f"{folder.name}.aside-{attempt}") for folder in newer})
+    return _Resumption(
+        _welcome(chosen), {folder: folder.with_name(f"{folder.name}.aside-{attempt}") for folder in newer}
+    )
 
 
 def _saved_before(run: RunDir) -> str:
@@ -169,16 +171,16 @@ def _saved_before(run: RunDir) -> str:
     return f"{run.checkpoints} has lost the checkpoints that were saved" if saved else ""
 
 
-def _carry_out(run: RunDir, attempt: int, start: _Start, from_step: int | None) -> None:
+def _carry_out(run: RunDir, attempt: int, chosen: _Resumption, from_step: int | None) -> None:
     for left in run.checkpoints.glob(f"*{folders.TEMPORARY}"):
         shutil.rmtree(left, ignore_errors=True)
-    for folder, aside in start.aside.items():
+    for folder, aside in chosen.aside.items():
         if folder.exists():
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
-    keep_listed(run, start.welcome.snapshot)
-    if start.metrics is not None:
-        write_atomic(run.metrics, start.metrics)
+    keep_listed(run, chosen.welcome.snapshot)
+    if chosen.metrics is not None:
+        write_atomic(run.metrics, chosen.metrics)
     if from_step is not None:
         run.from_step(attempt).parent.mkdir(parents=True, exist_ok=True)
         run.from_step(attempt).touch()

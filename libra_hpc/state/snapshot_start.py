@@ -65,9 +65,9 @@ def restore_from(name: str, core: Sequence[int], parts: Sequence[Sequence[str]])
 
 
 def newer_snapshot(
-    run: RunDir, config: RunConfig, attempt: int, *, start: Welcome, core: Sequence[int], parts: Sequence[Sequence[str]]
+    run: RunDir, config: RunConfig, attempt: int, *, point: Welcome, core: Sequence[int], parts: Sequence[Sequence[str]]
 ) -> tuple[Welcome, NewestWhole]:
-    """``start``, from a checkpoint, or a newer one from a snapshot; ``parts``: parts of every rank's node."""
+    """``point``, from a checkpoint, or a newer one from a snapshot; ``parts``: parts of every rank's node."""
 
     def why_not(state: SavedState) -> str:
         if why := checkpoint_damage(state):
@@ -77,13 +77,13 @@ def newer_snapshot(
         return restore_from(state.folder.name, core, parts)[1]
 
     found = newest_whole(
-        (s for s in states(run.snapshots) if s.step > start.step and f".attempt-{attempt}-" in s.folder.name), why_not
+        (s for s in states(run.snapshots) if s.step > point.step and f".attempt-{attempt}-" in s.folder.name), why_not
     )
     if found.whole is None:
-        return start, found
+        return point, found
     at, name = read_position(found.whole.folder), found.whole.folder.name
     restore, _ = restore_from(name, core, parts)
     snapshot = msgspec.structs.replace(
-        start, step=at.step, low=at.low, extra=at.extra, snapshot=name, saved_step=start.step, restore=restore
+        point, step=at.step, low=at.low, extra=at.extra, snapshot=name, saved_step=point.step, restore=restore
     )
     return snapshot, found

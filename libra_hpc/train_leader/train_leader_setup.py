@@ -61,13 +61,13 @@ class SnapshotList:
 
 def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
     """The train leader of this start, which completes checkpoints in the run directory."""
-    config, start, run = context.config, context.start, context.run
+    config, point, run = context.config, context.resume_point, context.run
     run.checkpoints.mkdir(exist_ok=True)
     return TrainLeader(
         config,
         context.layout.core,
-        start.step,
-        DataOrder(start.low, start.extra),
+        point.step,
+        DataOrder(point.low, point.extra),
         send=context.send,
         rollout_leader=context.layout.rollout_leader,
         receivers=lambda: context.receivers,
@@ -75,7 +75,7 @@ def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
         rendezvous=rendezvous,
         checkpoints=run.checkpoints,
         index=SnapshotList(context),
-        from_checkpoint=bool(start.checkpoint) and not start.snapshot,
-        from_snapshot=bool(start.snapshot),
+        from_checkpoint=bool(point.checkpoint) and not point.snapshot,
+        from_snapshot=bool(point.snapshot),
         fence=context.fence,
     )

@@ -299,7 +299,7 @@ def _as_offer(image: Image, version: int) -> StoredOffer:
         for name, shape in image.shapes.items():
             count = math.prod(shape)
             size = count * FLOATS[image.dtype]
-            with view[image.start + at : image.start + at + size] as data:
+            with view[image.offset + at : image.offset + at + size] as data:
                 pieces.append(
                     WeightPiece(
                         TensorBlock(name, 0, 1, count, count), image.dtype, "dense", count, at, size, crc32(data)
@@ -307,7 +307,7 @@ def _as_offer(image: Image, version: int) -> StoredOffer:
                 )
             at += size
     offer = Offer(version, WHOLE, IMAGE, tuple(pieces), at)
-    return StoredOffer(offer, msgspec.msgpack.encode(offer), image.path, start=image.start)
+    return StoredOffer(offer, msgspec.msgpack.encode(offer), image.path, offset=image.offset)
 
 
 def _or_end(work: Any) -> None:

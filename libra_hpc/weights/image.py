@@ -59,17 +59,17 @@ class Image:
         self.path = folder / IMAGE_FILE
         header, places = file_header(self.shapes, dtype)
         self._places = {name: begin for name, (begin, _) in places.items()}
-        self.start = len(header)
+        self.offset = len(header)
         """Byte where the first tensor begins."""
         self._bytes = sum(map(math.prod, self.shapes.values())) * FLOATS[dtype]
         if not self.path.exists():
             self._create(header)
         self._file = self.path.open("r+b")
-        if self._file.read(len(header)) != header or self._file.seek(0, 2) != self.start + self._bytes:
+        if self._file.read(len(header)) != header or self._file.seek(0, 2) != self.offset + self._bytes:
             self._file.close()
             raise WeightFileError(f"{self.path}: it is the image of another model.")
         self._memory = mmap.mmap(self._file.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self._elements = np.frombuffer(self._memory, VALUES[dtype], offset=self.start)
+        self._elements = np.frombuffer(self._memory, VALUES[dtype], offset=self.offset)
 
     @property
     def version(self) -> int:
@@ -100,7 +100,7 @@ class Image:
             self._note(_State(version, version))
 
     def _create(self, header: bytes) -> None:
-        whole = self.start + self._bytes
+        whole = self.offset + self._bytes
         partial = self.path.with_suffix(".part")
         try:
             with partial.open("w+b") as file:

@@ -44,7 +44,7 @@ class SentBytes(Protocol):
 
     manifest: bytes
     file: int
-    start: int
+    offset: int
     """Where the bytes begin in ``file``."""
     size: int
     removed: bool
@@ -56,7 +56,7 @@ class SentBytes(Protocol):
 class _Part:
     """The listing of a part (``file`` -1), or one of its files."""
 
-    start, removed = 0, False
+    offset, removed = 0, False
 
     def __init__(self, manifest: bytes, file: int, size: int) -> None:
         self.manifest, self.file, self.size = manifest, file, size

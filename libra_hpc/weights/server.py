@@ -183,7 +183,7 @@ class CarrierServer:
                 count = min(available - begin, FRAME_BYTES)
                 stream.sendall(HEADER.pack(DATA, count), socket.MSG_MORE if itself else 0)
                 if itself:
-                    _send_file(stream, offer.file, offer.start + begin, count)
+                    _send_file(stream, offer.file, offer.offset + begin, count)
                 begin += count
             elif offer.removed:
                 raise Absent("it was removed")

@@ -27,8 +27,8 @@ def test_an_engine_that_is_rebuilt_begins_with_a_checkpoint_that_still_exists(tm
     (run.checkpoint(30) / "state.json").write_text('{"step": 30, "low": 240, "extra": []}')
     found = engine_config(context, "r2.0", 1, None, -1)
     assert (found.model, found.version) == (str(run.checkpoint(30) / "policy"), 30), "older checkpoints have made room"
-    context.start = Welcome(34, str(run.checkpoint(30)), 272, (), snapshot="step-34", saved_step=30)
+    context.resume_point = Welcome(34, str(run.checkpoint(30)), 272, (), snapshot="step-34", saved_step=30)
     found = engine_config(context, "r2.0", 1, None, -1)
     assert (found.model, found.version) == (str(run.checkpoint(30) / "policy"), 30), "a snapshot has no policy"
-    context.start = Welcome(0, "", 0, ())
+    context.resume_point = Welcome(0, "", 0, ())
     assert engine_config(context, "r2.0", 1, None, -1).model == "/models/policy"

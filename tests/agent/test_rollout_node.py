@@ -217,7 +217,7 @@ def test_an_engine_with_weights_older_than_the_start_serves_only_once_it_has_new
 
     async def work() -> None:
         async with scene(tmp_path) as made:
-            made.context.start = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
+            made.context.resume_point = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
             await made.node.start()
             await made.until(lambda: len(made.of(wire.WeightsWanted)) > 3, "it asks again")
             assert not made.served(), "the trainers have offered nothing yet"
@@ -260,7 +260,7 @@ def test_answers_to_several_engines_lead_to_one_round_of_requests(
 
     async def work() -> None:
         async with scene(tmp_path, engines=2) as made:
-            made.context.start = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
+            made.context.resume_point = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
             await made.node.start()
             await made.until(lambda: list(made.node.states.values()) == ["loading"] * 2, "both wait for weights")
             before = len(made.of(wire.WeightsWanted))

@@ -216,7 +216,7 @@ def test_processes_that_cannot_start_from_a_snapshot_leave_the_checkpoint_to_the
     partial.mkdir(parents=True)
     (partial / folders.STATE_FILE).write_text("{")
     folders.publish(partial, part)
-    scene.node._context.start = Welcome(4, "", 8, (), snapshot=name)
+    scene.node._context.resume_point = Welcome(4, "", 8, (), snapshot=name)
 
     async def script() -> None:
         await scene.node.start()

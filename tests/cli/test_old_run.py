@@ -12,7 +12,7 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.state.attempt import newest_start
+from libra_hpc.state.attempt import newest_point
 
 from .conftest import Cli, Queue
 
@@ -43,5 +43,5 @@ def test_it_is_shown_as_any_run(old: RunDir, queue: Queue, cli: Cli) -> None:
 def test_it_goes_on_from_its_last_checkpoint(old: RunDir, queue: Queue, cli: Cli) -> None:
     outcome = cli("submit", "--resume", old.name, "-o", "run.steps=9", "--dry-run")
     assert outcome.code == 0, outcome.err
-    start, events = newest_start(old, RunConfig(), 2, core=(1,), parts=((), ()))
+    start, events = newest_point(old, RunConfig(), 2, core=(1,), parts=((), ()))
     assert (start.step, start.low, start.extra, events) == (5, 20, (), [])

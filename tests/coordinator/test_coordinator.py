@@ -35,7 +35,7 @@ from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout_order import encode_order, new_order
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.ranks_stop import RanksStop, decode_end
-from libra_hpc.state.attempt import start_state
+from libra_hpc.state.attempt import saved_point
 from tests.protocol.step_reports import step_report
 
 
@@ -324,14 +324,14 @@ def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:
 
 def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    assert start_state(run) == Welcome(0, "", 0, ())
+    assert saved_point(run) == Welcome(0, "", 0, ())
     for step, complete in ((10, True), (20, True), (30, False)):
         run.checkpoint(step).mkdir(parents=True)
         if complete:
             run.write_json(
                 run.checkpoint(step) / "state.json", {"step": step, "low": step * 8, "extra": [step * 8 + 3]}
             )
-    assert start_state(run) == Welcome(20, str(run.checkpoint(20)), 160, (163,))
+    assert saved_point(run) == Welcome(20, str(run.checkpoint(20)), 160, (163,))
 
 
 def test_nothing_is_written_to_a_descriptor_that_the_launcher_did_not_open(

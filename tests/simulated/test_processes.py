@@ -201,7 +201,7 @@ def test_changes_of_steps_put_together_are_the_weights_of_the_last(tmp_path: Pat
         assert owned == ELEMENTS
         assert made.size == ELEMENTS * 4 * (1 if base in (-1, 8) else (step - base) / 4)
         image.apply(step, [(made, payload_path(offer_path(tmp_path, step, "t0")))])
-        assert (np.frombuffer(image.path.read_bytes()[image.start :], np.float32) == weights(step)).all()
+        assert (np.frombuffer(image.path.read_bytes()[image.offset :], np.float32) == weights(step)).all()
 
 
 def test_a_host_replays_a_trace_and_starts_again_at_its_end(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.protocol.agents import Welcome
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state import store
-from libra_hpc.state.attempt import BEGINNING, Event, complete_checkpoint, newest_start, remove_old, start_state
+from libra_hpc.state.attempt import BEGINNING, Event, complete_checkpoint, newest_point, remove_old, saved_point
 
 from .saved import WEIGHTS, checkpoint, flip, unreadable
 
 
 def start(run: RunDir, attempt: int = 1, from_step: int | None = None) -> tuple[Welcome, list[Event]]:
-    return newest_start(run, RunConfig(), attempt, core=(1,), parts=((), ()), from_step=from_step)
+    return newest_point(run, RunConfig(), attempt, core=(1,), parts=((), ()), from_step=from_step)
 
 
 def at(run: RunDir, step: int) -> Welcome:
@@ -48,7 +48,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_moved_aside(t
     folder[40].rename(run.checkpoint(41))
     flip(folder[30] / "optimizer.safetensors")
     (run.checkpoints / f"step-000060{folders.TEMPORARY}").mkdir()
-    assert start_state(run).step == 30, "the quick answer reads no weights, and moves nothing"
+    assert saved_point(run).step == 30, "the quick answer reads no weights, and moves nothing"
     assert folder[50].exists()
     welcome, events = start(run)
     assert welcome == at(run, 20)
@@ -222,7 +222,7 @@ def test_a_state_without_room_for_its_position_is_removed_and_a_complete_one_nev
     partial, manifest = written(40)
     complete_checkpoint(partial, run.checkpoint(40), manifest, folders.DataPosition(40, 320, ()))
     assert not folders.verify(run.checkpoint(40))
-    assert start_state(run).step == 40
+    assert saved_point(run).step == 40
     remove_old(run, 1, good_step=39)
     assert sorted(run.checkpoints.iterdir()) == [run.checkpoint(30), run.checkpoint(40)]
     remove_old(run, 2, good_step=5)

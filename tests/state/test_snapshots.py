@@ -139,7 +139,7 @@ def run(tmp_path: Path) -> RunDir:
 def start(run: RunDir, parts: tuple[tuple[str, ...], ...] = WHOLE, step: int = 10, **changes: Any) -> Welcome:
     checkpoint = Welcome(step, "/checkpoints/step", 8 * step, ())
     values: dict[str, Any] = {"config": config(), "attempt": 1, **changes}
-    found, passed = newer_snapshot(run, values["config"], values["attempt"], start=checkpoint, core=CORE, parts=parts)
+    found, passed = newer_snapshot(run, values["config"], values["attempt"], point=checkpoint, core=CORE, parts=parts)
     assert all(why for _, why in passed.damaged)
     keep_listed(run, found.snapshot)
     return found

@@ -111,7 +111,7 @@ def test_any_piece_overwrites_its_elements_alone_and_a_forged_one_leaves_no_vers
         piece = sparse(block, "BF16", encoding, index, values)  # type: ignore[arg-type]
         image.apply(version, [offer(tmp_path, version, version - 1, "t0.0", [piece])])
         expected[block.offset + index // cols * 300 + index % cols] = values
-        np.testing.assert_array_equal(np.frombuffer(image.path.read_bytes()[image.start :], np.int16), expected)
+        np.testing.assert_array_equal(np.frombuffer(image.path.read_bytes()[image.offset :], np.int16), expected)
     # Its sizes and its checksum are right, and its second value would lie behind the block.
     beyond = Encoded(TensorBlock("a.weight", 0, 2, 2, 300), "BF16", "gap8", 2, (np.ones(2, np.int16), np.uint8([3, 0])))
     with pytest.raises(WeightFileError, match="outside of its block"):
@@ -137,7 +137,7 @@ def test_wide_gaps_before_a_piece_of_an_odd_number_of_bytes(tmp_path: Path) -> N
     made = offer(tmp_path, 1, 0, "t0.0", pieces)
     assert made[0].size % 2
     image.apply(1, [made])
-    np.testing.assert_array_equal(np.frombuffer(image.path.read_bytes()[image.start :], np.int16), expected)
+    np.testing.assert_array_equal(np.frombuffer(image.path.read_bytes()[image.offset :], np.int16), expected)
 
 
 def test_a_writer_killed_at_any_piece_leaves_no_mixture_and_the_next_one_ends_its_work(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from libra_hpc.rollout.recovery.recovery_log import RecoveryLog
 from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import Routed, TrajectoryEnd, decision_line, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
-from libra_hpc.state.attempt import start_state
+from libra_hpc.state.attempt import saved_point
 from libra_hpc.state.store import patiently
 
 from .hosts import Hosts
@@ -40,8 +40,8 @@ STALL_S = 1.0
 """This process woke so much later than planned: nobody could read messages, so that time counts for nobody."""
 
 
-def position(start: wire.Welcome) -> TrainedPrompts:
-    return TrainedPrompts(start.step, start.low, frozenset(start.extra))
+def position(point: wire.Welcome) -> TrainedPrompts:
+    return TrainedPrompts(point.step, point.low, frozenset(point.extra))
 
 
 def line(record: TrajectoryEnd | Restart) -> dict[str, Any]:
@@ -75,11 +75,11 @@ class RolloutService:
         """Start the hosts, recover and learn from earlier attempts, then report every second until stopped."""
         await self._hosts.start()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
-        start, recovered = self._context.start, await self._recover()
+        point, recovered = self._context.resume_point, await self._recover()
         await self._supersede(recovered)
         await self._learn()
         self.leader.evaluations.restore(await asyncio.to_thread(list, read_lines(self._context.run.evaluations)))
-        self.leader.on_position(start.step, start.low, start.extra, recovered.groups)
+        self.leader.on_position(point.step, point.low, point.extra, recovered.groups)
         while not self._stopping:
             await asyncio.sleep(REPORT_S)
             self._context.send(0, self.leader.report())
@@ -102,14 +102,14 @@ class RolloutService:
 
     async def _supersede(self, recovered: Recovered) -> None:
         """Mark what earlier starts finished and this one does not go on with."""
-        start, path = self._context.start, self._context.run.trajectories
+        point, path = self._context.resume_point, self._context.run.trajectories
         try:
             if not path.stat().st_size:
                 return
         except OSError:
             return
         done = sorted((t.index, t.sample) for group in recovered.groups.values() for t in group if t.place == "done")
-        self._trajectories.add(Restart(start.step, start.low, start.extra, tuple(done)))
+        self._trajectories.add(Restart(point.step, point.low, point.extra, tuple(done)))
         await self._flush()
 
     async def _learn(self) -> None:
@@ -133,12 +133,12 @@ class RolloutService:
             context.log("scheduler_warm_start", trajectories=len(records))
 
     async def _recover(self) -> Recovered:
-        context, config, start = self._context, self._context.config, self._context.start
+        context, config, point = self._context, self._context.config, self._context.resume_point
         if self._recovery_log is None:
             # Versions number the weights of one line of starts; without records, those of another could be mixed in.
             await asyncio.to_thread(shutil.rmtree, context.run.experience, ignore_errors=True)
             return Recovered({}, {})
-        recovered = await self._recovery_log.recover(digest(config), position(start), config.algorithm.eta)
+        recovered = await self._recovery_log.recover(digest(config), position(point), config.algorithm.eta)
         if self._recovery_log.changed:
             context.log("workload_changed")
         if recovered.groups or recovered.dropped:
@@ -146,7 +146,7 @@ class RolloutService:
         return recovered
 
     def _saved(self) -> TrainedPrompts:
-        return position(patiently(lambda: start_state(self._context.run), SAVED_S))
+        return position(patiently(lambda: saved_point(self._context.run), SAVED_S))
 
     # --- surroundings of the leader
 
