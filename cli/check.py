@@ -9,6 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from rich.table import Table
 
 from libra_hpc.config.learn import INITIAL, TaskTable
 from libra_hpc.config.load import load_run_file, validate, with_values
@@ -20,16 +23,19 @@ from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.preflight import checked_run
 from libra_hpc.preflight.checked_run import CheckedRun
+from libra_hpc.preflight.gpu_memory import MemoryNeed
 from libra_hpc.preflight.named_files import check_planner_files
 from libra_hpc.preflight.train_worlds import describe_worlds
 from libra_hpc.slurm.submit import expected_start as job_start
 from libra_hpc.user_file import absolute
 
-from . import memory_table
 from .config_show import OverrideOption, RunFileArgument
-from .output import busy, print_json, print_line, print_note, show
+from .output import busy, narrow_table, print_json, print_line, print_note, show
 from .runs import JsonOption
 from .split import show_split, simulating
+
+COLUMNS = 80
+"""Width of the table: a terminal of usual width shows it whole."""
 
 
 def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOption = False) -> None:  # noqa: B006
@@ -44,7 +50,7 @@ def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOp
         split = None if made is None else made.chosen
         facts = {"checked_against_slurm": asked, "warnings": warnings, "expected_start": start}
         facts |= {"layout": describe_worlds(config), "facts": checked.facts}
-        records = memory_table.as_records(checked.memory)
+        records = as_records(checked.memory)
         print_json({"run_file": str(run_file), "good": True, **facts, "split": split, "memory": records})
         return
     if made is not None:
@@ -52,7 +58,7 @@ def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOp
     for line in (describe_worlds(config), *checked.facts):
         print_line(line)
     if checked.memory:
-        show(memory_table.memory_table(checked.memory))
+        show(memory_table(checked.memory))
     when = (
         "" if start is None else f"; Slurm would start it {time.strftime('on %d %B at %H:%M', time.localtime(start))}"
     )
@@ -63,6 +69,25 @@ def check_all(config: RunConfig, *, slurm_required: bool) -> CheckedRun:
     """`libra_hpc.preflight.checked_run.check` with a spinner."""
     with busy("planning" if config.components.split == "auto" else "checking") as status:
         return checked_run.check(config, slurm_required=slurm_required, progress=partial(simulating, status))
+
+
+def memory_table(found: Sequence[MemoryNeed]) -> Table:
+    """A row for each, with its terms from large to small."""
+    table = narrow_table("memory, GB~", "needs>~", "has>~", "terms~", width=COLUMNS)
+    for row in found:
+        largest = sorted(row.terms.items(), key=lambda term: -term[1])
+        terms = ", ".join(f"{name} {_gb(size)}" for name, size in largest if size)
+        table.add_row(row.where, _gb(row.needs), "?" if row.has is None else _gb(row.has), terms)
+    return table
+
+
+def as_records(found: Sequence[MemoryNeed]) -> list[dict[str, Any]]:
+    """Plain data, in bytes."""
+    return [{"where": row.where, "needs": row.needs, "has": row.has, "terms": dict(row.terms)} for row in found]
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.0f}" if size >= 100e9 else f"{size / 1e9:.1f}"
 
 
 def expected_start(checked: CheckedRun) -> float | None:

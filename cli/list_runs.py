@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
 from libra_hpc.errors import invalid
@@ -21,8 +24,7 @@ from libra_hpc.facts.sweep_record import read_member
 from libra_hpc.slurm.queue.run_state import RunState, State
 
 from . import jobs
-from .output import busy, console, print_json, print_note, show
-from .run_table import RunRow, show_runs
+from .output import busy, console, print_json, print_note, show, table
 from .runs import RUNS, JsonOption, RunsOption, all_runs, created, identity, rewards
 
 PLAIN = ("running", "completed")
@@ -40,6 +42,9 @@ UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 """Seconds by the letter of ``--since``."""
 COLUMNS = ("run", "job", "state", "attempt>", "step>", "reward>", "updated")
 DISPENSABLE = ("attempt", "updated", "job", "reward", "step")
+"""Left out one after the other where the terminal is too narrow."""
+MISSING = ("", "-")
+"""Texts of empty cells; a column of them is left out."""
 
 
 def list_runs(
@@ -129,14 +134,34 @@ def row(run: RunDir, state: RunState) -> dict[str, Any]:
 
 
 def show_rows(rows: Sequence[dict[str, Any]], *, grouped: bool) -> None:
-    """The table, and below it reasons."""
+    """The table, runs without a sweep first, and below it reasons."""
     now = time.time()
-    show_runs([RunRow(fact["sweep"] if grouped else "", cells_of(fact, now)) for fact in rows], COLUMNS, DISPENSABLE)
+    cells = [(fact["sweep"] if grouped else "", cells_of(fact, now)) for fact in rows]
+    cells.sort(key=lambda row: row[0])
+    shown = [name for name in COLUMNS if any(str(row[name.rstrip(">")]) not in MISSING for _, row in cells)]
+    for less in range(len(DISPENSABLE) + 1):
+        made = runs_table(cells, [name for name in shown if name.rstrip(">") not in DISPENSABLE[:less]])
+        wide = console().options.update(max_width=1000)
+        if Measurement.get(console(), wide, made).maximum <= console().width:
+            break
+    show(made)
     for fact in rows:
         if fact["reason"] and fact["state"] not in PLAIN:
             line = Text.assemble((f" {fact['run']}: ", "dim"), fact["reason"])
             line.truncate(console().width, overflow="ellipsis")
             show(line)
+
+
+def runs_table(rows: Sequence[tuple[str, Mapping[str, str | Text]]], columns: Sequence[str]) -> Table:
+    """Sweeps and texts by column as a table with a heading for every sweep."""
+    made = table(*columns)
+    for sweep, group in groupby(rows, key=lambda row: row[0]):
+        if sweep:
+            made.add_section()
+            made.add_row(Text(f"sweep {sweep}", style="bold"))
+        for _, cells in group:
+            made.add_row(*(cells[name.rstrip(">")] for name in columns))
+    return made
 
 
 def cells_of(fact: dict[str, Any], now: float) -> dict[str, str | Text]:

@@ -241,10 +241,6 @@ class Coordinator:
             self._sharing.end()
         self._sharing.evaluate(self._step, time.time())
 
-    def _blocked_by(self) -> str:
-        """Why the ranks cannot be repartitioned at the moment; empty: they can."""
-        return "the run is stopping" if self._ending.stopping else self._nodes.unsettled
-
     # --- the loop
 
     async def run(self) -> None:
@@ -386,7 +382,8 @@ class Coordinator:
             await asyncio.sleep(min(STATUS_S, self._config.planner.interval_s))
             if self._nodes.pool is None or self._ending.saving_for == "lost":
                 continue
-            if await asyncio.to_thread(self._repartitioner.poll, self._blocked_by()):
+            blocked_by = "the run is stopping" if self._ending.stopping else self._nodes.unsettled
+            if await asyncio.to_thread(self._repartitioner.poll, blocked_by):
                 self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
 
     def _recover(self, rank: int, reason: str) -> None:

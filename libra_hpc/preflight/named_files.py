@@ -29,14 +29,9 @@ MODEL_FILES = {"config.json": ["config.json"], "tokenizer": ["tokenizer.json"], 
 def read_model_config(config: RunConfig) -> dict[str, Any]:
     """Read the policy's config.json; raises `UserError` when the folder is not a complete Hugging Face model."""
     path, folder = config.model.path, Path(config.model.path)
-    if not path:
-        raise invalid(
-            "model.path", path, "not given", "a Hugging Face folder with config.json, safetensors and a tokenizer"
-        )
-    if not folder.is_dir():
-        raise invalid(
-            "model.path", path, "no such folder", "a Hugging Face folder with config.json, safetensors and a tokenizer"
-        )
+    if not path or not folder.is_dir():
+        why, valid = "no such folder" if path else "not given", "config.json, safetensors and a tokenizer"
+        raise invalid("model.path", path, why, f"a Hugging Face folder with {valid}")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise invalid("model.path", path, "Permission denied", "a folder that you may read")
     for what, patterns in MODEL_FILES.items():
@@ -81,14 +76,10 @@ def check_run_dir(config: RunConfig) -> None:
     parent = Path(config.run.dir).absolute()
     while not parent.exists():
         parent = parent.parent
-    if not parent.is_dir():
-        raise invalid(
-            "run.dir", config.run.dir, f"{parent} is not a folder", "a writable folder on a file system all nodes share"
-        )
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise invalid(
-            "run.dir", config.run.dir, f"{parent} is not writable", "a writable folder on a file system all nodes share"
-        )
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        why = "writable" if parent.is_dir() else "a folder"
+        valid = "a writable folder on a file system all nodes share"
+        raise invalid("run.dir", config.run.dir, f"{parent} is not {why}", valid)
 
 
 def check_function(field: str, name: str, known: Iterable[str]) -> None:
