@@ -43,7 +43,7 @@ def evaluate(
     what: Annotated[
         str, typer.Argument(metavar="RUN|FOLDER", help="A run, its name or job id; or a Hugging Face folder.")
     ],
-    task: Annotated[str, typer.Option("--task", metavar="NAME", help="Name of a [\\[task.eval]] table.")],
+    task: Annotated[str, typer.Option("--task", metavar="NAME", help="Name of a table of task.eval.")],
     samples: Annotated[
         int | None, typer.Option("--samples", min=1, max=1024, metavar="N", help="Default: those of the table.")
     ] = None,

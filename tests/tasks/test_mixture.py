@@ -100,7 +100,7 @@ async def test_tools_and_limits_of_tasks_do_not_meet(mixed: Task, sandbox: OpenS
         ([{"name": "a"}], "task.train.0.data = '': not given"),
         ([{"name": "a", "task": "keychian"}], "task.train.0.task = 'keychian': unknown task"),
         ([{"name": "a", "task": KEYCHAIN_TASK, "options": {"x": 1}}], "task.train.0.options = 'x': KeyChain has"),
-        ([{"name": "a"}, {"name": "a"}], "task.train.0.name = 'a': is not"),
+        ([{"name": "a"}, {"name": "a"}], "task.train.1.name = 'a': is not"),
         ([{"task": KEYCHAIN_TASK}], "task.train.0.name = '': not given"),
     ],
 )
