@@ -25,6 +25,7 @@ from libra_hpc.files import write_atomic
 from libra_hpc.owner.claim import HeldLease, LeaseRefused, acquire
 from libra_hpc.planning.initial import plan_record
 from libra_hpc.preflight.checked_run import CheckedRun
+from libra_hpc.slurm.submit import MaybeQueued
 
 from . import jobs
 from .check import check_all, load, warn, with_absolute_paths
@@ -241,7 +242,7 @@ def queue(checked: CheckedRun, run: RunDir, number: int, after: str = "", from_s
             run.write_json(run.plan, plan_record(checked.plan))
         return jobs.queue(checked.launch(run, number, after, from_step), checked.environment)
     except (UserError, OperationError, OSError) as error:
-        if number == 1:
+        if number == 1 and not isinstance(error, MaybeQueued):
             jobs.discard(run)
         if isinstance(error, OSError):
             why = f"{error.filename or 'a file of the run'} cannot be read or written ({error_text(error)})"

@@ -88,7 +88,7 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     if environment is not None:
         known = partitions(environment)
         config = with_resources(config, known)
-        check_fit(config, known)
+        warnings += check_fit(config, known)
     hosts = [] if shape is None else host_needs(config, shape, known)
     warnings += check_hosts(hosts)
     memory = [*gpus.needs, *(need for host in hosts for need in host.needs)]

@@ -14,6 +14,8 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.slurm.queue.query import Partition, slurm_seconds
 
+QUEUES = ("up", "down")
+"""States of a partition that takes jobs: those of one that is down wait."""
 LAST_NOTICE_S = 120.0
 """Seconds of Slurm's notice to a run that measures its steps and saves.  Half: a slow save may not fit; double: a run
 whose step is late loses it earlier."""
@@ -52,8 +54,11 @@ def _gpus(component: Component, partition: Partition) -> int:
     return partition.gpus.get(component.gpu_type, 0) if component.gpu_type else sum(partition.gpus.values())
 
 
-def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
-    """Raise `UserError` naming field, value and limit when the cluster could never start the job."""
+def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> list[str]:
+    """Raise `UserError` naming field, value and limit when the cluster could never start the job.
+
+    Returns a sentence for each partition that has to come back first.
+    """
     slurm, used = config.slurm, dict[str, int]()
     limit = slurm_seconds(slurm.time_limit)
     if limit is not None and limit <= slurm.notice_s > 0.0:
@@ -70,6 +75,17 @@ def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> None:
     if slurm.spare and (spare := max(p.nodes - used.get(p.name, 0) for p in found)) < slurm.spare:
         why = f"partition {found[0].name} has {found[0].nodes} nodes"
         raise invalid("slurm.spare", slurm.spare, why, f"at most {spare}")
+    return [why for part in partitions if part.name in used for why in _waits(part, used[part.name])]
+
+
+def _waits(partition: Partition, needed: int) -> list[str]:
+    """What a queued job waits for, in words."""
+    if partition.state == "down":
+        return [f"partition {partition.name} is down; the job waits until it is up"]
+    if needed <= partition.nodes - partition.out:
+        return []
+    here = f"{partition.out} of its {partition.nodes} nodes are drained or down"
+    return [f"partition {partition.name}: {here}; the job waits until {needed} are in service"]
 
 
 def _check_spot(config: RunConfig, partitions: Sequence[Partition]) -> None:
@@ -84,7 +100,7 @@ def _check_spot(config: RunConfig, partitions: Sequence[Partition]) -> None:
 
 
 def _partitions(field: str, component: Component, partitions: Sequence[Partition]) -> list[Partition]:
-    """Partitions of a component that are up; raises `UserError` for one that is not there, and where none is up."""
+    """Partitions of a component that take jobs; raises `UserError` for one that is not there, and where none does."""
     known = sorted(partition.name for partition in partitions)
     for name in component.partition.split(","):
         if component.partition and name not in known:
@@ -92,10 +108,10 @@ def _partitions(field: str, component: Component, partitions: Sequence[Partition
     found = usable(component, partitions)
     if not found:
         raise invalid(f"{field}.partition", "", "this cluster has no default partition", known)
-    if all(partition.state != "up" for partition in found):
-        up = sorted(p.name for p in partitions if p.state == "up")
-        raise invalid(f"{field}.partition", found[0].name, f"the partition is {found[0].state}", up)
-    return [partition for partition in found if partition.state == "up"]
+    if all(partition.state not in QUEUES for partition in found):
+        valid = sorted(p.name for p in partitions if p.state in QUEUES)
+        raise invalid(f"{field}.partition", found[0].name, f"the partition takes no jobs: {found[0].state}", valid)
+    return [partition for partition in found if partition.state in QUEUES]
 
 
 def _check_component(

@@ -26,6 +26,9 @@ NO_OPTION = "none"
 """A component's value that leaves out what stands above it, in the site profile or in ``[slurm]``."""
 OPTIONAL = ("constraint", "reservation", "account", "qos")
 """sbatch options, and keys of a component, that may be `NO_OPTION`."""
+SPELLINGS = {"constraint": ("--constraint", "-C"), "reservation": ("--reservation",), "account": ("--account", "-A")}
+SPELLINGS |= {"qos": ("--qos", "-q")}
+GRES = "--gres="
 
 
 class NodeRequest(NamedTuple):
@@ -189,6 +192,9 @@ def component_options(config: RunConfig, name: str, component: Component) -> dic
             spelling = spelling.replace("{type}:", "").replace("{type}", "")
         option, _, value = spelling.replace("{type}", kind).replace("{gpus}", str(component.gpus)).partition("=")
         options[option] = value
+    # sbatch takes the last --gres alone.
+    lists = [text.removeprefix(GRES) for _, text in _extras(config, name, component) if text.startswith(GRES)]
+    options["gres"] = ",".join(filter(None, [options.get("gres", ""), *lists]))
     return {option: value for option, value in options.items() if value}
 
 
@@ -218,9 +224,26 @@ def spot_options(config: RunConfig) -> list[str]:
 
 
 def extra_options(config: RunConfig, name: str, component: Component) -> list[str]:
-    """The sbatch options that the run file gives verbatim for a component; raises `UserError` for a reserved one."""
+    """The sbatch options that the run file gives verbatim for a component, but for GRES, which are among its own.
+
+    Raises `UserError` for a reserved one, and for one that the component has already.
+    """
+    own, options = component_options(config, name, component), []
+    for place, option in _extras(config, name, component):
+        for key, spellings in SPELLINGS.items():
+            if key in own and option.startswith(spellings):
+                raise invalid(place, option, f"the job has --{key}={own[key]} already", f"components.{name}.{key}")
+        if component.gpus and re.match(rf"{GRES}(.*,)?gpu\b", option):
+            raise invalid(place, option, "it asks for GPUs", f"components.{name}.gpus and slurm.gpu_option")
+        if not option.startswith(GRES):
+            options.append(option)
+    return options
+
+
+def _extras(config: RunConfig, name: str, component: Component) -> list[tuple[str, str]]:
+    """Field and text of every option that `extra_options` looks at."""
     given = {"slurm.extra": config.slurm.extra, f"components.{name}.extra": component.extra}
-    return [option for field, words in given.items() for option in joined(field, words)]
+    return [(place, option) for place, words in given.items() for option in joined(place, words)]
 
 
 def given_options(config: RunConfig, components: Mapping[str, Component]) -> Iterator[tuple[str, str]]:

@@ -13,9 +13,9 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
-from libra_hpc.slurm.queue.command import SlurmRefused, call
+from libra_hpc.slurm.queue.command import SlurmRefused, SlurmSilent, call
 from libra_hpc.slurm.queue.job_record import JobRecord, read_job, start_attempt, write_job
-from libra_hpc.slurm.queue.query import JobInfo, JobState, cluster_name, job
+from libra_hpc.slurm.queue.query import JobInfo, JobState, cluster_name, job, own_jobs
 
 from . import local
 from .launch import Launch, given_options
@@ -24,6 +24,8 @@ from .writer import het_script, spot_script
 SUBMIT_TIMEOUT_S = 90.0
 """sbatch itself gives up after 60 s without a controller.  Ending it earlier could leave a queued job without a record.
 """
+JOB_ID = re.compile(r"^\s*(\d+)(?:;\S*)?\s*$", re.MULTILINE)
+"""What ``--parsable`` prints: ``id`` or ``id;cluster``."""
 USER_MISTAKES = (
     "invalid",
     "not available",
@@ -58,11 +60,16 @@ REFUSED = (
 """Words of a refusal, the keys that it may mean, and the verbatim options that do the same."""
 
 
+class MaybeQueued(OperationError):
+    """Nobody knows whether a job was queued: its files must stay."""
+
+
 def submit(launch: Launch, env: Mapping[str, str]) -> str:
     """Write ``job.sbatch``, queue it, write ``job.json``; returns the Slurm job id.
 
     ``env`` is Slurm's client environment (`slurm_environment`).  Raises `UserError` when Slurm finds a mistake in the
-    request, `SlurmUnreachable` when no controller answers, `OperationError` when Slurm refuses for another reason.
+    request, `SlurmUnreachable` when no controller answers, `OperationError` when Slurm refuses for another reason,
+    `MaybeQueued` when it did not say what it did.
     """
     write_atomic(launch.run.script, het_script(launch).encode())
     if launch.config.borrow.spot.nodes:
@@ -70,11 +77,7 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
     start_attempt(launch.run, launch.attempt)
     # Before the job is queued: a failure after that would leave a job without a record.
     cluster = cluster_name(env)
-    answer = _sbatch(["--parsable"], launch, env)
-    # "id" or "id;cluster"
-    job_id = answer.strip().split(";")[0]
-    if not job_id.isdigit():
-        raise OperationError(f"sbatch answered {answer.strip()!r} instead of a job id.")
+    job_id = _queue(launch, env)
     try:
         write_job(launch.run, JobRecord("slurm", job_id, launch.attempt, time.time(), cluster=cluster))
     except OSError:
@@ -82,6 +85,29 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
         cancel(job_id, env)
         raise
     return job_id
+
+
+def _queue(launch: Launch, env: Mapping[str, str]) -> str:
+    """Queue the script and return its job id.
+
+    Sites print greetings beside the id, and an answer can get lost: then the queue is asked for a job of this script.
+    """
+    try:
+        answer = _sbatch(["--parsable"], launch, env)
+        if ids := JOB_ID.findall(answer):
+            return str(ids[-1])
+        failure = OperationError(f"sbatch answered {answer.strip()!r} instead of a job id.")
+    except SlurmSilent as silence:
+        failure = silence
+    script = str(launch.run.script)
+    try:
+        ids = [job_id for job_id, info in own_jobs(env).items() if info.script == script and not info.state.ended]
+    except OperationError:
+        why = f"{str(failure).partition(';')[0].rstrip('.')}; its job may be queued, and squeue does not answer either"
+        raise MaybeQueued(f"{why}. A job of {script} is in `squeue --me -o '%i %o'`, or was not queued.") from None
+    if not ids:
+        raise failure
+    return max(ids, key=int)
 
 
 def expected_start(launch: Launch, env: Mapping[str, str]) -> float | None:
@@ -184,5 +210,8 @@ def _sbatch(options: list[str], launch: Launch, env: Mapping[str, str]) -> str:
             field, value = refused_field(launch.config, reason) or (f"Slurm refuses the job of run {name!r}", None)
             if value is None:
                 raise UserError(f"{field}: {reason}.") from None
+            if "--test-only" in options and not value and "not available" in reason:
+                # Enough nodes exist (`slurm.fit`), but not now: a job would be queued.
+                return ""
             raise invalid(field, value, f"Slurm refuses it ({reason})") from None
         raise OperationError(f"Slurm did not take the job of run {name!r}: {reason}.") from None

@@ -29,7 +29,7 @@ CLUSTER = [
         name="cpu", default=False, state="up", nodes=2, idle=2, cpus=32, memory_mb=64000, gpus={}, max_seconds=None
     ),
     Partition(
-        name="old", default=False, state="down", nodes=9, idle=0, cpus=8, memory_mb=16000, gpus={}, max_seconds=None
+        name="old", default=False, state="drain", nodes=9, idle=0, cpus=8, memory_mb=16000, gpus={}, max_seconds=None
     ),
 ]
 
@@ -58,7 +58,7 @@ def test_a_job_that_fits_a_busy_cluster() -> None:
         ),
         (
             {"train": {"partition": "old"}},
-            r"components\.train\.partition = 'old': the partition is down; valid: a800, cpu",
+            r"components\.train\.partition = 'old': the partition takes no jobs: drain; valid: a800, cpu",
         ),
         (
             {"train": {"nodes": 5}},
@@ -106,7 +106,7 @@ def test_of_several_partitions_one_is_enough_and_the_request_fits_each() -> None
         (config(partition="a800,b"), r"partition = 'b': no such partition; valid: a800, cpu, h20, old"),
         (config(partition="a800,"), r"partition = '': no such partition"),
         (config(partition="a800,h20", nodes=10), r"nodes = 10: partition a800 has 4 nodes; valid: at most 4"),
-        (config(partition="old"), r"partition = 'old': the partition is down"),
+        (config(partition="old"), r"partition = 'old': the partition takes no jobs: drain"),
     ):
         with pytest.raises(UserError, match=message):
             check_fit(wrong, cluster)
@@ -141,3 +141,14 @@ def test_a_time_limit_leaves_time_before_the_notice() -> None:
         fit({}, time_limit="00:02:00", notice_s=120.0)
     fit({}, time_limit="00:02:00")
     fit({}, time_limit="00:02:00", notice_s=60.0)
+
+
+def test_what_waits_for_nodes_or_a_partition_is_said_and_not_refused() -> None:
+    config = RunConfig.model_validate({"components": {"train": {"nodes": 2}, "rollout": {"nodes": 1}}})
+    assert check_fit(config, CLUSTER) == []
+    assert check_fit(config, [replace(CLUSTER[0], out=1)]) == [
+        "partition a800: 1 of its 4 nodes are drained or down; the job waits until 4 are in service"
+    ]
+    assert check_fit(config, [replace(CLUSTER[0], state="down")]) == [
+        "partition a800 is down; the job waits until it is up"
+    ]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.launch import Launch, job_request
@@ -36,6 +37,51 @@ def test_a_queued_job_is_cancelled(launch: Launch, monkeypatch: pytest.MonkeyPat
         submit.submit(launch, {})
     assert [argv[0] for argv in asked] == ["sbatch", "scancel"]
     assert asked[1] == ["scancel", "4711"]
+
+
+def submitted(launch: Launch, folder: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, squeue: str) -> str:
+    monkeypatch.setattr(submit, "cluster_name", lambda env: "test")
+    monkeypatch.setattr(submit, "SUBMIT_TIMEOUT_S", 1.0)
+    for name, body in (("sbatch", sbatch), ("squeue", squeue.format(script=launch.run.script))):
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    return submit.submit(launch, {"PATH": f"{folder}:/usr/bin:/bin"})
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "squeue", "job_id"),
+    [
+        ("echo '-- Welcome to the cluster --'; echo ' 12 jobs wait'; echo '4711;east'; echo bye", "exit 1", "4711"),
+        ("echo '--> Verifying valid submit host ...OK'", "echo '11|PENDING|None|N/A|N/A|{script}'", "11"),
+        ("echo 'Socket timed out on send/recv operation' >&2; exit 1", "echo '9|RUNNING|a|b|c|{script}'", "9"),
+        (
+            "sleep 5",
+            "echo '8|FAILED|a|b|c|{script}'; echo '9+0|PENDING|a|b|c|{script}'; echo '10|RUNNING|a|b|c|/x'",
+            "9",
+        ),
+    ],
+    ids=["greeting", "greeting alone", "refused, queued", "late, queued"],
+)
+def test_the_queue_says_what_sbatch_did_not(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, squeue: str, job_id: str
+) -> None:
+    assert submitted(launch, tmp_path, monkeypatch, sbatch, squeue) == job_id
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "squeue", "words", "open_"),
+    [
+        ("echo hello", "true", "instead of a job id", False),
+        ("sleep 5", "true", "Slurm does not answer sbatch", False),
+        ("sleep 5", "exit 1", "its job may be queued", True),
+    ],
+)
+def test_a_job_that_nobody_knows_of_keeps_its_folder(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sbatch: str, squeue: str, words: str, open_: bool
+) -> None:
+    with pytest.raises(OperationError, match=words) as raised:
+        submitted(launch, tmp_path, monkeypatch, sbatch, squeue)
+    assert isinstance(raised.value, submit.MaybeQueued) == open_
 
 
 def test_a_local_run_is_ended(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:

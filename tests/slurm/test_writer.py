@@ -284,6 +284,24 @@ def test_unwritable_values_name_their_field(section: str, field: str, value: Any
         script({section: {field: value}})
 
 
+def test_lists_of_gres_are_merged_and_other_options_are_not_given_twice() -> None:
+    train = {**FULL["components"]["train"], "extra": ["--gres=nvme:1"], "account": "gpu"}
+    data = {
+        **FULL,
+        "components": {**FULL["components"], "train": train},
+        "slurm": {"extra": ["--gres", "lscratch:100"]},
+    }
+    lines = script(data).splitlines()
+    gres = [line for line in lines if "--gres" in line]
+    assert gres.count("#SBATCH --gres=gpu:a800:8,lscratch:100,nvme:1") == 1
+    assert all(line.count("gres=") == 1 for line in gres)
+    assert sum("lscratch" in line for line in gres) == sum("--nodes=" in line for line in lines)
+    for extra in ("--account=b", "-Ab", "--gres=gpu:2", "--gres=lscratch:1,gpu:2"):
+        wrong = {**train, "extra": [extra]}
+        with pytest.raises(UserError, match=rf"^components.train.extra = '{extra}': .* valid: components.train"):
+            script({**data, "components": {**data["components"], "train": wrong}})
+
+
 SITE: dict[str, Any] = {
     **FULL,
     "slurm": {

@@ -36,6 +36,10 @@ class SlurmRefused(OperationError):
     """Slurm refused the command; the message is Slurm's own, without its program prefix."""
 
 
+class SlurmSilent(SlurmUnreachable):
+    """Slurm did not answer a command; whether the command was carried out is open."""
+
+
 def call(
     argv: Sequence[str],
     env: Mapping[str, str],
@@ -48,8 +52,8 @@ def call(
 
     ``with_errors``: and its error output, where some commands answer.
 
-    Raises `SlurmUnreachable` when the command does not exist or the controller does not answer, `SlurmRefused` on any
-    other failure.
+    Raises `SlurmUnreachable` when the command does not exist, `SlurmSilent` when the controller does not answer,
+    `SlurmRefused` on any other failure.
     """
     program = shutil.which(argv[0], path=env.get("PATH", ""))
     if program is None:
@@ -75,7 +79,7 @@ def call(
         reason = complaint(done.stderr) or f"exit code {done.returncode}"
         if not any(sign in reason for sign in TRANSIENT_FAILURES):
             raise SlurmRefused(reason)
-    raise SlurmUnreachable(f"Slurm does not answer {argv[0]} ({reason}); {WAYS_OUT}.")
+    raise SlurmSilent(f"Slurm does not answer {argv[0]} ({reason}); {WAYS_OUT}.")
 
 
 def complaint(stderr: str) -> str:

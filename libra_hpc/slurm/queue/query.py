@@ -69,6 +69,8 @@ class Partition:
     """GPUs per node by type (an empty type: untyped); where nodes differ, of the largest."""
     max_seconds: int | None
     """Longest time limit; None: unlimited."""
+    out: int = 0
+    """Nodes that are drained or down at the moment."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ def parse_partitions(text: str) -> list[Partition]:
             memory_mb=max(old.memory_mb, int(memory.removesuffix("+"))),
             gpus={kind: max(old.gpus.get(kind, 0), here.get(kind, 0)) for kind in {**old.gpus, **here}},
             max_seconds=old.max_seconds,
+            out=old.out + node_state.startswith(("drain", "down", "fail")),
         )
     return list(found.values())
 
