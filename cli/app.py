@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -129,7 +130,12 @@ def build(arguments: Sequence[str]) -> typer.Typer:
             app.command(name, help=verb.help)(_not_loaded)
             continue
         module, _, attribute = verb.function.partition(".")
-        found = getattr(import_module(f".{module}", __package__), attribute)
+        try:
+            found = getattr(import_module(f".{module}", __package__), attribute)
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("libra_hpc"):
+                raise
+            raise elsewhere(name, error.name) from None
         if isinstance(found, typer.Typer):
             for command in found.registered_commands:
                 command.cls = Command
@@ -137,6 +143,15 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         else:
             app.command(name, help=verb.help, cls=Command)(found)
     return app
+
+
+def elsewhere(verb: str, package: str | None) -> UserError:
+    """Why a verb does not work here: some run on the nodes alone, and a login node has less."""
+    from libra_hpc.config.site import site_profile
+
+    python = site_profile().get("compute", {}).get("python", "")
+    where = f"{Path(python).with_name('libra-hpc')} {verb}" if python else "compute.python of the site profile"
+    return UserError(f"{verb} needs {package}, which this environment lacks; that of the nodes has it: {where}.")
 
 
 def _not_loaded() -> None:

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import typer
 
-from libra_hpc.agent.evaluation_job import evaluate as evaluate_here
 from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
@@ -120,6 +119,13 @@ def evaluation_config(config: RunConfig, task: str, samples: int | None, policy:
         components={"rollout": one},
         rollout={"tp": tp, "engines_per_node": engines},
     )
+
+
+def evaluate_here(folder: str, step: int) -> dict[str, Any]:
+    """The work of each node: a login node lacks its imports."""
+    from libra_hpc.agent import evaluation_job
+
+    return evaluation_job.evaluate(folder, step)
 
 
 def queued(config: RunConfig, parent: Path, task: str, step: int) -> tuple[RunDir, Handle]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from libra_hpc_cli import app
+from libra_hpc_envs import install
 
 from libra_hpc import compiled
 from libra_hpc.facts.rundir import RunDir
@@ -125,6 +127,29 @@ def test_login_node_verbs_never_import_an_engine() -> None:
     engines = "{'torch', 'vllm', 'mpi4py', 'megatron', 'transformers'}"
     code = f"import sys, libra_hpc_cli.app; print(sorted({engines} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_login_node_has_every_verb_but_those_of_nodes(tmp_path: Path) -> None:
+    """What is not installed there is hidden, and the help of every verb asked for."""
+    login = {re.sub("[-_.]+", "-", re.split("[=<>]", pin)[0]).lower() for pin in install.requirements(("login",))}
+    hidden = [
+        module
+        for module, names in metadata.packages_distributions().items()
+        if not {re.sub("[-_.]+", "-", name).lower() for name in names} & {*login, "libra-hpc"}
+    ]
+    site = tmp_path / "site.toml"
+    site.write_text('compute.python = "/cuda/bin/python"\n')
+    code = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({hidden}))\n"
+        "from libra_hpc_cli import app\n"
+        "print(*[verb for verb in app.VERBS if app.run([verb, '--help'])])"
+    )
+    environ = {**os.environ, "LIBRA_HPC_SITE": str(site)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=True)
+    assert done.stdout.splitlines()[-1] == "join task"
+    sentence = "which this environment lacks; that of the nodes has it: /cuda/bin/libra-hpc task."
+    assert sentence in done.stderr.splitlines()[-1]
 
 
 def test_the_help_imports_no_verb_and_little_else() -> None:
