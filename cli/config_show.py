@@ -109,4 +109,4 @@ def resolve(wanted: str, overrides: list[str]) -> RunConfig:
     run = find_run(wanted, Path(RUNS))
     if overrides:
         raise UserError(f"-o {overrides[0]!r}: it changes a run file, and {run.name} is a run.")
-    return load_resolved(run.config)
+    return load_resolved(run.readable_config)

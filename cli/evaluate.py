@@ -18,7 +18,7 @@ import typer
 from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
-from libra_hpc.facts.rundir import MODES, RunDir
+from libra_hpc.facts.rundir import MODES, RunDir, readable
 from libra_hpc.facts.summary import evaluation_results
 from libra_hpc.preflight.checks import check_files
 from libra_hpc.preflight.task_trial import try_task
@@ -68,7 +68,8 @@ def evaluate(
         with try_task(config) as outcome:
             warnings = [*warnings, *outcome().warnings]
     warn(warnings)
-    place, handle = queued(config, Path(config.run.dir) if run is None else run.path / "evaluations", task, of_step)
+    with readable(config.run.share):
+        place, handle = queued(config, Path(config.run.dir) if run is None else run.path / "evaluations", task, of_step)
     facts: dict[str, Any] = {"task": task, "step": of_step, "policy": str(policy), "path": str(place.path)}
     facts["job_id"] = handle.job_id
     if wait:
@@ -135,7 +136,7 @@ def queued(config: RunConfig, parent: Path, task: str, step: int) -> tuple[RunDi
     parent.mkdir(parents=True, exist_ok=True)
     place = RunDir.create(parent, f"{task}-step-{step}", MODES[config.run.share])
     try:
-        place.write_json(place.config, config.model_dump())
+        place.write_config(config.model_dump())
         work, jobs = (evaluate_here, str(place.path), step), place.path / "job"
         limit = config.slurm.time_limit
         if local:

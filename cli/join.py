@@ -23,7 +23,7 @@ from libra_hpc.agent.guest import GuestAgent, GuestSettings, Stay
 from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, invalid
-from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.rundir import RunDir, readable
 from libra_hpc.gate.behind import Behind, read_behind
 from libra_hpc.mesh.door import ask_to_join, check_record, read_record
 from libra_hpc.mesh.rank_layout import RankLayout
@@ -102,7 +102,8 @@ def stay_once(
     tp, engines, memory = wanted[0] or usual[0], wanted[1] or usual[1], wanted[2]
     cache_mb = kv_cache_mb(config, tp, memory, shared=lent is not None)
     settings = GuestSettings((tp, engines), until, lent, cache_mb, kind, weights_mb_s)
-    return asyncio.run(serve(run, record, config, settings))
+    with readable(config.run.share):
+        return asyncio.run(serve(run, record, config, settings))
 
 
 async def serve(run: RunDir, record: DoorRecord, config: RunConfig, settings: GuestSettings) -> Stay | None:

@@ -46,7 +46,7 @@ def show(
     elif prompt is None:
         records = ordered[:1]
         print_note(f"the least reward of {len(ordered)} trajectories; others: --worst, --best, --prompt")
-    decode = _decoder(load_resolved(found.config))
+    decode = _decoder(load_resolved(found.readable_config))
     for record in records:
         if as_json:
             parts = [{"who": who, "text": decode(ids)} for who, ids in record.segments()]

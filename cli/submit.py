@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -19,9 +20,9 @@ from libra_hpc.config.load import apply_override, load_resolved, validate, with_
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, error_text, invalid
 from libra_hpc.facts import user_files
-from libra_hpc.facts.rundir import MODES, RunDir
+from libra_hpc.facts.rundir import MODES, RunDir, readable
 from libra_hpc.facts.summary import render_summary, summarise
-from libra_hpc.files import write_atomic
+from libra_hpc.files import OTHERS_WRITE, OWNER_ONLY, write_atomic
 from libra_hpc.owner.claim import HeldLease, LeaseRefused, acquire
 from libra_hpc.planning.initial import plan_record
 from libra_hpc.preflight.checked_run import CheckedRun
@@ -222,7 +223,7 @@ def create(config: RunConfig, run_file: Path) -> RunDir:
     run = None
     try:
         run = RunDir.create(Path(config.run.dir), config.run.name, MODES[config.run.share])
-        write_atomic(run.toml, run_file.read_bytes())
+        write_atomic(run.toml, run_file.read_bytes(), OWNER_ONLY)
     except OSError as error:
         if run is not None:
             jobs.discard(run)
@@ -235,12 +236,15 @@ def create(config: RunConfig, run_file: Path) -> RunDir:
 def queue(checked: CheckedRun, run: RunDir, number: int, after: str = "", from_step: int | None = None) -> str:
     """Queue one attempt and record the plan behind its split; a refused first attempt leaves no run directory."""
     try:
-        run.write_json(run.config, checked.config.model_dump())
-        for sentence in user_files.keep(run, checked.config, number):
-            print_note(f"warning: {sentence}")
-        if checked.plan is not None:
-            run.write_json(run.plan, plan_record(checked.plan))
-        return jobs.queue(checked.launch(run, number, after, from_step), checked.environment)
+        # The job has the umask of the command that queued it.
+        with readable(checked.config.run.share):
+            run.toml.chmod(OWNER_ONLY)
+            run.write_config(checked.config.model_dump())
+            for sentence in user_files.keep(run, checked.config, number):
+                print_note(f"warning: {sentence}")
+            if checked.plan is not None:
+                run.write_json(run.plan, plan_record(checked.plan))
+            return jobs.queue(checked.launch(run, number, after, from_step), checked.environment)
     except (UserError, OperationError, OSError) as error:
         if number == 1 and not isinstance(error, MaybeQueued):
             jobs.discard(run)
@@ -251,10 +255,14 @@ def queue(checked: CheckedRun, run: RunDir, number: int, after: str = "", from_s
 
 
 def share(run: RunDir, before: RunConfig, config: RunConfig) -> None:
-    """Give a resumed run's directory the mode of an overridden ``run.share``."""
+    """Give a resumed run's directory the mode of an overridden ``run.share``; what is in it stays the owner's."""
     if before.run.share == config.run.share:
         return
     try:
+        for path in run.path.rglob("*"):
+            mode = path.lstat().st_mode
+            if mode & OTHERS_WRITE and not path.is_symlink():
+                path.chmod(stat.S_IMODE(mode) & ~OTHERS_WRITE)
         run.path.chmod(MODES[config.run.share])
     except OSError as error:
         why = f"the mode of {run.path} cannot be changed ({error.strerror})"

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from .errors import UserError, error_text
+
+OWNER_ONLY = 0o600
+"""Mode of a file that may have secrets."""
+OTHERS_WRITE = 0o022
+"""Bits of a mode."""
+NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Flags to replace the content of a file, or make it, and never through a link."""
 
 
 def cache_folder() -> Path:
@@ -18,11 +26,11 @@ def cache_folder() -> Path:
 def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
     """Replace ``path``: a reader sees the old or the new content, never a part, even after a crash.
 
-    ``mode``: its permissions; None: those of a new file.
+    ``mode``: its permissions; None: those of a new file, which nobody else can write.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as handle:
+        with open(os.open(temporary, NEW, 0o644 if mode is None else mode), "wb") as handle:
             if mode is not None:
                 os.fchmod(handle.fileno(), mode)
             handle.write(data)
@@ -32,6 +40,16 @@ def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_own(path: Path) -> bytes:
+    """The content of a file of this user; raises `OSError` for a link, and where others may have put the file."""
+    # A pipe of somebody else is opened without waiting for its writer.
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as handle:
+        for found in (os.fstat(handle.fileno()), path.parent.stat()):
+            if found.st_uid != os.geteuid() or found.st_mode & OTHERS_WRITE:
+                raise PermissionError(errno.EPERM, "it may be another user's", str(path))
+        return handle.read()
 
 
 def write_result(path: Path, data: bytes) -> None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from libra_hpc.errors import error_text
-from libra_hpc.files import write_atomic
+from libra_hpc.files import OWNER_ONLY, write_atomic
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
 from libra_hpc.protocol import agents as wire
@@ -53,9 +53,6 @@ from libra_hpc.weights.image import IMAGE_FILE
 from libra_hpc.weights.served_weights import reading_secret
 
 from .supervised import NO_START_S, ChildCommand, EngineNode, Supervised
-
-OWNER_ONLY = 0o600
-"""Mode of the file that has the secret, also in a run directory that others may read."""
 
 
 class _Asked(NamedTuple):

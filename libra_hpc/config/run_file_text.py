@@ -20,6 +20,8 @@ HIDDEN = "(hidden)"
 """Stands for a value that may be a secret, in what is for others."""
 _SECRET = r"(?i:keys?|token|secrets?|passwords?|passwd|passphrase|credentials?)(?![a-z])"
 """In a name; ``max_tokens`` is no secret."""
+_HIDDEN_TABLES = re.compile(r"(compute\.env|task(\.\w+)?\.options)\b")
+"""Keys of `TABLES`, and those of one of several tasks."""
 _ASSIGNED = re.compile(rf"""((?:\bexport\s+\w+|{_SECRET}\w*)=)("[^"]*"|'[^']*'|\S+)""")
 """In a line of a shell, or an option."""
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
@@ -58,7 +60,7 @@ def without_secrets(key: str, value: Any) -> Any:
         return {name: without_secrets(f"{key}.{name}", inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [without_secrets(key, inner) for inner in value]
-    if any(f"{key}.".startswith(f"{table}.") for table in TABLES) or re.search(_SECRET, key):
+    if _HIDDEN_TABLES.match(key) or re.search(_SECRET, key):
         return HIDDEN
     return _ASSIGNED.sub(rf"\1{HIDDEN}", value) if isinstance(value, str) else value
 

@@ -184,6 +184,6 @@ def recorded(run: RunDir, device: str) -> Calibration:
             f"{run.path} has no recorded engine steps; set rollout.record_steps = true in its run file before it"
             " starts."
         )
-    model = Path(str(run.read_json(run.config).get("model", {}).get("path", ""))).name
+    model = Path(str(run.read_json(run.readable_config).get("model", {}).get("path", ""))).name
     thinned = [point for steps in points.values() for point in steps[:: -(-len(steps) // MAX_POINTS)]]
     return Calibration(device=device, model=model, kv_capacity=capacity, points=thinned)

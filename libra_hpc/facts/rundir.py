@@ -11,19 +11,33 @@ Readers skip a torn last line of a ``.jsonl`` file.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from libra_hpc.config.run_file_text import without_secrets
 from libra_hpc.errors import UserError
-from libra_hpc.files import read_object, write_atomic
+from libra_hpc.files import OWNER_ONLY, read_object, write_atomic
 
 _STEP = re.compile(r"^step-(\d+)$")
 PRIVATE = 0o700
 """Mode of a run directory that only its owner can read: it has prompts, answers of tools and the run file."""
 MODES = {"private": PRIVATE, "group": 0o750, "all": 0o755}
 """Mode of a run directory by ``run.share``."""
+
+
+@contextmanager
+def readable(share: str) -> Iterator[None]:
+    """What is made within can be read by whom ``run.share`` names, and written by its owner alone."""
+    before = os.umask(0o022)
+    os.umask(before if MODES[share] == PRIVATE else 0o777 & ~MODES[share])
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -43,6 +57,10 @@ def parse(text: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
+
+
 class _Part:
     """A file or folder of a run directory."""
 
@@ -59,7 +77,9 @@ class RunDir:
     toml = _Part("run.toml")
     """The run file as the user wrote it."""
     config = _Part("config.json")
-    """The resolved configuration (JSON of `RunConfig`)."""
+    """The resolved configuration (JSON of `RunConfig`); its owner alone may read it."""
+    shared_config = _Part("config-shared.json")
+    """`config` for other readers, without what may be a secret; only with ``run.share``."""
     plan = _Part("plan.json")
     """The planner's choice of the split and its alternatives; only with ``components.split = "auto"``."""
     sweep = _Part("sweep.json")
@@ -184,6 +204,20 @@ class RunDir:
         found = [(int(m.group(1)), path) for path in names if (m := _STEP.match(path.name))]
         return sorted((step, path) for step, path in found if (path / "state.json").exists())
 
+    @property
+    def readable_config(self) -> Path:
+        """`config`, or what others may read of it."""
+        return self.config if os.access(self.config, os.R_OK) else self.shared_config
+
+    def write_config(self, values: dict[str, Any]) -> None:
+        """Write `config`, and what others may read of it."""
+        write_atomic(self.config, _json(values), OWNER_ONLY)
+        if MODES[values["run"]["share"]] == PRIVATE:
+            self.shared_config.unlink(missing_ok=True)
+        else:
+            shown = {name: without_secrets(name, section) for name, section in values.items()}
+            self.write_json(self.shared_config, shown)
+
     def resolved(self) -> dict[str, Any]:
         """The content of `config`, not validated; raises `UserError` when it cannot be read."""
         try:
@@ -193,11 +227,11 @@ class RunDir:
         except OSError:
             # Reading it raises the same error, with a message.
             pass
-        return read_object(self.config, "the configuration of the run")
+        return read_object(self.readable_config, "the configuration of the run")
 
     def write_json(self, path: Path, value: Any) -> None:
         """Atomically write a JSON document of this run."""
-        write_atomic(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
+        write_atomic(path, _json(value))
 
     def read_json(self, path: Path) -> dict[str, Any]:
         """Read a JSON document of this run; empty when it is missing, unreadable or torn."""

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from libra_hpc.errors import UserError
-from libra_hpc.files import write_atomic
+from libra_hpc.files import OWNER_ONLY, write_atomic
 
 from .rundir import RunDir
 
@@ -46,7 +46,7 @@ class SweepRecord(msgspec.Struct, frozen=True):
 
 def write_member(run: RunDir, member: SweepMember) -> None:
     """Record that ``run`` belongs to a sweep."""
-    write_atomic(run.sweep, msgspec.json.encode(member) + b"\n")
+    write_atomic(run.sweep, msgspec.json.encode(member) + b"\n", OWNER_ONLY)
 
 
 def read_member(run: RunDir) -> SweepMember | None:
@@ -70,7 +70,9 @@ def sweep_file(parent: Path, name: str) -> Path:
 def write_sweep(parent: Path, name: str, record: SweepRecord) -> None:
     """Write the record of a sweep, replacing an earlier one; raises `OSError`."""
     parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(sweep_file(parent, name), msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    write_atomic(
+        sweep_file(parent, name), msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n", OWNER_ONLY
+    )
 
 
 def read_sweep(parent: Path, name: str) -> SweepRecord | None:

@@ -25,7 +25,7 @@ CLOCK_LABEL = "time with nodes"
 def draw_run(run: RunDir, out: Path) -> None:
     """Write the picture of a run; raises `UserError` when it cannot be written."""
     rows, log, *_ = series.read(run)
-    hybrid = run.read_json(run.config).get("planner", {}).get("hybrid_start", "rollout")
+    hybrid = run.read_json(run.readable_config).get("planner", {}).get("hybrid_start", "rollout")
     draw(over_time(rows, log, starts=starts(rows, log), hybrid_start=hybrid), run.name, out)
 
 

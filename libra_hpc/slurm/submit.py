@@ -12,7 +12,7 @@ from libra_hpc.config.node_groups import het_groups
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError, invalid
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.files import write_atomic
+from libra_hpc.files import OWNER_ONLY, write_atomic
 from libra_hpc.slurm.queue.command import SlurmRefused, SlurmSilent, call
 from libra_hpc.slurm.queue.job_record import JobRecord, read_job, start_attempt, write_job
 from libra_hpc.slurm.queue.query import JobInfo, JobState, cluster_name, job, own_jobs
@@ -71,9 +71,9 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
     request, `SlurmUnreachable` when no controller answers, `OperationError` when Slurm refuses for another reason,
     `MaybeQueued` when it did not say what it did.
     """
-    write_atomic(launch.run.script, het_script(launch).encode())
+    write_atomic(launch.run.script, het_script(launch).encode(), OWNER_ONLY)
     if launch.config.borrow.spot.nodes:
-        write_atomic(launch.run.spot_script, spot_script(launch).encode())
+        write_atomic(launch.run.spot_script, spot_script(launch).encode(), OWNER_ONLY)
     start_attempt(launch.run, launch.attempt)
     # Before the job is queued: a failure after that would leave a job without a record.
     cluster = cluster_name(env)
@@ -113,7 +113,7 @@ def _queue(launch: Launch, env: Mapping[str, str]) -> str:
 def expected_start(launch: Launch, env: Mapping[str, str]) -> float | None:
     """Let Slurm check the script (``sbatch --test-only``) and queue nothing; returns the time at which it would start,
     in epoch seconds, None where Slurm names none.  Raises as `submit` does."""
-    write_atomic(launch.run.script, het_script(launch).encode())
+    write_atomic(launch.run.script, het_script(launch).encode(), OWNER_ONLY)
     answer = _sbatch(["--test-only"], launch, env)
     times = re.findall(r"to start at (\S+)", answer)
     # The last component to start starts the job.

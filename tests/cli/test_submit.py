@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from libra_hpc_cli import follow, jobs, submit
 
+from libra_hpc.config.load import load_resolved
 from libra_hpc.errors import OperationError, SlurmUnreachable
 from libra_hpc.facts import user_files
 from libra_hpc.facts.rundir import RunDir
@@ -150,6 +151,24 @@ def test_a_run_directory_is_private_unless_it_is_shared(
     assert path.stat().st_mode & 0o777 == 0o711, "what was not asked for stays"
     assert cli("submit", "--resume", "quick-001", "-o", f"run.share={'private' if share else 'all'}").code == 0
     assert path.stat().st_mode & 0o777 == (0o700 if share else 0o755)
+
+
+def test_a_run_that_is_shared_later_can_still_be_written_by_its_owner_alone(
+    submitted: RunDir, queue: Queue, cli: Cli
+) -> None:
+    queue.answer = JobInfo("4711", JobState.FAILED)
+    submitted.logs(1).mkdir(parents=True)
+    log = submitted.logs(1) / "agent-0.log"
+    log.touch()
+    for path in (submitted.logs(1), submitted.logs(1).parent, log, submitted.toml, submitted.config):
+        path.chmod(0o777)
+    assert cli("submit", "--resume", "quick-001", "-o", "run.share=group").code == 0
+    assert [path for path in submitted.path.rglob("*") if path.stat().st_mode & 0o022] == []
+    for path in (submitted.toml, submitted.config):
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert load_resolved(submitted.shared_config).run.share == "group"
+    assert cli("submit", "--resume", "quick-001", "-o", "run.share=private").code == 0
+    assert not submitted.shared_config.exists()
 
 
 @pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1), ("cancelled", 1), ("paused", 1)])

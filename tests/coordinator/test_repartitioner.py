@@ -209,7 +209,7 @@ def test_killed_before_the_configuration_is_written_the_order_is_refused_by_the_
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = job.order(train__tp=2)
-    killed_before(job, monkeypatch, RunDir, "write_json")
+    killed_before(job, monkeypatch, RunDir, "write_config")
     assert not job.rank_0(attempt=3).poll("")
     assert job.answers() == [("repartition_ordered", "operator", order), ("repartition_refused", "operator", order)]
     assert "attempt 2 ended before it could be carried out" in job.reasons()[0]
