@@ -17,7 +17,7 @@ import msgspec
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text, invalid
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.files import write_atomic
+from libra_hpc.files import OWNER_ONLY, read_own, write_atomic
 from libra_hpc.process.code_stamp import code_stamp
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.joining import (
@@ -36,7 +36,6 @@ from .links import call_door
 from .world import Endpoint, World, listen, own_addresses
 
 LOOPBACK = ("127.0.0.1",)
-RECORD_MODE = 0o600
 BACKLOG = 64
 """Callers that may wait; only leaders call a guest."""
 
@@ -73,13 +72,13 @@ def close_door(run: RunDir, record: DoorRecord) -> None:
 
 
 def _write(run: RunDir, record: DoorRecord) -> None:
-    write_atomic(run.door, msgspec.json.encode(record), RECORD_MODE)
+    write_atomic(run.door, msgspec.json.encode(record), OWNER_ONLY)
 
 
 def read_record(run: RunDir) -> DoorRecord | None:
     """None while there is none; raises `UserError` where it cannot be read."""
     try:
-        return msgspec.json.decode(run.door.read_bytes(), type=DoorRecord)
+        return msgspec.json.decode(read_own(run.door), type=DoorRecord)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -11,8 +11,11 @@ import msgspec
 import pytest
 from libra_hpc_cli import app, jobs
 
+from libra_hpc.annexes.lend.guest_process import wanting
+from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
+from libra_hpc.mesh.door import read_record
 from libra_hpc.process.code_stamp import code_stamp
 from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
 from libra_hpc.slurm import submit
@@ -124,3 +127,60 @@ def test_another_user_can_look_at_a_shared_run(verb: str, shared: RunDir, folder
         assert app.run([*verb.format(own / "page.html").split(), str(shared.path)]) == 0
 
     assert as_other(look) == ""
+
+
+def plant(place: Path, **changes: object) -> None:
+    """A run of the one who does this, that asks for lenders."""
+    run = RunDir(place)
+    run.path.mkdir(exist_ok=True)
+    run.write_json(run.config, {"borrow": {"lenders": True}})
+    write_door(run)
+
+
+@pytest.fixture
+def open_place(folder: Path) -> Path:
+    """A folder of runs that others can write."""
+    place = folder / "runs"
+    place.mkdir()
+    place.chmod(0o1777)
+    plant(place / "own-001")
+    return place
+
+
+def linked(place: Path) -> None:
+    (place / "a-001").symlink_to(place / "own-001")
+
+
+def linked_door(place: Path) -> None:
+    plant(place / "a-001")
+    (place / "a-001" / "door.json").unlink()
+    (place / "a-001" / "door.json").symlink_to(place / "own-001" / "door.json")
+
+
+def linked_parts(place: Path) -> None:
+    (place / "a-001").mkdir()
+    for name in ("config.json", "door.json"):
+        (place / "a-001" / name).symlink_to(place / "own-001" / name)
+
+
+def pipes(place: Path) -> None:
+    (place / "a-001").mkdir()
+    for name in ("config.json", "door.json"):
+        os.mkfifo(place / "a-001" / name)
+
+
+@pytest.mark.parametrize(
+    "put", [lambda place: plant(place / "a-001"), linked, linked_door, linked_parts, pipes], ids=str
+)
+def test_a_lender_takes_runs_of_its_own_user_only(put: Callable[[Path], None], open_place: Path) -> None:
+    assert as_other(lambda: put(open_place)) == ""
+    assert (open_place / "a-001").lstat()
+    assert [run.name for run in wanting(open_place)] == ["own-001"]
+    if not (open_place / "a-001").is_symlink():
+        with pytest.raises(UserError, match="cannot be read"):
+            read_record(RunDir(open_place / "a-001"))
+
+
+def test_a_run_that_others_can_write_gets_no_lender(open_place: Path) -> None:
+    (open_place / "own-001").chmod(0o777)
+    assert wanting(open_place) == []

@@ -76,6 +76,7 @@ def test_a_budget_for_weights_reaches_the_guest_of_a_join_and_of_a_lender(
     monkeypatch.setattr("libra_hpc_cli.lend.start_lender", lambda given, runs: terms.append(given) or tmp_path)
     monkeypatch.setattr("os.execvpe", lambda *command: None)
     cli("lend", "serve", "--slo=ttft=1s,tpot=1s", "--weights-mb-s=50", f"--runs={tmp_path}", "--", "true")
+    monkeypatch.setenv("LIBRA_HPC_LENDERS", str(tmp_path))
     started: list[list[str]] = []
     monkeypatch.setattr("subprocess.Popen", lambda argv, **options: started.append(argv))
     submitted.logs(1).mkdir(parents=True, exist_ok=True)

@@ -18,12 +18,14 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.rundir import RunDir, parse
+from libra_hpc.files import NEW, OWNER_ONLY, read_own
 from libra_hpc.gate.behind import Behind, read_report
 from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.process.reaper import die_with
 from libra_hpc.protocol.joining import DoorRecord
 
+from .lender_record import folder, log_file
 from .terms import LendTerms
 
 LEAVE_S = 25.0
@@ -42,15 +44,11 @@ def wanting(runs: Path) -> list[RunDir]:
 
 
 def _open(run: RunDir) -> bool:
-    record = door_record(run)
-    return record is not None and record.open and run.read_json(run.config).get("borrow", {}).get("lenders") is True
-
-
-def door_record(run: RunDir) -> DoorRecord | None:
-    """None where there is none, or it is another user's or torn."""
+    """False also where the run may be another user's, or a file of it is torn."""
     with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return msgspec.json.decode(run.door.read_bytes(), type=DoorRecord)
-    return None
+        wants = parse(read_own(run.config)).get("borrow", {}).get("lenders") is True
+        return wants and not run.path.is_symlink() and msgspec.json.decode(read_own(run.door), type=DoorRecord).open
+    return False
 
 
 class GuestProcess:
@@ -66,9 +64,7 @@ class GuestProcess:
         argv = [sys.executable, "-m", "libra_hpc_cli.app", "join", str(run.path.absolute()), "--behind", str(behind)]
         argv += [f"--memory={terms.memory_mib}", f"--tp={terms.tp}", f"--engines={terms.engines}"]
         argv += [f"--weights-mb-s={terms.weights_mb_s}"]
-        record = door_record(run)
-        output = run.logs(record.attempt if record else 1) / f"lender-{lender}.out"
-        with output.open("ab") as log:
+        with open(os.open(log_file(folder(), lender), NEW, OWNER_ONLY), "wb") as log:
             self._process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,

@@ -3,6 +3,7 @@
 - `~/.config/libra-hpc/lenders/NAME.json`, mode 0600, replaced as a whole; ``LIBRA_HPC_LENDERS`` names another folder.
 - Its lender renews it every `RENEW_S` and removes it at its end.
 - Not renewed for `GONE_S`, by the clock of the file system alone, or its process has ended here -> it is gone.
+- `NAME.out`: what its last guest printed.
 - `NAME.revoked` beside it -> the lender gives nothing until that file is removed.
 """
 
@@ -18,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from libra_hpc.config.site import OWN
-from libra_hpc.files import write_atomic
+from libra_hpc.files import OWNER_ONLY, write_atomic
 from libra_hpc.process.lease import boot, start_ticks
 
 from .terms import LendTerms
@@ -28,7 +29,6 @@ RENEW_S = 5.0
 """Half: twice the writes to a shared file system; double: a lost lender is listed for longer."""
 GONE_S = 15.0
 """Three renewals."""
-MODE = 0o600
 State = Literal["starting", "free", "lends", "paused", "leaving"]
 """``starting``: its server is not up; ``free``: no run wants it; ``leaving``: its guest ends."""
 
@@ -70,13 +70,18 @@ def revoked_file(place: Path, name: str) -> Path:
     return place / f"{name}.revoked"
 
 
+def log_file(place: Path, name: str) -> Path:
+    """What the lender's last guest printed."""
+    return place / f"{name}.out"
+
+
 def write_record(place: Path, record: LenderRecord) -> None:
     """Raises `OSError`."""
-    write_atomic(record_file(place, record.name), msgspec.json.encode(record), MODE)
+    write_atomic(record_file(place, record.name), msgspec.json.encode(record), OWNER_ONLY)
 
 
 def remove_record(place: Path, name: str) -> None:
-    for path in (record_file(place, name), revoked_file(place, name)):
+    for path in (record_file(place, name), revoked_file(place, name), log_file(place, name)):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
