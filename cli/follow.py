@@ -103,7 +103,7 @@ class Follower:
             return self.waiting()
         elapsed = duration(max(status.updated_at - status.started_at, 0.0))
         if status.step == 0 and not self.state.over:
-            engines = [engine for node in status.nodes for engine in node.engines.values()]
+            engines = [state for node in status.nodes for name, state in node.engines.items() if name[0] == "r"]
             return f"{elapsed:>8}  {self.state.words}  {engines.count('ready')} of {len(engines)} engines ready"
         now = f"train {status.train.tokens_per_s:,.0f} tok/s, rollout {status.rollout.tokens_per_s:,.0f} tok/s  "
         # Of the last seconds, in which a run that ends rolls out nothing; its summary has the speeds of its steps.

@@ -124,6 +124,8 @@ class Status(msgspec.Struct, frozen=True):
     """Why no prompt is admitted; empty while prompts are admitted."""
     lenders: list[LenderReport] = []
     """Lenders and guests since the ranks started."""
+    speedup: float = 1.0
+    """How many times faster than the clock a dry run passes; all seconds and rates are those of the clock."""
     spot_nodes: int = -1
     """Nodes of ``borrow.spot`` that the planner wants; -1: it has not decided since the ranks started."""
 
@@ -176,6 +178,11 @@ def read_status(run: RunDir, attempt: int) -> Status | None:
     except (OSError, msgspec.DecodeError):
         return None
     return status if status.attempt >= attempt else None
+
+
+def dry_run(speedup: float) -> str:
+    """What a title says of a dry run; empty for a real one."""
+    return f"  dry run, x{speedup:g}" if speedup != 1.0 else ""
 
 
 def as_ended(status: Status) -> Status:

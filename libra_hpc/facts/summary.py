@@ -24,7 +24,7 @@ from .estimate import StepAccuracy, accuracy_line, step_accuracy
 from .failed import FailedAttempts, failed_in, failed_line
 from .rundir import RunDir, read_lines
 from .series import PhaseReward, first_and_last, phase_rewards, planned_steps
-from .status import because, lenders_of
+from .status import because, dry_run, lenders_of
 
 STATE_STYLES = {"completed": "green", "running": "cyan", "failed": "red", "silent": "red"}
 """Styles by state; every other state is yellow."""
@@ -125,6 +125,8 @@ class Summary(msgspec.Struct, frozen=True):
     reward_first: float | None
     reward_last: float | None
     phases: list[PhaseReward]
+    speedup: float
+    """How many times faster than the clock it passed: 1.0 but for a dry run."""
     numbers: dict[str, Value]
     """By the names in `columns`; in JSON they stand beside the other keys."""
     accuracy: StepAccuracy | None
@@ -160,6 +162,7 @@ def summarise(run: RunDir) -> Summary:
         reward_first=first,
         reward_last=last,
         phases=phase_rewards(steps),
+        speedup=float(run.read_json(run.status).get("speedup", 1.0)),
         numbers=values_of(declared("summary"), steps, log),
         accuracy=step_accuracy(steps),
         moves=_moves(run, steps, log, start),
@@ -270,7 +273,7 @@ def render_summary(summary: Summary) -> RenderableType:
     for label, path in (("run", summary.path), ("policy", summary.policy), ("picture", summary.picture)):
         if path:
             places.add_row(label, path)
-    title = Text.assemble((summary.run, "bold"), " ", state_text(summary.state))
+    title = Text.assemble((summary.run, "bold"), (dry_run(summary.speedup), "yellow"), " ", state_text(summary.state))
     return Group(Panel(Group(*parts), title=title, title_align="left", box=box.ROUNDED, padding=(1, 2)), places)
 
 

@@ -34,6 +34,7 @@ from .status import (
     Status,
     as_ended,
     because,
+    dry_run,
     lender_rows,
 )
 from .summary import duration, label_grid, state_text
@@ -86,7 +87,7 @@ class StatusScreen:
             rows["step time"] = accuracy_line(status.accuracy)
         parts: list[RenderableType] = [
             _progress(status, over=over, now=now),
-            _learning(status, self._rewards, rows.pop("staleness", "-")),
+            _learning(status, self._rewards, rows.pop("staleness", "-"), over=over),
             _stages(status) if short else _side_by_side(_stages(status), _buckets(status)),
             _roles(status.nodes) if short else _nodes(status.nodes),
             *([_lenders(status.lenders)] if status.lenders and not short else []),
@@ -96,7 +97,9 @@ class StatusScreen:
             parts = [part for each in parts for part in (each, Text())][:-1]
         job = f"job {status.job_id}" if status.job_id else "no job"
         title = Text.assemble(
-            (status.run, "bold"), f"  {job}" + (f", attempt {status.attempt}" if status.attempt > 1 else "")
+            (status.run, "bold"),
+            (dry_run(status.speedup), "yellow"),
+            f"  {job}" + (f", attempt {status.attempt}" if status.attempt > 1 else ""),
         )
         state = Text.assemble(" ", state_text(status.state), " ")
         return Panel(
@@ -149,7 +152,7 @@ def _side_by_side(*parts: RenderableType) -> Columns:
     return Columns(parts, padding=(0, 2), expand=True)
 
 
-def _learning(status: Status, rewards: Sequence[float], staleness: str) -> Columns:
+def _learning(status: Status, rewards: Sequence[float], staleness: str, *, over: bool) -> Columns:
     first, last = first_and_last(rewards, status.steps)
     reward = Text.assemble(("reward ", "dim"))
     if first is None or last is None:
@@ -158,7 +161,9 @@ def _learning(status: Status, rewards: Sequence[float], staleness: str) -> Colum
         reward.append(f"{first:.3f} → ").append(f"{last:.3f}", style="bold green" if last > first else "bold")
     if rewards:
         reward.append("   ").append(sparkline(rewards), style="green")
-    limits = Text.assemble(("weights ", "dim"), f"v{status.version}", ("   staleness ", "dim"), staleness)
+    # Engines that have ended have none.
+    weights = () if over else (("weights ", "dim"), f"v{status.version}   ")
+    limits = Text.assemble(*weights, ("staleness ", "dim"), staleness)
     return _side_by_side(reward, limits)
 
 
@@ -181,7 +186,7 @@ def _buckets(status: Status) -> Table:
 
 def _nodes(nodes: Sequence[NodeStatus]) -> Table:
     table = _table(
-        ("rank", "right"), "host", "component", "role", "engines", ("weights", "right"), ("heartbeat", "right")
+        ("rank", "right"), "host", "component", "role", "processes", ("weights", "right"), ("heartbeat", "right")
     )
     table.expand = True
     # The only column that may take several lines: a node has as many engines as GPUs.
@@ -210,20 +215,27 @@ def _role(role: str) -> Text:
 
 
 def _named(node: NodeStatus) -> Text:
-    """Every engine of a node with its state."""
-    states = sorted(node.engines.items())
+    """Every process of a node with its state; carriers only where they are not ready."""
+    states = sorted(item for item in node.engines.items() if item[0][0] != "c" or item[1] != "ready")
     return Text(", ").join([Text.assemble(name, " ", (state, ENGINE_STYLES.get(state, ""))) for name, state in states])
 
 
 def _counted(nodes: Sequence[NodeStatus]) -> Text:
-    """How many engines of some nodes are in each state."""
-    states = Counter(state for node in nodes for state in node.engines.values())
-    counts = sorted(states.items())
-    return Text(", ").join([Text.assemble(f"{n} ", (state, ENGINE_STYLES.get(state, ""))) for state, n in counts])
+    """How many engines and trainers of some nodes are in each state."""
+    kinds = {"r": "engine", "t": "trainer"}
+    states = Counter(
+        (kinds[name[0]], state) for node in nodes for name, state in node.engines.items() if name[0] in kinds
+    )
+    return Text(", ").join(
+        [
+            Text.assemble(f"{n} {kind}{'s' * (n > 1)} ", (state, ENGINE_STYLES.get(state, "")))
+            for (kind, state), n in sorted(states.items())
+        ]
+    )
 
 
 def _roles(nodes: Sequence[NodeStatus]) -> Table:
-    table = _table("role", ("nodes", "right"), "engines", ("oldest heartbeat", "right"))
+    table = _table("role", ("nodes", "right"), "processes", ("oldest heartbeat", "right"))
     for role in dict.fromkeys(node.role for node in nodes):
         found = [node for node in nodes if node.role == role]
         oldest = max(node.heartbeat_age_s for node in found)
@@ -247,7 +259,7 @@ def _footer(status: Status, rows: Mapping[str, str], *, over: bool, short: bool,
     if status.failures:
         grid.add_row("failed", Text(failed_line(status.failures), style="red" if status.paused else "yellow"))
     _add_warnings(grid, "slow", () if over else status.slow)
-    decision = _decision(status.decision, now=status.updated_at if over else now)
+    decision = _decision(status.decision, "before the end" if over else "ago", now=status.updated_at if over else now)
     if short:
         decision.no_wrap, decision.overflow = True, "ellipsis"
     grid.add_row("planner", decision)
@@ -267,14 +279,14 @@ def _add_warnings(grid: Table, label: str, sentences: Sequence[str]) -> None:
         grid.add_row("" if number else label, Text(sentence, style="yellow"))
 
 
-def _decision(decision: DecisionStatus | None, *, now: float) -> Text:
+def _decision(decision: DecisionStatus | None, since: str, *, now: float) -> Text:
     if decision is None:
         return Text("no decision yet", style="dim")
     moved = f"node{'s' if len(decision.nodes) > 1 else ''} {', '.join(map(str, decision.nodes or (decision.node,)))}"
     what = decision.action if decision.node < 0 else f"{moved} {decision.action.replace('to_', '→ ')}"
     return Text.assemble(
         (what, "bold yellow" if decision.action != "hold" else "bold"),
-        (f"  {duration(max(now - decision.at, 0))} ago  ", "dim"),
+        (f"  {duration(max(now - decision.at, 0))} {since}  ", "dim"),
         because(decision.reason, decision.action),
     )
 

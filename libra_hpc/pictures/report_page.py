@@ -24,6 +24,7 @@ from libra_hpc.facts.columns import rows_of
 from libra_hpc.facts.failed import failed_line
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.starts import RunStart, job_gpus, job_seconds, starts
+from libra_hpc.facts.status import dry_run
 from libra_hpc.facts.summary import Summary, duration, summarise
 
 from .report_charts import charts
@@ -73,6 +74,7 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
     drawn = charts(rows, log, starts=begun, eta=eta if isinstance(eta, int) else None, hybrid_start=hybrid)
     return template("report.html.j2", finalize=cleaned).render(
         run=run.name,
+        title=run.name + dry_run(summary.speedup),
         state=ending.state,
         cause=ending.cause,
         over=ending.over,

@@ -110,8 +110,8 @@ def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> St
     facts: list[tuple[str, str, dict[str, str], int, float]] = [
         ("planner", "planner", {}, -1, 0.1),
         ("train", "train", {"t1.0": "ready"}, 41, 0.4),
-        ("hybrid", "to_train", {"t2.0": "starting", "v2.0": "standby"}, 40, 0.2),
-        ("rollout", "rollout", {"v3.0": "ready", "v3.1": "lost"}, 41, 7.5),
+        ("hybrid", "to_train", {"t2.0": "starting", "r2.0": "standby"}, 40, 0.2),
+        ("rollout", "rollout", {"c3": "ready", "r3.0": "ready", "r3.1": "lost"}, 41, 7.5),
     ]
     nodes = [NodeStatus(rank, f"a800-0{rank + 1}", *fact) for rank, fact in enumerate(facts)]
     return Status(

@@ -212,7 +212,7 @@ def test_the_screen_fits_100_columns_or_80_and_cuts_nothing_off(run: RunDir, sta
     expects = "planner expects 3.20 s a step (train 3.20 s, rollout 0.91 s)"
     expected = (expects, "planner expected 3.31 s, measured 3.00 s (mean of 8 steps), error 10%")
     node = ["a800-03", "moving node 2"]
-    node += ["ended"] if state in FINAL else ["→ train", "t2.0 starting, v2.0 standby"]
+    node += ["ended"] if state in FINAL else ["→ train", "t2.0 starting"]
     for fact in ("41 / 60", "0.310 → 0.710", "2,346", "TP 2", "57 open", *expected, *node):
         assert fact in wide, fact
     for fact in ("0.310 → 0.710", "tokens/s", "2,346", "KV cache", "0.48 mean, 1 max"):
@@ -227,6 +227,7 @@ def test_a_low_terminal_gets_the_short_screen(run: RunDir) -> None:
     assert high == whole
     assert len(low.splitlines()) <= 24 < len(whole.splitlines())
     assert [words in whole for words in ("0.310 → 0.710", "2,346", "moving node 2", "a800-03")] == [True] * 4
+    assert "1 engine lost, 1 engine ready" in low
     assert [words in low for words in ("0.310 → 0.710", "2,346", "moving node 2", "a800-03")] == [True] * 3 + [False]
 
 
@@ -245,8 +246,9 @@ RECOMPUTED = "recomputed 81,920 context tokens, 65,536 of them evicted from a KV
         (NEW_WEIGHTS, 0.0, ["new weights 3.3% changed, 34.2 MB, 0.58 s to engines, pause 0.001 s"], []),
         ({"slow": [SLOW]}, 0.0, [SLOW], []),
         ({"slow": [SLOW], "state": "completed"}, 0.0, [], [SLOW]),
-        ({}, 3600.0, ["no news for 1:00:00"], []),
-        ({"state": "completed"}, 3600.0, [], ["no news"]),
+        ({"speedup": 60.0}, 0.0, ["dry run, x60", "weights v60"], ["c3 ready"]),
+        ({}, 3600.0, ["no news for 1:00:00"], ["dry run"]),
+        ({"state": "completed"}, 3600.0, ["12 s before the end"], ["no news", "weights v"]),
         ({"estimate": None, "accuracy": None}, 0.0, [], ["planner expect"]),
     ],
 )
