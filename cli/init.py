@@ -16,7 +16,7 @@ from libra_hpc.slurm.profile import profile_text
 from libra_hpc.slurm.queue.query import partitions
 from libra_hpc.slurm.site_commands import slurm_environment
 
-from .output import print_line
+from .output import print_line, print_note
 
 
 def init(
@@ -29,6 +29,8 @@ def init(
     environment = slurm_environment()
     if os.sep in python:
         python = str(Path(python).expanduser().absolute())
+        if not os.access(python, os.X_OK):
+            print_note(f"warning: {python} is no program here; the nodes must have one of that name")
     listed = mpi_plugins(environment)
     plugin = PYPI if PYPI in listed or not listed else listed[0]
     text = profile_text(partitions(environment), plugin, python, account)

