@@ -100,6 +100,8 @@ def check_lines(config: RunConfig) -> None:
     for key, text in _texts([*named, ("run.dir", str(Path(config.run.dir).absolute()))]):
         if _CONTROL.search(text):
             raise invalid(key, text, "a control character cannot stand in a batch script", "one line of text")
+        if key == "run.dir" and config.slurm.executor != "local" and re.search(r'["\\]', text):
+            raise invalid(key, text, "sbatch cannot write logs there", 'a folder without " and \\')
 
 
 def _texts(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:

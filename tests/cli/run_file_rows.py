@@ -71,6 +71,8 @@ RUN_FILE = [
     ("optimizer.lr=1e-6,2e-6", "optimizer.lr = '1e-6,2e-6': wrong type"),
     ("run.steps=99999999999999999999", "more than 64 bits; valid: an integer of at most 9223372036854775807."),
     ("run.dir=", "run.dir = '': not given; valid: a writable folder"),
+    ('run.dir=a"b', """run.dir = 'a"b': sbatch cannot write logs there; valid: a folder without " and \\."""),
+    (r"run.dir=a\b", r"sbatch cannot write logs there"),
     ("run.dir=$NOWHERE/x", "run.dir = '$NOWHERE/x': a variable in it is not set"),
     ("slurm.time_limit=0", "slurm.time_limit = '0': no time at all; valid: minutes, "),
     ("slurm.time_limit=1; slurm.notice_s=120", "begins to save slurm.notice_s = 120 s before it"),
