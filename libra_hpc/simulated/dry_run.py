@@ -87,7 +87,7 @@ def check_simulated(config: RunConfig) -> None:
     if work.trace:
         read_trace(Path(work.trace))
         return
-    for preset, part in dials(work):
+    for _, preset, part in dials(work):
         part.check(profiles.profile(preset))
 
 

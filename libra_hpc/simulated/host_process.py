@@ -20,7 +20,7 @@ from libra_hpc.tasks.base import Episode, PolicyTurn, Task, ToolResult, Tools, T
 
 from .settings import Workload
 from .tokens import STOP, answer, prompt
-from .workload import groups
+from .workload import Groups
 
 
 class WorkloadTask(Task):
@@ -28,7 +28,7 @@ class WorkloadTask(Task):
 
     def __init__(self, workload: Workload) -> None:
         self.seed = workload.seed
-        self._groups = groups(workload)
+        self._groups = Groups(workload)
         self._speedup = workload.speedup
 
     def open(self, index: int, sample: int, progress: float) -> Episode:

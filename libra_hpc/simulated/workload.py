@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,19 +23,50 @@ Group = list[TrajectoryRecord]
 """The trajectories of one prompt."""
 
 
-def groups(workload: Workload) -> list[Group]:
+MOST_PROMPTS = 16_384
+"""Prompts that are made of a preset, in two seconds and 150 MB; a longer run uses them again."""
+
+
+class Groups(Sequence[Group]):
     """Groups in the order of the run.  Raises `UserError` for an unreadable trace or dials out of range."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._stretched = workload.drift != 1.0
+        if workload.trace:
+            self._parts = [_grouped(read_trace(Path(workload.trace)).trajectories)]
+            self._ends = [len(self._parts[0])]
+        else:
+            made = dials(workload)
+            self._parts = [_grouped(_generated(number, *part)) for number, (_, *part) in enumerate(made)]
+            self._ends = [end for end, *_ in made]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Group:  # type: ignore[override]
+        """Group of a prompt; a drift goes over the whole run, so there groups stay for several prompts."""
+        if index >= len(self):
+            raise IndexError(index)
+        number = bisect_right(self._ends, index)
+        begin = self._ends[number - 1] if number else 0
+        part, size = self._parts[number], self._ends[number] - begin
+        return part[(index - begin) * len(part) // size if self._stretched else (index - begin) % len(part)]
+
+
+def _grouped(specs: Iterable[TrajectoryRecord]) -> list[Group]:
     found: dict[str, Group] = {}
-    for spec in read_trace(Path(workload.trace)).trajectories if workload.trace else _generated(workload):
+    for spec in specs:
         found.setdefault(spec.prompt_id, []).append(spec)
     return list(found.values())
 
 
-def dials(workload: Workload) -> list[tuple[str, Dials]]:
+def dials(workload: Workload) -> list[tuple[int, str, Dials]]:
+    """The last prompt of each preset, exclusive, and what is generated for it."""
     parts = len(workload.presets)
     out = []
     for number, preset in enumerate(workload.presets):
-        prompts = workload.prompts * (number + 1) // parts - workload.prompts * number // parts
+        end = workload.prompts * (number + 1) // parts
+        prompts = min(end - workload.prompts * number // parts, MOST_PROMPTS)
         if prompts:
             mine = Dials(
                 trajectories=prompts * workload.group,
@@ -45,11 +77,10 @@ def dials(workload: Workload) -> list[tuple[str, Dials]]:
                 drift=workload.drift,
                 max_context=workload.max_context,
             )
-            out.append((preset, mine))
+            out.append((end, preset, mine))
     return out
 
 
-def _generated(workload: Workload) -> Iterator[TrajectoryRecord]:
-    for number, (preset, mine) in enumerate(dials(workload)):
-        for spec in generate(preset, mine):
-            yield msgspec.structs.replace(spec, prompt_id=f"{number}/{spec.prompt_id}")
+def _generated(number: int, preset: str, mine: Dials) -> Iterator[TrajectoryRecord]:
+    for spec in generate(preset, mine):
+        yield msgspec.structs.replace(spec, prompt_id=f"{number}/{spec.prompt_id}")

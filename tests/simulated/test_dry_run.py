@@ -18,7 +18,7 @@ from libra_hpc.preflight.checks import check_run
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulated.dry_run import in_wall_time, pace, workload
 from libra_hpc.simulated.settings import Pace, Workload
-from libra_hpc.simulated.workload import groups
+from libra_hpc.simulated.workload import Groups
 from libra_hpc.traces.read import write_trace
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "dry-run.toml"
@@ -92,16 +92,21 @@ def test_planner_times_are_divided_by_the_speedup(tmp_path: Path) -> None:
     assert in_wall_time(real) is real
 
 
-def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path) -> None:
-    made = groups(workload(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"]})))
+def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Groups(workload(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"]})))
     assert [len(group) for group in made] == [2] * 16
     assert [group[0].prompt_id.split("/")[1] for group in made] == ["search"] * 5 + ["math"] * 5 + ["r2e"] * 6
     assert max(spec.context for group in made for spec in group) <= 16384
+    monkeypatch.setattr("libra_hpc.simulated.workload.MOST_PROMPTS", 4)
+    for drift, drawn in ((1.0, [0, 1, 2, 3, 0]), (2.0, [0, 0, 1, 2, 3])):
+        few = Groups(workload(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"], "drift": drift})))
+        assert [group[0].prompt_id.split("/")[1] for group in few] == ["search"] * 5 + ["math"] * 5 + ["r2e"] * 6
+        assert [few[index] for index in range(5)] == [few[drawn.index(number)] for number in drawn]
     turns = (TurnRecord(0, 5),)
     records = [TrajectoryRecord(name, sample, 9, turns) for sample in range(3) for name in "ab"]
     write_trace(tmp_path / "t.jsonl.gz", records)
     work = workload(run_file(tmp_path, simulated={"trace": str(tmp_path / "t.jsonl.gz")}))
-    grouped = [[(spec.prompt_id, spec.sample) for spec in group] for group in groups(work)]
+    grouped = [[(spec.prompt_id, spec.sample) for spec in group] for group in Groups(work)]
     assert grouped == [[(name, n) for n in range(3)] for name in "ab"]
 
 
