@@ -2,98 +2,149 @@
 
     from libra_hpc import api
 
-    run = api.submit("run.toml", ["run.steps=200"])
-    api.wait(run)
-    rewards = [step["reward"] for step in api.metrics(run)]
+    job = api.submit("run.toml", {"run.steps": 200})
+    job.wait()
+    rewards = [step["reward"] for step in job.metrics()]
 
-A run is what `submit` returns, its folder, its name, or its job id.  Warnings go to stderr, as those of the verbs do.
-A mistake raises `libra_hpc.errors.UserError`, a failure `libra_hpc.errors.OperationError`, each with one sentence.
+Warnings go to stderr, as those of the verbs do.  A mistake raises `libra_hpc.errors.UserError`, a failure
+`libra_hpc.errors.OperationError`, each with one sentence.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from libra_hpc_cli import jobs
+from libra_hpc_cli import logs as logs_verb
 from libra_hpc_cli import status as status_verb
 from libra_hpc_cli import submit as submit_verb
 from libra_hpc_cli.cancel import end_all
-from libra_hpc_cli.check import check_all, warn
+from libra_hpc_cli.check import check_all, load, warn
 from libra_hpc_cli.follow import wait_silently
-from libra_hpc_cli.runs import RUNS, find_run
+from libra_hpc_cli.runs import RUNS, attempt, find_run
 
+from libra_hpc.errors import OperationError
 from libra_hpc.facts import series
+from libra_hpc.facts.columns import as_json
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import Status
+from libra_hpc.facts.summary import summarise
 from libra_hpc.slurm.queue.run_state import RunState
 
-Run = str | Path | RunDir
-"""What names a run."""
-__all__ = ["cancel", "metrics", "status", "submit", "wait"]
+Overrides = Mapping[str, Any] | Sequence[str]
+"""Values by dotted key, ``{"optimizer.lr": 1e-6}``, or texts as after ``-o``."""
+__all__ = ["Job", "check", "find", "submit"]
+
+
+class Job:
+    """A run, and the job that carries it."""
+
+    def __init__(self, run: RunDir) -> None:
+        run.resolved()
+        self._run = run
+        self.name, self.path = run.name, run.path
+
+    def __repr__(self) -> str:
+        return f"Job({str(self.path)!r})"
+
+    @property
+    def state(self) -> str:
+        """``pending``, ``running``, ``completed``, ``failed``, and others of `libra-hpc status`."""
+        return jobs.state(self._run).state
+
+    def status(self) -> dict[str, Any]:
+        """What `libra-hpc status RUN --json` prints; ``status`` in it is the last snapshot, None before the first."""
+        return status_verb.facts(self._run)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One record a step so far, the numbers of docs/columns.md by name: ``pandas.DataFrame(job.metrics())``."""
+        return [dict(line) for line in series.steps(self._run)]
+
+    def summary(self) -> dict[str, Any]:
+        """What `libra-hpc summary RUN --json` prints."""
+        return as_json(msgspec.structs.replace(summarise(self._run), state=self.state))
+
+    def logs(self, tail: int = 20) -> dict[str, list[str]]:
+        """The last lines of each log file of the last attempt, by file."""
+        files = logs_verb.select(self._run.logs(max(attempt(self._run), 1)), None, None)
+        return {str(path): logs_verb.last_lines(path, tail) for path in files}
+
+    def wait(self, timeout_s: float | None = None) -> RunState:
+        """Wait until the run is over, or for ``timeout_s``; returns its state: ``state``, ``reason``, and whether it
+        is ``over``.  An interrupt leaves the run alone."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def late(status: Status | None) -> bool:
+            return deadline is not None and time.monotonic() >= deadline
+
+        return wait_silently(self._run, late)
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the run and return its `summary`; raises `OperationError` where it did not complete."""
+        found = self.wait()
+        if found.state != "completed":
+            raise OperationError(f"{self.name} is {found.words}{f': {found.reason}' if found.reason else ''}")
+        return self.summary()
+
+    def cancel(self, *, now: bool = False) -> None:
+        """Have the run save at its next step boundary and stop, as `libra-hpc cancel` does.
+
+        ``now``: end the job at once, without a save.
+        """
+        for _ in end_all([self._run], now=now):
+            pass
+
+
+def find(run: str | Path) -> Job:
+    """The run with this folder, name or job id; raises `UserError` where there is none."""
+    return Job(find_run(str(run), Path(RUNS)))
+
+
+def check(run_file: str | Path, overrides: Overrides = ()) -> list[str]:
+    """Check a run file as `libra-hpc check` does; returns its warnings."""
+    return check_all(load(Path(run_file), _texts(overrides)), slurm_required=False).warnings
 
 
 def submit(
     run_file: str | Path | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     *,
-    resume: Run | None = None,
+    executor: Literal["slurm", "local"] | None = None,
+    engine: Literal["real", "simulated"] | None = None,
+    resume: str | Path | Job | None = None,
     from_step: int | None = None,
     until_done: bool = False,
-) -> RunDir:
-    """Check a run and queue it, as `libra-hpc submit` does; returns its folder.
+) -> Job:
+    """Check a run and queue it, as `libra-hpc submit` does.
 
-    ``overrides``: other values, as after ``-o``.  ``resume``: a run to go on with, instead of a run file;
-    ``from_step``: from which of its checkpoints.  ``until_done``: the job is queued again after each time limit.
+    ``resume``: a run to go on with, instead of a run file; ``from_step``: from which of its checkpoints.
+    ``until_done``: the job is queued again after each time limit.
     """
-    file, before = None if run_file is None else Path(run_file), None if resume is None else str(_found(resume).path)
-    config, attempt = submit_verb.configured(file, before, overrides)
+    file = None if run_file is None else Path(run_file)
+    before = None if resume is None else str(resume.path if isinstance(resume, Job) else resume)
+    texts = submit_verb.with_options(_texts(overrides), executor, engine)
+    config, last = submit_verb.configured(file, before, texts)
     config = submit_verb.with_job_options(config, (), until_done)
-    submit_verb.check_start(config, attempt, from_step)
+    submit_verb.check_start(config, last, from_step)
     checked = check_all(config, slurm_required=True)
     warn(checked.warnings)
-    run, _ = submit_verb.enqueue(checked, file, attempt, from_step)
-    return run
+    run, _ = submit_verb.enqueue(checked, file, last, from_step)
+    return Job(run)
 
 
-def status(run: Run) -> dict[str, Any]:
-    """What `libra-hpc status RUN --json` prints: ``state``, ``reason``, ``job_id``, ``path``, and more.
-
-    ``status`` is the last snapshot of the run, of at most a second ago while it runs; None before the first.
-    """
-    return status_verb.facts(_found(run))
+def _texts(overrides: Overrides) -> list[str]:
+    return list(_flat("", overrides)) if isinstance(overrides, Mapping) else list(overrides)
 
 
-def metrics(run: Run) -> list[dict[str, Any]]:
-    """One record a step so far, the numbers of docs/columns.md by name: ``pandas.DataFrame(api.metrics(run))``."""
-    return [dict(line) for line in series.steps(_found(run))]
-
-
-def wait(run: Run, timeout_s: float | None = None) -> RunState:
-    """Wait until a run is over, or for ``timeout_s``; returns its state: ``state``, ``reason``, and whether it is
-    ``over``.  An interrupt leaves the run alone."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-
-    def late(status: Status | None) -> bool:
-        return deadline is not None and time.monotonic() >= deadline
-
-    return wait_silently(_found(run), late)
-
-
-def cancel(run: Run, *, now: bool = False) -> RunState:
-    """Have a run save at its next step boundary and stop, as `libra-hpc cancel` does; returns its state.
-
-    ``now``: end the job at once, without a save.
-    """
-    found = _found(run)
-    for _ in end_all([found], now=now):
-        pass
-    return jobs.state(found)
-
-
-def _found(run: Run) -> RunDir:
-    found = run if isinstance(run, RunDir) else find_run(str(run), Path(RUNS))
-    found.resolved()
-    return found
+def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{prefix}{key}.", value)
+        else:
+            # Of numbers, texts and lists JSON and TOML have one form.
+            yield f"{prefix}{key}={json.dumps(value)}"

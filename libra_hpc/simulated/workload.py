@@ -37,8 +37,8 @@ class Groups(Sequence[Group]):
             self._ends = [len(self._parts[0])]
         else:
             made = dials(workload)
-            self._parts = [_grouped(_generated(number, *part)) for number, (_, *part) in enumerate(made)]
-            self._ends = [end for end, *_ in made]
+            self._parts = [_grouped(_generated(number, preset, part)) for number, (_, preset, part) in enumerate(made)]
+            self._ends = [end for end, _, _ in made]
 
     def __len__(self) -> int:
         return self._ends[-1]

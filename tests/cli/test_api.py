@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from libra_hpc import api
-from libra_hpc.errors import UserError
+from libra_hpc.errors import OperationError, UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from tests.facts import synthetic
@@ -20,18 +20,28 @@ Cli = Callable[..., Outcome]
 
 
 def test_a_run_is_queued_looked_at_and_resumed(site: Path, queue: Queue, cli: Cli) -> None:
-    run = api.submit("run.toml", ["run.steps=200", "optimizer.lr=1e-6"], until_done=True)
-    assert (run.name, queue.submitted) == ("quick-001", [("quick-001", 1)])
-    config = run.resolved()
+    job = api.submit(
+        "run.toml", {"run.steps": 200, "optimizer": {"lr": 1e-6}, "slurm.extra": ["-x", "a"]}, until_done=True
+    )
+    assert (job.name, queue.submitted) == ("quick-001", [("quick-001", 1)])
+    config = RunDir(job.path).resolved()
     assert (config["run"]["steps"], config["optimizer"]["lr"], config["slurm"]["requeues"]) == (200, 1e-6, 1000)
-    for name in (run, run.path, "quick-001", "4711"):
-        assert api.status(name) == json.loads(cli("status", "quick-001", "--json").out)
-    assert (api.status(run)["state"], api.metrics(run)) == ("pending", [])
+    assert config["slurm"]["extra"] == ["-x", "a"]
+    for name in (job.path, "quick-001", "4711"):
+        assert api.find(name).status() == json.loads(cli("status", "quick-001", "--json").out)
+    assert job.summary() == json.loads(cli("summary", "quick-001", "--json").out)
+    assert (job.state, job.metrics(), job.logs()) == ("pending", [], {})
     with pytest.raises(UserError, match="--resume = 'quick-001': its job 4711 is pending; valid: a run"):
-        api.submit(resume=run)
+        api.submit(resume=job)
     queue.answer = JobInfo("4711", JobState.CANCELLED)
-    assert api.submit(resume=run).path == run.path
+    assert api.submit(resume="quick-001").path == job.path
     assert queue.submitted[1:] == [("quick-001", 2)]
+
+
+def test_a_run_file_is_checked(site: Path) -> None:
+    assert api.check("run.toml", ["run.steps=200"]) == []
+    with pytest.raises(UserError, match=r"run\.steps = 0: "):
+        api.check("run.toml", {"run.steps": 0})
 
 
 @pytest.mark.parametrize(
@@ -52,21 +62,24 @@ def test_a_mistake_is_one_sentence_and_queues_nothing(
 
 def test_metrics_are_the_lines_of_the_steps(tmp_path: Path) -> None:
     run = synthetic.make_run(tmp_path)
-    found = api.metrics(run.path)
+    found = api.find(run.path).metrics()
     assert [line["step"] for line in found] == list(range(1, len(found) + 1))
     assert {"reward", "step_s"} <= set(found[0])
 
 
 def test_waiting_ends_with_the_run_or_the_time(site: Path, queue: Queue) -> None:
-    run = RunDir(api.submit("run.toml").path)
-    assert not api.wait(run, 0.0).over
+    job = api.submit("run.toml")
+    assert not job.wait(0.0).over
     queue.answer = JobInfo("4711", JobState.COMPLETED)
-    write_status(run, "completed", 100, message="step 100 is saved")
-    state = api.wait(run)
+    write_status(RunDir(job.path), "completed", 100, message="step 100 is saved")
+    state = job.wait()
     assert (state.state, state.reason, state.over) == ("completed", "step 100 is saved", True)
+    assert job.result()["state"] == "completed"
+    write_status(RunDir(job.path), "failed", 100, message="no node is left")
+    with pytest.raises(OperationError, match="quick-001 is failed: no node is left"):
+        job.result()
 
 
 def test_a_waiting_run_is_cancelled(site: Path, queue: Queue) -> None:
-    run = api.submit("run.toml")
-    api.cancel(run)
+    api.submit("run.toml").cancel()
     assert queue.cancelled == ["quick-001"]
