@@ -1,13 +1,15 @@
 """Byte streams between the agents: one TCP connection per sender and receiver, opened for the first message.
 
-On the wire: a proof that both ends have the run's secret, then `HEADER` (bytes of the frame), frame, and so on.
+On the wire: a proof that both ends have the run's secret, then frames (`Seal`): `HEADER`, that many bytes, and a tag
+that proves them and their place in the stream.
 
 - A peer does not read (stopped, slow network) -> what is sent to it waits without limit.
 - A connection breaks, or every address refuses -> what waits is dropped, and what is sent later: no stream has holes.
 - The receiver closes one -> it broke, also where nothing waits: the last message may be lost.
 - `Outgoing.reopen` -> a new stream begins.
 - A caller that is no rank yet -> one question and its answer (`libra_hpc.protocol.joining`).
-- A caller without the secret, or a frame beyond `MAX_FRAME_BYTES` -> the connection is closed.
+- A caller without the secret, a frame beyond `MAX_FRAME_BYTES`, or other bytes than were sent -> the connection is
+  closed.
 """
 
 from __future__ import annotations
@@ -22,17 +24,20 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
+from libra_hpc.protocol.callers import MOST_UNPROVEN, PROVE_S, Unproven
 from libra_hpc.protocol.joining import AT_THE_DOOR, is_guest
 
 from .world import Endpoint, World
 
 HEADER = struct.Struct("<I")
+"""Bytes of the frame that follows."""
+COUNT = struct.Struct("<Q")
+TAG_BYTES = hashlib.sha256().digest_size
+ANSWER = b"answer"
+"""Direction of what rank 0 answers; all other frames go the other way."""
 RANK = struct.Struct("<I")
 NONCE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
-ANSWER_S = 5.0
-"""For one address to prove itself.  Shorter costs another round over the addresses, longer delays a start at a wrong
-one."""
 REFUSALS = 3
 """A rank that was stopped while it connected is turned away once; a fourth attempt would find what the third did."""
 PAUSE_S = 0.2
@@ -62,9 +67,10 @@ class Outgoing:
     def __init__(self, world: World, peer: int, broken: Callable[[int], None]) -> None:
         self._world, self._peer, self._on_broken = world, peer, broken
         self._queue: deque[bytes] = deque()
-        """Frames with their headers."""
         self._task: asyncio.Task[None] | None = None
         self._socket: socket.socket | None = None
+        self._seal = Seal(b"")
+        """The one of the socket's stream."""
         self._closed = False
         """Whether the receiver has closed it."""
         self.broken = False
@@ -74,7 +80,7 @@ class Outgoing:
         """Queue one message."""
         if self.broken:
             return
-        self._queue.append(HEADER.pack(len(frame)) + frame)
+        self._queue.append(frame)
         self.pending += len(frame)
         self._run()
 
@@ -91,7 +97,8 @@ class Outgoing:
         loop = asyncio.get_running_loop()
         try:
             if self._socket is None:
-                self._socket, self._closed = await _connect(self._world, self._peer), False
+                self._socket, self._seal = await _connect(self._world, self._peer)
+                self._closed = False
                 # Nothing is received here, so it can be read once it is closed.
                 loop.add_reader(self._socket, self._on_closed, self._socket)
             while self._queue and not self._closed:
@@ -110,16 +117,14 @@ class Outgoing:
     async def _send_some(self, loop: asyncio.AbstractEventLoop, stream: socket.socket) -> None:
         """Send what waits, up to `JOIN_BYTES` or one message; it is in the queue until the kernel has all of it."""
         taken, joined = 0, bytearray()
-        for frame in self._queue:
-            joined += frame
+        while taken < len(self._queue) and len(joined) <= JOIN_BYTES:
+            await self._seal.put(joined, self._queue[taken])
             taken += 1
-            if len(joined) > JOIN_BYTES:
-                break
         for at in range(0, len(joined), TURN_BYTES):
             await loop.sock_sendall(stream, memoryview(joined)[at : at + TURN_BYTES])
             await asyncio.sleep(0)
         for _ in range(taken):
-            self.pending -= len(self._queue.popleft()) - HEADER.size
+            self.pending -= len(self._queue.popleft())
 
     def _give_up(self) -> None:
         self.broken = True
@@ -135,6 +140,8 @@ class Outgoing:
 async def accept(world: World, deliver: Deliver, admit: Admit | None = None) -> None:
     loop = asyncio.get_running_loop()
     streams: set[asyncio.Task[None]] = set()
+    # All ranks may call at once.
+    unproven = Unproven(MOST_UNPROVEN + world.size)
     try:
         while True:
             try:
@@ -144,7 +151,7 @@ async def accept(world: World, deliver: Deliver, admit: Admit | None = None) -> 
                 log.warning("a caller was not accepted: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
-            task = loop.create_task(_receive(world, stream, deliver, admit))
+            task = loop.create_task(_receive(world, stream, unproven, deliver, admit))
             streams.add(task)
             task.add_done_callback(streams.discard)
             task.add_done_callback(_defect)
@@ -153,21 +160,24 @@ async def accept(world: World, deliver: Deliver, admit: Admit | None = None) -> 
             task.cancel()
 
 
-async def _receive(world: World, stream: socket.socket, deliver: Deliver, admit: Admit | None) -> None:
+async def _receive(
+    world: World, stream: socket.socket, unproven: Unproven, deliver: Deliver, admit: Admit | None
+) -> None:
     try:
         reader = _Reader(stream)
-        async with asyncio.timeout(ANSWER_S):
-            source = await _prove_as_server(world, stream, reader, admit is not None)
+        async with asyncio.timeout(PROVE_S):
+            with unproven.proving(stream):
+                source, key = await _prove_as_server(world, stream, reader, admit is not None)
+            seal = Seal(key)
             if source == AT_THE_DOOR and admit is not None:
-                await _answer(stream, reader, admit)
+                answer = admit(await seal.frame(reader, JOIN_BYTES))
+                await _send(stream, Seal(key, ANSWER), answer)
                 return
         taken = messages = 0
         while True:
-            (frame_bytes,) = HEADER.unpack(await reader.exactly(HEADER.size))
-            if frame_bytes > MAX_FRAME_BYTES:
-                raise ConnectionError(f"rank {source} announces a frame of {frame_bytes} bytes")
-            deliver(source, await reader.exactly(frame_bytes))
-            taken, messages = taken + frame_bytes, messages + 1
+            frame = await seal.frame(reader, MAX_FRAME_BYTES)
+            deliver(source, frame)
+            taken, messages = taken + len(frame), messages + 1
             if taken > TURN_BYTES or messages >= TURN_MESSAGES or not reader.buffered:
                 taken = messages = 0
                 await asyncio.sleep(0)
@@ -178,13 +188,10 @@ async def _receive(world: World, stream: socket.socket, deliver: Deliver, admit:
         stream.close()
 
 
-async def _answer(stream: socket.socket, reader: _Reader, admit: Admit) -> None:
-    """Answer a caller that wants to join."""
-    (frame_bytes,) = HEADER.unpack(await reader.exactly(HEADER.size))
-    if frame_bytes > JOIN_BYTES:
-        raise ConnectionError(f"a caller wants to join with {frame_bytes} bytes")
-    answer = admit(await reader.exactly(frame_bytes))
-    await asyncio.get_running_loop().sock_sendall(stream, HEADER.pack(len(answer)) + answer)
+async def _send(stream: socket.socket, seal: Seal, frame: bytes) -> None:
+    sealed = bytearray()
+    await seal.put(sealed, frame)
+    await asyncio.get_running_loop().sock_sendall(stream, sealed)
 
 
 async def call_door(world: World, frame: bytes) -> bytes:
@@ -195,18 +202,16 @@ async def call_door(world: World, frame: bytes) -> bytes:
     failure, stream = OSError("it has no address"), None
     for address in world.endpoints[0].addresses:
         try:
-            stream = await _open(world, 0, world.endpoints[0], address)
+            stream, key = await _open(world, 0, world.endpoints[0], address)
             break
         except OSError as error:
             failure = error
     if stream is None:
         raise failure
     try:
-        async with asyncio.timeout(ANSWER_S):
-            await asyncio.get_running_loop().sock_sendall(stream, HEADER.pack(len(frame)) + frame)
-            reader = _Reader(stream)
-            (frame_bytes,) = HEADER.unpack(await reader.exactly(HEADER.size))
-            return await reader.exactly(min(frame_bytes, MAX_FRAME_BYTES))
+        async with asyncio.timeout(PROVE_S):
+            await _send(stream, Seal(key), frame)
+            return await Seal(key, ANSWER).frame(_Reader(stream), MAX_FRAME_BYTES)
     finally:
         stream.close()
 
@@ -218,7 +223,7 @@ def _defect(task: asyncio.Task[None]) -> None:
 
 
 class _Reader:
-    """Exact reads from a nonblocking socket; large ones are not copied."""
+    """Exact reads from a nonblocking socket, in no more memory than twice what has come."""
 
     def __init__(self, stream: socket.socket) -> None:
         stream.setblocking(False)
@@ -226,9 +231,12 @@ class _Reader:
 
     async def exactly(self, count: int) -> bytes:
         if count > JOIN_BYTES:
-            data = bytearray(count)
-            await self.into(memoryview(data))
-            return bytes(data)
+            large = bytearray()
+            while (ready := len(large)) < count:
+                large.extend(bytes(min(count - ready, max(ready, TURN_BYTES))))
+                with memoryview(large) as view:
+                    await self.into(view[ready:])
+            return bytes(large)
         while len(self.buffered) < count:
             more = await asyncio.get_running_loop().sock_recv(self._stream, JOIN_BYTES)
             if not more:
@@ -254,7 +262,40 @@ class _Reader:
                 await asyncio.sleep(0)
 
 
-async def _connect(world: World, peer: int) -> socket.socket:
+class Seal:
+    """Frames of one direction of a stream: on the way none can be changed, put in, left out, repeated or exchanged."""
+
+    def __init__(self, key: bytes, direction: bytes = b"") -> None:
+        """``key``: of the stream."""
+        self._key, self._direction, self._count = key, direction, 0
+
+    async def put(self, buffer: bytearray, frame: bytes) -> None:
+        """Append the next frame as it is sent."""
+        buffer += HEADER.pack(len(frame))
+        buffer += frame
+        buffer += await self._tag(frame)
+
+    async def frame(self, reader: _Reader, most: int) -> bytes:
+        """The next frame that comes; raises `ConnectionError` for any other, and beyond ``most`` bytes."""
+        (frame_bytes,) = HEADER.unpack(await reader.exactly(HEADER.size))
+        if frame_bytes > most:
+            raise ConnectionError(f"a caller announces a frame of {frame_bytes} bytes")
+        frame = await reader.exactly(frame_bytes)
+        if not hmac.compare_digest(await reader.exactly(TAG_BYTES), await self._tag(frame)):
+            raise ConnectionError(f"frame {self._count} of a stream is not the one that was sent")
+        return frame
+
+    async def _tag(self, frame: bytes) -> bytes:
+        self._count += 1
+        digest = hashlib.sha256(self._direction + COUNT.pack(self._count))
+        for at in range(0, len(frame), TURN_BYTES):
+            if at:
+                await asyncio.sleep(0)
+            digest.update(memoryview(frame)[at : at + TURN_BYTES])
+        return hmac.digest(self._key, digest.digest(), "sha256")
+
+
+async def _connect(world: World, peer: int) -> tuple[socket.socket, Seal]:
     """A proven connection to a rank.  A silent address is tried again without limit: the rank may be stopped.
 
     Raises `ConnectionError` when every address has refused `REFUSALS` times.
@@ -266,7 +307,8 @@ async def _connect(world: World, peer: int) -> socket.socket:
         silent = False
         for address in endpoint.addresses:
             try:
-                return await _open(world, peer, endpoint, address)
+                stream, key = await _open(world, peer, endpoint, address)
+                return stream, Seal(key)
             except TimeoutError:
                 silent = True
             except (OSError, EOFError) as error:
@@ -279,7 +321,8 @@ async def _connect(world: World, peer: int) -> socket.socket:
     )
 
 
-async def _open(world: World, peer: int, endpoint: Endpoint, address: str) -> socket.socket:
+async def _open(world: World, peer: int, endpoint: Endpoint, address: str) -> tuple[socket.socket, bytes]:
+    """A proven connection, and the key of its stream."""
     stream = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
         stream.setblocking(False)
@@ -287,16 +330,16 @@ async def _open(world: World, peer: int, endpoint: Endpoint, address: str) -> so
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEP_ALIVE.items():
             stream.setsockopt(socket.IPPROTO_TCP, option, value)
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(PROVE_S):
             await asyncio.get_running_loop().sock_connect(stream, (address, endpoint.port))
-            await _prove_as_client(world, peer, stream)
+            return stream, await _prove_as_client(world, peer, stream)
     except BaseException:
         stream.close()
         raise
-    return stream
 
 
-async def _prove_as_client(world: World, peer: int, stream: socket.socket) -> None:
+async def _prove_as_client(world: World, peer: int, stream: socket.socket) -> bytes:
+    """Returns the key of the stream."""
     loop, reader = asyncio.get_running_loop(), _Reader(stream)
     theirs, own = await reader.exactly(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
     await loop.sock_sendall(
@@ -306,10 +349,11 @@ async def _prove_as_client(world: World, peer: int, stream: socket.socket) -> No
         await reader.exactly(PROOF_BYTES), _proof(world, b"server", own, caller=world.rank, called=peer)
     ):
         raise ConnectionError("the peer does not have this run's secret")
+    return _proof(world, b"stream", theirs + own, caller=world.rank, called=peer)
 
 
-async def _prove_as_server(world: World, stream: socket.socket, reader: _Reader, door: bool) -> int:
-    """Challenge a caller, check its answer, and return its rank."""
+async def _prove_as_server(world: World, stream: socket.socket, reader: _Reader, door: bool) -> tuple[int, bytes]:
+    """Challenge a caller, check its answer, and return its rank and the key of the stream."""
     loop, own = asyncio.get_running_loop(), secrets.token_bytes(NONCE_BYTES)
     await loop.sock_sendall(stream, own)
     (source,) = RANK.unpack(await reader.exactly(RANK.size))
@@ -318,9 +362,9 @@ async def _prove_as_server(world: World, stream: socket.socket, reader: _Reader,
     if not known or not hmac.compare_digest(proof, _proof(world, b"client", own, caller=source, called=world.rank)):
         raise ConnectionError("a caller without this run's secret was turned away")
     await loop.sock_sendall(stream, _proof(world, b"server", theirs, caller=source, called=world.rank))
-    return int(source)
+    return source, _proof(world, b"stream", own + theirs, caller=source, called=world.rank)
 
 
-def _proof(world: World, side: bytes, nonce: bytes, caller: int, called: int) -> bytes:
+def _proof(world: World, purpose: bytes, nonce: bytes, caller: int, called: int) -> bytes:
     secret = world.secret_with(called if caller == world.rank else caller)
-    return hmac.digest(secret, side + nonce + RANK.pack(caller) + RANK.pack(called), "sha256")
+    return hmac.digest(secret, purpose + nonce + RANK.pack(caller) + RANK.pack(called), "sha256")

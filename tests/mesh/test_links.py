@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from libra_hpc.mesh import links
 from libra_hpc.mesh import mesh as mesh_module
-from libra_hpc.mesh.links import HEADER, Outgoing, accept
+from libra_hpc.mesh.links import HEADER, MAX_FRAME_BYTES, NONCE_BYTES, PROOF_BYTES, RANK, TAG_BYTES, Outgoing, accept
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.world import Endpoint, World
 from libra_hpc.protocol.agents import RankLost
 from libra_hpc.protocol.agents import mesh as codec
+from libra_hpc.protocol.callers import PROVE_S
 
 SECRET = secrets.token_bytes(32)
 
@@ -77,10 +80,90 @@ async def test_a_caller_without_the_secret_is_turned_away_and_harms_nobody() -> 
 
 async def test_a_frame_beyond_all_sizes_ends_the_connection() -> None:
     async with serving() as (ranks, _):
-        stream = await links._connect(ranks[0], 1)
+        stream, _ = await links._connect(ranks[0], 1)
         await asyncio.get_running_loop().sock_sendall(stream, HEADER.pack((1 << 32) - 1))
         assert await asyncio.get_running_loop().sock_recv(stream, 1) == b""
         stream.close()
+
+
+async def test_memory_is_taken_for_what_has_come_and_not_for_what_is_announced() -> None:
+    async with serving() as (ranks, _):
+        stream, _ = await links._connect(ranks[0], 1)
+        tracemalloc.start()
+        await asyncio.get_running_loop().sock_sendall(stream, HEADER.pack(MAX_FRAME_BYTES) + bytes(1 << 20))
+        await asyncio.sleep(0.2)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert 1 << 20 < peak < 32 << 20
+        stream.close()
+
+
+Units = list[bytes]
+"""Frames as they travel."""
+FRAMES = [b"first", b"other", b"third", b"final"]
+UNIT = HEADER.size + len(FRAMES[0]) + TAG_BYTES
+RELAYED: dict[str, tuple[Callable[[Units, Units], Units], int]] = {
+    "as they are": (lambda units, before: units, 4),
+    "one put in": (lambda units, before: [*units[:2], HEADER.pack(5) + b"wrong" + bytes(TAG_BYTES), *units[2:]], 2),
+    "one put in at the end": (lambda units, before: [*units, HEADER.pack(0) + bytes(TAG_BYTES)], 4),
+    "one changed": (lambda units, before: [units[0], units[1].replace(b"other", b"Other"), *units[2:]], 1),
+    "a tag changed": (lambda units, before: [units[0][:-1] + bytes([units[0][-1] ^ 1]), *units[1:]], 0),
+    "a length changed": (lambda units, before: [units[0], HEADER.pack(4) + units[1][4:], *units[2:]], 1),
+    "two merged": (lambda units, before: [HEADER.pack(UNIT + 5), *units], 0),
+    "exchanged": (lambda units, before: [units[0], units[2], units[1], units[3]], 1),
+    "one repeated": (lambda units, before: [units[0], *units], 1),
+    "one left out": (lambda units, before: [units[0], *units[2:]], 1),
+    "the first left out": (lambda units, before: units[1:], 0),
+    "those of the stream before": (lambda units, before: before, 0),
+    "one of the stream before": (lambda units, before: [units[0], before[1], *units[2:]], 1),
+    "sent back": (lambda units, before: [units[0], *reversed(units)], 1),
+}
+
+
+@pytest.mark.parametrize("change", RELAYED)
+async def test_who_carries_a_stream_cannot_change_what_it_says(change: str) -> None:
+    altered, arrive = RELAYED[change]
+    before: Units = []
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        own_reader, own_writer = await asyncio.open_connection("127.0.0.1", ranks[1].endpoints[1].port)
+        writer.write(await own_reader.readexactly(NONCE_BYTES))
+        own_writer.write(await reader.readexactly(RANK.size + NONCE_BYTES + PROOF_BYTES))
+        writer.write(await own_reader.readexactly(PROOF_BYTES))
+        units = [await reader.readexactly(UNIT) for _ in FRAMES]
+        if not before:
+            before.extend(units)
+            return
+        own_writer.write(b"".join(altered(units, before)))
+        own_writer.write_eof()
+        await own_reader.read()
+        ended.set()
+
+    async with serving() as (ranks, received):
+        ended, server = asyncio.Event(), await asyncio.start_server(relay, "127.0.0.1", 0)
+        through = Endpoint("here", ("127.0.0.1",), server.sockets[0].getsockname()[1])
+        sender = msgspec.structs.replace(ranks[0], endpoints=(ranks[0].endpoints[0], through))
+        for _ in range(2):
+            link = Outgoing(sender, 1, lambda rank: None)
+            for frame in FRAMES:
+                link.put(frame)
+            await until(lambda: before)
+        await ended.wait()
+        assert [frame for _, frame in received] == FRAMES[:arrive]
+        server.close()
+
+
+async def test_silent_callers_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "MOST_UNPROVEN", 8)
+    async with serving() as (ranks, received):
+        port = ranks[1].endpoints[1].port
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+        Outgoing(ranks[0], 1, lambda rank: None).put(b"good")
+        async with asyncio.timeout(PROVE_S / 2):
+            await until(lambda: received)
+            for reader, _ in silent[:20]:
+                await reader.readexactly(NONCE_BYTES)
+                assert await reader.read() == b"", "the oldest are disconnected"
 
 
 async def test_what_waits_for_a_rank_that_is_gone_is_dropped_and_a_new_one_is_reached_after_reopen() -> None:
