@@ -16,7 +16,7 @@ import typer
 
 from libra_hpc.config import grid
 from libra_hpc.config.grid import Combination
-from libra_hpc.config.job import NAME, NAME_LENGTH
+from libra_hpc.config.job import NAME, NAME_LENGTH, NAME_WORDS
 from libra_hpc.config.load import flat
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
@@ -140,8 +140,7 @@ def inside(key: str, keys: Sequence[str]) -> bool:
 def checked_name(name: str) -> str:
     """``name`` if it can stand in a file name; raises `UserError`."""
     if not re.fullmatch(NAME, name) or len(name) > NAME_LENGTH:
-        valid = f"at most {NAME_LENGTH} letters, digits and . _ - with a letter or digit first"
-        raise invalid("--name", name, "malformed", valid)
+        raise invalid("--name", name, "malformed", NAME_WORDS)
     return name
 
 

@@ -36,7 +36,9 @@ class ComputeSection(Section):
     expanded where the job starts, ``$$`` is a dollar sign: ``HF_HOME = "/lustre/$USER/hf"``."""
     shm_share: float = Field(0.5, gt=0, le=1)
     """Share of a node's memory that /dev/shm has; Linux gives it half."""
-    local_dir: str = Field("", pattern=r"^(/[A-Za-z0-9_./${}-]*)?$")
+    local_dir: Annotated[str, Valid("an absolute folder; $VARIABLES are those of the node")] = Field(
+        "", pattern=r"^(/[A-Za-z0-9_./${}-]*)?$"
+    )
     """Node-local folder for temporary files (``TMPDIR``) and caches of compilers (Triton, inductor, vLLM, CUDA), for
     instance ``/scratch/$USER``, made where it does not exist; empty: the cluster's. One that outlives the job saves the
     next one minutes of compilation."""

@@ -6,16 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .section import Seconds, Section, Steps
+from .section import Seconds, Section, Steps, Valid
 
 NAME, NAME_LENGTH = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", 64
 """Names of runs and sweeps, which are parts of file names."""
+NAME_WORDS = "letters, digits, '_', '.' and '-', a letter or digit first, at most 64 characters"
 
 
 class RunSection(Section):
     """``[run]``: identity and length of the run."""
 
-    name: str = Field("run", pattern=NAME, max_length=NAME_LENGTH)
+    name: Annotated[str, Valid(NAME_WORDS)] = Field("run", pattern=NAME, max_length=NAME_LENGTH)
     """Name of the run. Its run directory is ``<dir>/<name>-<number>``."""
     dir: str = "runs"
     """Parent of run directories, on a file system all nodes share."""
@@ -60,7 +61,9 @@ class SlurmSection(Section):
     """Slurm quality of service; empty: the account's default."""
     mpi: str = "pmi2"
     """``srun --mpi`` plugin that matches the installed MPI (PyPI mpich: pmi2)."""
-    interface: str = Field("", pattern=r"^[A-Za-z0-9_.:@-]*$", max_length=15)
+    interface: Annotated[str, Valid("the name of an interface, at most 15 characters, or ''")] = Field(
+        "", pattern=r"^[A-Za-z0-9_.:@-]*$", max_length=15
+    )
     """Network interface that MPI and torch's collectives listen on, for instance ``ib0``; empty: each chooses its own
     (docs/network.md)."""
     restarts: int = Field(3, ge=0)
@@ -74,7 +77,7 @@ class SlurmSection(Section):
     spare: int = Field(0, ge=0)
     """Nodes more than the components have. Each replaces one that Slurm sets down, whatever it did: all ranks restart
     on the nodes that are left. Needs components that agree in partition, account, QOS, constraint and GPUs."""
-    gpu_option: str = Field(
+    gpu_option: Annotated[str, Valid("an option of sbatch with {gpus}, and {type} or not")] = Field(
         "--gres=gpu:{type}:{gpus}", pattern=r"^--[a-z-]+=[^\s{}]*(\{type\}[^\s{}]*)?\{gpus\}[^\s{}]*$"
     )
     """How the cluster spells a request for GPUs of a node; ``{type}`` is left out with its colon where a component
@@ -101,7 +104,7 @@ class Component(Section):
     """GRES type of the GPUs, for instance ``a800``; empty: any."""
     cpus: int = Field(0, ge=0)
     """CPUs per node; 0: those of the node that belong to its GPUs, and 1 without GPUs."""
-    mem: str = Field("", pattern=r"^([0-9]+[KMGT]?)?$")
+    mem: Annotated[str, Valid("a number, or one with K, M, G or T")] = Field("", pattern=r"^([0-9]+[KMGT]?)?$")
     """Memory per node, as Slurm writes it; without a unit MiB, and 0 is all memory of the node. Empty: the memory of
     the node that belongs to its GPUs, and 2G without GPUs."""
     constraint: str = ""
@@ -150,7 +153,7 @@ class ComponentsSection(Section):
 class NotifySection(Section):
     """``[notify]``: a command that reports what became of a run."""
 
-    command: list[Annotated[str, Field(pattern=r"^[^\x00]+$")]] = []
+    command: Annotated[list[Annotated[str, Field(pattern=r"^[^\x00]+$")]], Valid("a list of strings")] = []
     """Program and arguments, run without a shell on the node of rank 0. It gets one argument more, the alert in one
     line, and the event as JSON on stdin. After 10 s it is killed. Empty: no reports."""
     on: list[Literal["completed", "failed", "guard", "stalled"]] = ["completed", "failed", "guard", "stalled"]

@@ -67,7 +67,7 @@ class TaskTable(Section):
 class NamedTask(TaskTable):
     """One of several tasks of a run."""
 
-    name: str = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
+    name: Annotated[str, Valid("letters, digits, '_', '.' and '-'")] = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
     """What it is called, also in columns such as ``name/reward``."""
     task: str = "data"
     """``data``, ``reasoning_gym:NAME``, or ``path/to/file.py:ClassName``."""
