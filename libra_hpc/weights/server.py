@@ -6,7 +6,8 @@
 - A node of the run can read by NIXL -> it gets the place of the payload, which stays until it has read; a guest does
   not.
 - A part of a snapshot is asked for -> its files, as they are (`weights/parts.py`).
-- A caller without the secret, or one that does not read for `UNREAD_S` -> its connection is closed.
+- A caller without the secret, or one that does not read for `UNREAD_S` -> its connection is closed; silent ones keep
+  nobody out (`Unproven`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Protocol
 import msgspec
 
 from libra_hpc.checksum import crc32
+from libra_hpc.protocol.callers import PROVE_S, Unproven
 from libra_hpc.protocol.carriers import WeightsByTcp
 from libra_hpc.protocol.joining import is_guest
 
@@ -83,6 +85,7 @@ class CarrierServer:
         """``parts``: folder of snapshots; None: it serves none."""
         self._listener, self._secret, self._store, self._image = listener, secret, store, image
         self._parts, self._direct, self._on_tcp = parts, direct, by_tcp
+        self._unproven = Unproven()
 
     def start(self) -> None:
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
@@ -91,18 +94,19 @@ class CarrierServer:
         while True:
             try:
                 stream, address = self._listener.accept()
-            except OSError as error:
-                # Too many open files; others are served later.
+                threading.Thread(target=self._serve, args=(stream, address), daemon=True).start()
+            except (OSError, RuntimeError) as error:
+                # Too many open files or threads; others are served later.
                 log.warning("a caller was not accepted: %s", error)
                 time.sleep(WAITING_S)
-                continue
-            threading.Thread(target=self._serve, args=(stream, address), daemon=True).start()
 
     def _serve(self, stream: socket.socket, address: object) -> None:
         with stream:
             try:
+                limit_pauses(stream, PROVE_S, PROVE_S)
+                with self._unproven.proving(stream):
+                    rank = admit(stream, self._secret)
                 limit_pauses(stream, UNREAD_S, UNREAD_S)
-                rank = admit(stream, self._secret)
                 while True:
                     # On one machine the bytes that were sent last are the file's own pages, so the offer stays until
                     # the caller asks again or leaves.

@@ -6,16 +6,18 @@ import math
 import re
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from libra_hpc.protocol.callers import PROVE_S
 from libra_hpc.protocol.carriers import CarrierReady, ImageHere
 from libra_hpc.weights.delta import dense, sparse
 from libra_hpc.weights.image import Image
@@ -236,6 +238,18 @@ def test_a_budget_is_kept_over_time_and_pauses_are_not_saved_up() -> None:
     while not bucket.delay_s(100, now):
         burst += 100
     assert burst <= 1000 * BURST_S + 100
+
+
+@pytest.mark.parametrize("says", ["", "G", "GET / HTTP/1.1\r\n\r\n", f"GET /{'x' * 100_000}", "GET / HTTP/1.1\r\nX: y"])
+def test_callers_without_the_secret_keep_nobody_out(says: str, node: ServingNode, stack: ExitStack) -> None:
+    node.step()
+    for _ in range(2 * http_server.MOST_CALLERS):
+        stranger = stack.enter_context(socket.create_connection(("127.0.0.1", node.port)))
+        with suppress(OSError):
+            stranger.sendall(says.encode())
+    began = time.monotonic()
+    assert pull(caller_of(node), nothing(), WANTED) == 0
+    assert time.monotonic() - began < PROVE_S / 2
 
 
 def test_all_callers_share_the_budget(folder: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,14 @@ from typing import cast
 
 import pytest
 
+from libra_hpc.protocol.callers import PROVE_S, Unproven
 from libra_hpc.protocol.carriers import PartPulled, Peer, PullPart
 from libra_hpc.protocol.joining import FIRST_GUEST, guest_secret
 from libra_hpc.weights import parts
 from libra_hpc.weights.offers import OfferStore
 from libra_hpc.weights.parts import PART, pull_part
 from libra_hpc.weights.server import CarrierServer, ImageSource
-from libra_hpc.weights.wire import Absent, Caller, Fetch
+from libra_hpc.weights.wire import NONCE_BYTES, Absent, Caller, Fetch
 from tests.weights.chain import SHAPES
 from tests.weights.nodes import SECRET, CarrierNode, FaultyLink, node_folders
 
@@ -104,6 +105,20 @@ def test_a_link_in_a_part_leads_nowhere(peer: Peer, folder: Path) -> None:
     (folder / "own" / NAME / "link").symlink_to(folder / "secret")
     with pytest.raises(Absent):
         asked(peer, f"{PART}own/{NAME}/link", 5)
+
+
+def test_callers_without_the_secret_keep_no_carrier_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra_hpc.weights.server.Unproven", lambda: Unproven(8))
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        address = listener.getsockname()
+        CarrierServer(listener, SECRET, OfferStore(0), cast(ImageSource, None), folder).start()
+        strangers = [socket.create_connection(address, timeout=PROVE_S / 2) for _ in range(40)]
+        for stranger in strangers:
+            stack.enter_context(stranger)
+        asked(Peer(1, ("127.0.0.1",), address[1]), f"{PART}own/{NAME}", -1)
+        assert len(strangers[0].recv(100)) == NONCE_BYTES
+        assert strangers[0].recv(1) == b"", "the oldest is disconnected"
 
 
 def test_a_guest_gets_weights_alone(peer: Peer) -> None:

@@ -1,13 +1,15 @@
 """Serves resources over HTTP to callers with a secret (`libra_hpc.weights.transport.http_proof`).
 
-- A caller without the secret -> 401, whatever it asks for.
+- A caller without the secret -> 401, whatever it asks for; silent ones keep nobody out (`Unproven`).
 - A resource is not there -> 404 with the reason; a request that makes no sense -> 400.
 - All callers together are sent no more than the budget of bandwidth.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import io
 import logging
 import re
 import secrets
@@ -18,15 +20,19 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
+from libra_hpc.protocol.callers import PROVE_S, Unproven
+
 from .http_proof import PART_BYTES, PROOF, SCHEME, VERSION, NotServed, Refused, answer_proof, request_proof
 from .token_bucket import BandwidthPace
 
 SLICE_BYTES = 64 << 10
 """Sent at once, between two looks at the budget."""
 UNREAD_S = 30.0
-"""For a caller to send a request or to take any byte."""
+"""For a caller that has proven itself to send a request or to take any byte."""
 MOST_CALLERS = 64
-"""Connections at once; each has a thread."""
+"""Connections of such callers at once, each with a thread; as many of others."""
+LINE_BYTES = 4096
+"""A request has no longer line, and up to a hundred, which are in memory."""
 RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 
 log = logging.getLogger("libra_hpc.http")
@@ -53,7 +59,7 @@ class HttpServer(ThreadingHTTPServer):
         self.socket.close()
         self.socket = listener
         self.secret, self.read = secret, resources
-        self.callers = threading.BoundedSemaphore(MOST_CALLERS)
+        self.callers, self.unproven = threading.BoundedSemaphore(MOST_CALLERS), Unproven(MOST_CALLERS)
         self.pace = BandwidthPace(bytes_per_s)
 
     def start(self) -> None:
@@ -65,22 +71,26 @@ class HttpServer(ThreadingHTTPServer):
             log.exception("a request of %s failed", client_address)
 
 
+class _Lines(io.BufferedReader):
+    def readline(self, size: int | None = -1, /) -> bytes:
+        return super().readline(LINE_BYTES)
+
+
 class _Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
-    timeout = UNREAD_S
+    timeout = PROVE_S
     disable_nagle_algorithm = True
     server: HttpServer
     server_version, sys_version = "libra-hpc", ""
 
     def handle(self) -> None:
-        if self.server.callers.acquire(blocking=False):
-            self._nonce = secrets.token_hex(16)
-            try:
-                super().handle()
-            finally:
-                self.server.callers.release()
+        self.rfile = _Lines(self.connection.makefile("rb", buffering=0))
+        self._nonce, self._proven = secrets.token_hex(16), False
+        with contextlib.ExitStack() as self._stay:
+            self._stay.enter_context(self.server.unproven.proving(self.connection))
+            super().handle()
 
     def do_GET(self) -> None:
         span = self.headers.get("Range", "")
@@ -93,6 +103,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
+        if not self._proven and not self._admitted():
+            self.close_connection = True
+            return
         asked = RANGE.fullmatch(span)
         begin, end = (int(asked[1]), int(asked[2] or PART_BYTES + int(asked[1])) + 1) if asked else (0, PART_BYTES)
         try:
@@ -102,6 +115,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, expected, Part(-1, 0, str(error).encode()))
         except Refused as error:
             self._answer(400, expected, Part(-1, 0, str(error).encode()))
+
+    def _admitted(self) -> bool:
+        """Whether there is room for one more caller that has proven itself."""
+        self._stay.close()
+        self._proven = self.server.callers.acquire(blocking=False)
+        if self._proven:
+            self._stay.callback(self.server.callers.release)
+            self.connection.settimeout(UNREAD_S)
+        return self._proven
 
     def _answer(self, status: int, request: str, part: Part, span: str = "") -> None:
         proof = answer_proof(self.server.secret, request, (status, str(part.version), span), part.data)
