@@ -25,6 +25,7 @@ from tests.preflight.test_checks import write_model
 pytestmark = pytest.mark.usefixtures("few_batches")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = {
+    "README-8": "qwen3-4b",
     "a800-8": "qwen3-4b",
     **{f"a800-48-{model}": model for model in ("qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b")},
 }
@@ -58,7 +59,11 @@ def model_folder(folder: Path, shape: ModelShape) -> Path:
 
 def resolved(name: str, folder: Path) -> RunConfig:
     model = model_folder(folder / "policy", model_shape(FILES[name]))
-    config = load_run_file(EXAMPLES / f"{name}.toml", [f"model.path={model}", f"run.dir={folder}"])
+    file = EXAMPLES / f"{name}.toml"
+    if name == "README-8":
+        file = folder / "run.toml"
+        file.write_text((EXAMPLES.parent / "README.md").read_text().split("```toml\n")[1].split("```")[0])
+    config = load_run_file(file, [f"model.path={model}", f"run.dir={folder}"])
     rooms = node_rooms(config, [ONE_TB])
     return initial_plan(config, rooms=rooms).config if config.components.split == "auto" else config
 
