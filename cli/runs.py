@@ -55,7 +55,7 @@ def all_runs(parent: Path) -> list[RunDir]:
     """Runs below ``parent``, oldest first."""
     try:
         names = os.listdir(parent)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
     except OSError as error:
         raise invalid("--runs", str(parent), error_text(error), "a folder that you may read") from error

@@ -81,5 +81,5 @@ def _module(field: str, name: str) -> tuple[ModuleType, str]:
         raise invalid(field, name, f"no file {path!r}", FORM)
     try:
         return load_file(path), wanted
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise invalid(field, name, f"{path} does not import ({type(error).__name__}: {error})") from error

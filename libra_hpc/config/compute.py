@@ -37,7 +37,7 @@ class ComputeSection(Section):
     shm_share: float = Field(0.5, gt=0, le=1)
     """Share of a node's memory that /dev/shm has; Linux gives it half."""
     local_dir: Annotated[str, Valid("an absolute folder; $VARIABLES are those of the node")] = Field(
-        "", pattern=r"^(/[A-Za-z0-9_./${}-]*)?$"
+        "", pattern=r"^(/([A-Za-z0-9_./-]|\$\w+|\$\{\w+\})*)?$"
     )
     """Node-local folder for temporary files (``TMPDIR``) and caches of compilers (Triton, inductor, vLLM, CUDA), for
     instance ``/scratch/$USER``, made where it does not exist; empty: the cluster's. One that outlives the job saves the

@@ -168,7 +168,7 @@ class DeadlinesSection(Section):
     first_s: Seconds = Field(900.0, gt=0)
     """Deadline of an operation that was not measured yet: a first step compiles, a first start reads a cold file
     system."""
-    factor: float = Field(10.0, gt=1)
+    factor: float = Field(10.0, gt=1, le=1e6)
     """Deadline of a measured operation, as a multiple of the longest of its last durations."""
     restarts: int = Field(5, ge=1)
     """Most restarts of one engine, replica or environment host within five minutes. One more restarts all

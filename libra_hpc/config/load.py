@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 import annotated_types
 from pydantic import BaseModel, ValidationError
@@ -42,6 +42,8 @@ _BRANCHES = ("one", "each")
 """Names that pydantic adds to the location of an error in a `PerNode` field."""
 LARGEST = 2**63 - 1
 """Largest integer of TOML, and of the messages between the processes of a run."""
+LONGEST_S = 10**9
+"""Seconds, 30 years: timers of the operating system end at ten times that."""
 NAME_BYTES, PATH_BYTES = 255, 4000
 """Longest name of a file, and longest path, on all common file systems."""
 PATHS = (
@@ -171,6 +173,8 @@ def validate(data: Mapping[str, Any]) -> RunConfig:
         for field, value in _scalars(data, ""):
             if isinstance(value, float) and not math.isfinite(value):
                 raise invalid(field, value, "not a finite number")
+            if field.endswith("_s") and isinstance(value, (int, float)) and value > LONGEST_S:
+                raise invalid(field, value, "out of range", f"at most {LONGEST_S:,} seconds")
             if isinstance(value, (datetime.date, datetime.time)):
                 raise invalid(field, str(value), "a date or time must be in quotes")
             if field in PATHS and isinstance(value, str) and _too_long(value):
@@ -266,7 +270,8 @@ def _kind(field: FieldInfo) -> str:
     if origin is list and section_of(field):
         return "a list of tables"
     if origin is list:
-        return f"a list of {'strings' if options[0] is str else ', '.join(_choices(field)) or 'values'}"
+        item = typing.get_origin(options[0]) or options[0]
+        return f"a list of {'strings' if item in (str, Annotated) else ', '.join(_choices(field)) or 'values'}"
     if origin in (Union, types.UnionType):
         return " or ".join(_TYPE_NAMES.get(option, str(option)) for option in options)
     return _TYPE_NAMES.get(origin or kind, "a table")

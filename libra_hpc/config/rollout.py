@@ -34,7 +34,7 @@ class RolloutSection(Section):
     policy: str = "cmlfq"
     """Scheduling policy that chooses the engine of every turn: cmlfq, least_loaded, libra, sticky, or
     ``path/to/file.py:ClassName``; `libra-hpc simulate` compares them."""
-    temperature: float = Field(1.0, gt=0, le=100)
+    temperature: float = Field(1.0, ge=0.01, le=100)
     """Sampling temperature."""
     max_model_len: Tokens = Field(4096, ge=16)
     """Longest context of a trajectory. A longer episode ends by length."""

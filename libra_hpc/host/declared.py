@@ -25,6 +25,8 @@ def tool_refs(tools: Mapping[str, Callable[..., Any]]) -> tuple[ToolRef, ...]:
         if not module or module == "__main__" or "<" in qualname or not qualname or not callable(function):
             valid = "a function at the top level of a module"
             raise invalid(f"tools[{name!r}]", function, "cannot be run in a tool process", valid)
+        if inspect.iscoroutinefunction(function):
+            raise invalid(f"tools[{name!r}]", function, "nobody awaits it in a tool process", "a plain function")
         file = inspect.getsourcefile(sys.modules[module]) if module.startswith(FILE_MODULE) else None
         refs.append(ToolRef(name, module, file or "", qualname))
     return tuple(refs)

@@ -170,7 +170,7 @@ class Host(asyncio.Protocol):
             return
         try:
             episode = self._task.open(message.index, message.sample, message.progress)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             self._raised(name, error)
             return
         live = self._episodes[name] = LiveEpisode(episode, self._tools, self._step_limit_s)

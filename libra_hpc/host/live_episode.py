@@ -59,6 +59,6 @@ class LiveEpisode:
         try:
             async with asyncio.timeout(CLOSE_S):
                 await self.episode.close(why)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             print(f"host: the close of an episode failed ({why}):", file=sys.stderr)
             traceback.print_exception(error)

@@ -68,7 +68,7 @@ class Step:
         outcome: Any
         try:
             outcome = await work(tools)
-        except (Exception, asyncio.CancelledError, SystemExit) as error:
+        except BaseException as error:
             outcome = error  # also the task's own cancellation: the trajectory needs an answer
         self._end(outcome)
 

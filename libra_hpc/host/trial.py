@@ -10,9 +10,10 @@ Tools run in the sandbox of an environment host, in the folder of the socket, to
 
 from __future__ import annotations
 
-import asyncio
 import inspect
+import json
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +44,7 @@ async def play(path: str, config: HostConfig) -> int:
         task = build_task(config.task, config.options, config.seed, tokenizer, chat=config.chat)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise _mistake(config, "the task cannot be built", error) from error
     for chat in task.chats:
         print(f"{FOUND}chat: {chat}")
@@ -70,7 +71,9 @@ def _open(config: HostConfig, task: Task) -> Episode:
         episode: object = task.open(0, 0, 0.0)
         if not isinstance(episode, Episode):
             raise TypeError(f"open returned a {type(episode).__name__}, not an Episode")
-    except (Exception, SystemExit) as error:
+    except UserError:
+        raise
+    except BaseException as error:
         raise _mistake(config, "its open fails", error) from error
     for call in (episode.start, episode.step, episode.truncated, episode.close):
         if not inspect.iscoroutinefunction(call):
@@ -85,8 +88,9 @@ async def _turns(config: HostConfig, live: LiveEpisode, eos: int) -> None:
         if isinstance(outcome, BaseException):
             raise outcome
         answers.opened("trial", live.episode)
+        _within(config, live.episode.prompt)
         print(f"{PROMPT}{len(live.episode.prompt)}")
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise _mistake(config, "its start fails", error) from error
     stop = live.episode.stop_ids[:1] or (eos,)
     for _ in range(TURNS):
@@ -95,9 +99,10 @@ async def _turns(config: HostConfig, live: LiveEpisode, eos: int) -> None:
             if isinstance(outcome, BaseException):
                 raise outcome
             answers.stepped("trial", outcome)
+            _within(config, outcome.tokens)
         except UserError:
             raise  # of a reward function: no text may break it
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except BaseException as error:
             # A reward with a cause is no number at all.
             if isinstance(error, answers.BadAnswer) or (isinstance(error, answers.BadReward) and error.__cause__):
                 raise _mistake(config, "its step fails", error) from error
@@ -105,6 +110,13 @@ async def _turns(config: HostConfig, live: LiveEpisode, eos: int) -> None:
             return
         if outcome.done:
             return
+
+
+def _within(config: HostConfig, tokens: Sequence[int]) -> None:
+    """Raise `BadAnswer` for a token that the policy lacks."""
+    rows = json.loads((Path(config.model) / "config.json").read_bytes()).get("vocab_size", answers.LARGEST_ID)
+    if (largest := max(tokens, default=0)) >= rows:
+        raise answers.BadAnswer(f"token {largest} is outside of the policy's vocabulary of {rows}")
 
 
 def _mistake(config: HostConfig, what: str, error: BaseException) -> UserError:

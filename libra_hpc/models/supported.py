@@ -258,7 +258,7 @@ def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
 def _numbers(config: Mapping[str, Any]) -> Iterator[Refusal]:
     for key in ("rms_norm_eps", "max_position_embeddings"):
         value = config.get(key, 1)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             yield Refusal(key, value, "is no size", "a number > 0")
 
 

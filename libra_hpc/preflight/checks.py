@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +25,20 @@ from libra_hpc.policies.scheduling.registry import check_policy
 from libra_hpc.rollout.recovery.history import check_warm_start
 from libra_hpc.simulated.dry_run import check_simulated, pace
 from libra_hpc.slurm.queue.query import slurm_seconds
+from libra_hpc.slurm.script.container import named_paths
+from libra_hpc.user_file import file_of
 
 from .field_names import naming, reading
 from .gpu_memory import GpuMemory, check_cpus, check_memory
-from .job_checks import alerts_can_be_sent, cache_fits, cache_type_runs, own_variables, sane_sizes, set_up_parses
+from .job_checks import (
+    alerts_can_be_sent,
+    cache_fits,
+    cache_type_runs,
+    local_folder,
+    own_variables,
+    sane_sizes,
+    set_up_parses,
+)
 from .named_files import check_function, check_run_dir, check_tasks, check_vocabulary, read_model_config
 from .train_worlds import (
     context_ranks_have_tokens,
@@ -74,6 +85,10 @@ class CheckedModel(NamedTuple):
 
 def check_files(config: RunConfig) -> None:
     """Raise the first mistake in the files that a run file names: run directory, task, and the policy's folder."""
+    for key, text in named_paths(config).items():
+        file = file_of(text) or Path(text)
+        if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
+            raise invalid(key, text, "neither a file nor a folder", "what can be read twice")
     _raise_first(set_up_parses(config))
     _raise_first(alerts_can_be_sent(config))
     with reading("run.dir", config.run.dir):
@@ -227,18 +242,15 @@ def batch_split(config: RunConfig) -> Iterator[UserError]:
 
 def well_formed_time(config: RunConfig) -> Iterator[UserError]:
     """``slurm.time_limit`` is a time in Slurm's format, and the notice before it is long enough."""
-    try:
-        seconds = slurm_seconds(config.slurm.time_limit)
-    except ValueError:
-        yield invalid("slurm.time_limit", config.slurm.time_limit, "malformed", TIME_FORMATS)
-    else:
-        if seconds is not None and seconds < LEAST_S:
-            why = "no time at all" if not seconds else f"{seconds} s, and Slurm looks at limits twice a minute"
-            yield invalid("slurm.time_limit", config.slurm.time_limit, why, TIME_FORMATS)
-    try:
-        slurm_seconds(config.borrow.spot.time_limit)
-    except ValueError:
-        yield invalid("borrow.spot.time_limit", config.borrow.spot.time_limit, "malformed", TIME_FORMATS)
+    for section, text in (("slurm", config.slurm.time_limit), ("borrow.spot", config.borrow.spot.time_limit)):
+        try:
+            seconds = slurm_seconds(text)
+        except ValueError:
+            yield invalid(f"{section}.time_limit", text, "malformed", TIME_FORMATS)
+        else:
+            if seconds is not None and seconds < LEAST_S:
+                why = "no time at all" if not seconds else f"{seconds} s, and Slurm looks at limits twice a minute"
+                yield invalid(f"{section}.time_limit", text, why, TIME_FORMATS)
     if 0.0 < config.slurm.notice_s < LEAST_NOTICE_S:
         why = "too short to save anything"
         yield invalid("slurm.notice_s", config.slurm.notice_s, why, f"0, or a number >= {LEAST_NOTICE_S:g}")
@@ -263,6 +275,7 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
 
 CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     sane_sizes,
+    local_folder,
     component_counts,
     core_rolls_out,
     known_policy,

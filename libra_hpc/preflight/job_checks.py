@@ -27,8 +27,8 @@ MOST_TRAJECTORIES = 1_000_000
 """Most trajectories of a step; one takes at least a kilobyte of the rollout leader's memory."""
 LEAST_MEM_MB = 100.0
 """An agent alone takes 100 MB."""
-BLOCK = 16
-"""Tokens; attention reads the KV cache in such pieces."""
+BLOCK, USUAL_BLOCK = 16, 128
+"""Tokens; attention reads the KV cache in pieces of the first, and engines have blocks up to the second."""
 FP8_CPU_HEADS = 32
 """vLLM 0.32 on CPUs reads FP8 caches for heads of multiples of so many channels, with AVX-512."""
 FP8_HEADS = (64, 128, 256, 512)
@@ -42,9 +42,9 @@ OWN = {
 """Variables that the job gets from other keys."""
 STARTED_WITH = ("SLURM_", "SBATCH_", "SRUN_", "PMI_", "PMIX_", "LIBRA_HPC_")
 """Prefixes of variables with which Slurm, MPI and the run's owner start a rank."""
-KERNEL = ("/proc", "/sys")
+KERNEL = re.compile(r"/(proc|sys|dev(?!/shm))/")
 """Where nobody makes folders."""
-LEAVES = re.compile(r"\s*((exit|return)\b|exec\s+[^\s<>&\d])")
+LEAVES = re.compile(r"\s*((exit|return)\b|exec\s+[^\s<>&\d]|set\s+(-n|-o\s+noexec)\b)")
 """A line of bash after which the script does not go on; ``exec`` alone may redirect."""
 FREE = ("LIBRA_HPC_INTERPRETED",)
 """One for users all the same."""
@@ -58,21 +58,41 @@ def sane_sizes(config: RunConfig) -> Iterator[UserError]:
         if part.nodes and part.mem and 0.0 < memory_mb(part.mem) < LEAST_MEM_MB:
             why = f"an agent alone takes {LEAST_MEM_MB:.0f} MB"
             yield invalid(f"components.{name}.mem", part.mem, why, "a size such as 16G, or 0 (all of the node)")
-    batch = config.algorithm.prompts_per_step * config.algorithm.group_size
+    algorithm, rollout = config.algorithm, config.rollout
+    factors = {key: getattr(algorithm, key) for key in ("group_size", "prompts_per_step")}
+    factors["eta"] = 0 if rollout.max_trajectories else algorithm.eta
+    batch = factors["group_size"] * factors["prompts_per_step"] * (factors["eta"] + 1)
     if batch > MOST_TRAJECTORIES:
-        key = "prompts_per_step" if config.algorithm.prompts_per_step > config.algorithm.group_size else "group_size"
-        why = f"a step would have {batch:,} trajectories"
-        valid = f"at most {MOST_TRAJECTORIES:,} for prompts_per_step * group_size"
-        yield invalid(f"algorithm.{key}", getattr(config.algorithm, key), why, valid)
-    if config.compute.local_dir.startswith(KERNEL):
-        why = "it is the kernel's: no folder can be made there"
-        yield invalid("compute.local_dir", config.compute.local_dir, why, "a folder of the nodes' own disks")
-    most, group = config.rollout.max_trajectories, config.algorithm.group_size
+        key = max(factors, key=lambda key: factors[key])
+        why = f"{batch:,} trajectories would be open at once"
+        valid = f"at most {MOST_TRAJECTORIES:,} for (eta + 1) * prompts_per_step * group_size"
+        yield invalid(f"algorithm.{key}", factors[key], why, valid)
+    if rollout.max_model_len <= algorithm.overlong_soft:
+        why = f"a trajectory has at most rollout.max_model_len = {rollout.max_model_len} tokens"
+        yield invalid("algorithm.overlong_soft", algorithm.overlong_soft, why, f"less than {rollout.max_model_len}")
+    if config.optimizer.lr * config.optimizer.weight_decay >= 1.0:
+        why = f"times optimizer.lr = {config.optimizer.lr} a step removes every weight"
+        valid = f"less than {1.0 / config.optimizer.lr:g}"
+        yield invalid("optimizer.weight_decay", config.optimizer.weight_decay, why, valid)
+    most, group = rollout.max_trajectories, algorithm.group_size
     if 0 < most < group:
         why = f"a prompt alone has algorithm.group_size = {group}"
         yield invalid("rollout.max_trajectories", most, why, f"0, or at least {group}")
-    if config.run.engine == "real" and config.rollout.block_size % BLOCK:
-        yield invalid("rollout.block_size", config.rollout.block_size, "vLLM has other blocks", f"multiples of {BLOCK}")
+    if config.run.engine == "real" and rollout.block_size % BLOCK:
+        yield invalid("rollout.block_size", rollout.block_size, "vLLM has other blocks", f"multiples of {BLOCK}")
+    if rollout.block_size > max(rollout.max_model_len, USUAL_BLOCK):
+        why = f"a trajectory has at most rollout.max_model_len = {rollout.max_model_len} tokens"
+        yield invalid("rollout.block_size", rollout.block_size, why, "a block within it")
+
+
+def local_folder(config: RunConfig) -> Iterator[UserError]:
+    """``compute.local_dir`` can be made on any node."""
+    given = config.compute.local_dir
+    place = Path(os.path.normpath(given.partition("$")[0]))
+    if KERNEL.match(f"{place}/") or any(
+        os.path.exists(path) and not os.path.isdir(path) for path in (place, *place.parents)
+    ):
+        yield invalid("compute.local_dir", given, "no folder can be made there", "a folder of the nodes' own disks")
 
 
 def cache_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:

@@ -35,7 +35,7 @@ def read_model_config(config: RunConfig) -> dict[str, Any]:
     if not os.access(folder, os.R_OK | os.X_OK):
         raise invalid("model.path", path, "Permission denied", "a folder that you may read")
     for what, patterns in MODEL_FILES.items():
-        if not any(next(folder.glob(pattern), None) for pattern in patterns):
+        if not any(file.is_file() for pattern in patterns for file in folder.glob(pattern)):
             valid = f"a folder with {' or '.join(patterns)}"
             if what == "tokenizer" and (folder / "tokenizer.model").exists():
                 valid += ", which transformers writes: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
@@ -89,18 +89,18 @@ def check_function(field: str, name: str, known: Iterable[str]) -> None:
     path, separator, wanted = name.rpartition(":")
     if not separator:
         raise invalid(field, name, "unknown", [*known, FUNCTION_FORM])
-    functions = [node.name for node in _parsed(field, name, path).body if isinstance(node, FUNCTIONS)]
+    functions = [node.name for node in _parsed(field, name, path, FUNCTION_FORM).body if isinstance(node, FUNCTIONS)]
     if wanted not in functions:
         raise invalid(field, name, f"{path} has no function {wanted!r}", functions or FUNCTION_FORM)
 
 
-def _parsed(field: str, name: str, path: str) -> ast.Module:
+def _parsed(field: str, name: str, path: str, form: str = FORM) -> ast.Module:
     try:
         return ast.parse(Path(path).read_text(encoding="utf-8"), path)
     except OSError as error:
-        raise invalid(field, name, f"{path} cannot be read ({error.strerror})", FORM) from error
+        raise invalid(field, name, f"{path} cannot be read ({error.strerror})", form) from error
     except (SyntaxError, ValueError) as error:
-        raise invalid(field, name, f"{path} is not valid Python ({error})", FORM) from error
+        raise invalid(field, name, f"{path} is not valid Python ({error})", form) from error
 
 
 def check_planner_files(config: RunConfig) -> None:
@@ -173,7 +173,7 @@ def check_task(key: str, name: str, task: TaskTable) -> None:
 def _check_data(section: str, name: str, task: TaskTable) -> None:
     for field, given, form in (("data", task.data, DATA_FORM), ("reward", task.reward, FUNCTION_FORM)):
         if name == "data" and not given:
-            raise invalid(f"{section}.{field}", given, "not given", form)
+            raise invalid(f"{section or 'task'}.{field}", given, "not given", form)
     if task.data and not Path(task.data).exists():
         raise invalid(f"{section}.data", task.data, "no such file or folder", DATA_FORM)
     if task.reward:

@@ -37,6 +37,7 @@ from libra_hpc.errors import UserError
 module, function, name = sys.argv[1:]
 try:
     getattr(importlib.import_module(module), function)(name)
+    print({PROMPT + "1"!r})
 except UserError as error:
     print({MARK!r} + str(error))
     sys.exit(UserError.exit_code)
@@ -147,6 +148,9 @@ def _outcome(config: RunConfig, field: str, process: subprocess.Popen[str] | str
         return _warned(config, field, f"its trial did not run ({lines[-1]})")
     facts = [line.removeprefix(FOUND) for line in stdout.splitlines() if line.startswith(FOUND)]
     tokens = max((int(line.removeprefix(PROMPT)) for line in stdout.splitlines() if line.startswith(PROMPT)), default=0)
+    if not tokens:
+        why = "its file ended the process that tried it, or closed its output"
+        raise UserError(f"{field} = {_named(config, field)!r}: {why}; {SKIP}.")
     if tokens >= (room := config.rollout.max_model_len):
         why = f"the first prompt of {config.task.name!r} has {tokens} tokens"
         raise invalid("rollout.max_model_len", room, why, f"an integer above {tokens}")
@@ -154,6 +158,9 @@ def _outcome(config: RunConfig, field: str, process: subprocess.Popen[str] | str
 
 
 def _warned(config: RunConfig, field: str, *lines: str) -> TaskTrial:
+    return TaskTrial([f"{field} = {_named(config, field)!r}: {line}" for line in lines], [])
+
+
+def _named(config: RunConfig, field: str) -> object:
     section, key = field.split(".")
-    name = getattr(getattr(config, section), key)
-    return TaskTrial([f"{field} = {name!r}: {line}" for line in lines], [])
+    return getattr(getattr(config, section), key)

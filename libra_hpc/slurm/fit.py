@@ -92,11 +92,12 @@ def _check_spot(config: RunConfig, partitions: Sequence[Partition]) -> None:
     """Raise `UserError` for jobs of ``[borrow.spot]`` that no partition could start."""
     spot, own = config.borrow.spot, config.components.rollout
     component = own.model_copy(update={"nodes": 1, "partition": spot.partition or own.partition})
-    found, limit = _partitions("borrow.spot", component, partitions), slurm_seconds(spot.time_limit)
-    allowed = max((part.max_seconds or math.inf for part in found), default=math.inf)
-    if limit is not None and limit > allowed:
-        why = f"partition {found[0].name} allows {allowed // 60:.0f} minutes"
-        raise invalid("borrow.spot.time_limit", spot.time_limit, why, "a shorter time")
+    found = _partitions("borrow.spot", component, partitions)
+    if (most := max(_gpus(component, part) for part in found)) < component.gpus:
+        why = f"its nodes have {most} such GPUs, and components.rollout.gpus is {component.gpus}"
+        raise invalid("borrow.spot.partition", spot.partition, why, "a partition of such nodes")
+    longest = max(found, key=lambda part: part.max_seconds or math.inf)
+    _check_limit("borrow.spot", spot.time_limit, longest)
 
 
 def _partitions(field: str, component: Component, partitions: Sequence[Partition]) -> list[Partition]:
@@ -125,7 +126,7 @@ def _check_component(
             _check_node(field, component, partition)
             # Components of one job never share a node.
             _check_size(field, component, partition, used.get(partition.name, 0) if len(found) == 1 else 0)
-            _check_limit(config.slurm, partition)
+            _check_limit("slurm", config.slurm.time_limit, partition)
         except UserError as refusal:
             refusals.append(refusal)
     if len(refusals) == len(found):
@@ -142,11 +143,11 @@ def _check_size(field: str, component: Component, partition: Partition, before: 
         raise invalid(f"{field}.nodes", component.nodes, why, f"at most {partition.nodes - before}")
 
 
-def _check_limit(slurm: SlurmSection, partition: Partition) -> None:
-    limit = slurm_seconds(slurm.time_limit)
-    if limit is not None and partition.max_seconds is not None and limit > partition.max_seconds:
+def _check_limit(section: str, text: str, partition: Partition) -> None:
+    limit = slurm_seconds(text)
+    if partition.max_seconds is not None and (limit is None or limit > partition.max_seconds):
         why = f"partition {partition.name} allows {partition.max_seconds // 60} minutes"
-        raise invalid("slurm.time_limit", slurm.time_limit, why, "a shorter time")
+        raise invalid(f"{section}.time_limit", text, why, "a shorter time")
 
 
 def notice_s(slurm: SlurmSection) -> float:

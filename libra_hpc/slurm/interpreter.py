@@ -58,6 +58,8 @@ def check_python(config: RunConfig) -> list[str]:
         where = "no such program on PATH" if shutil.which(python) is None else "the nodes may find another one"
         raise invalid("compute.python", named, where, absolute)
     if not os.path.exists(python):
+        if os.path.exists(python.split()[0]):
+            raise invalid("compute.python", named, "a command, not one file", absolute)
         return [f"compute.python = {named!r} is not visible from here, so what the nodes need was not checked"]
     if not os.path.isfile(python) or not os.access(python, os.X_OK):
         raise invalid("compute.python", named, "not an executable file", absolute)
@@ -85,6 +87,12 @@ def _check_packages(config: RunConfig, python: str, who: str) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         why = f"{who} does not run ({_reason(error)})"
         raise invalid("compute.python", config.compute.python, why, "the absolute path of an interpreter") from error
+    if config.compute.env:
+        try:
+            _found(python, (), tuple(sorted(config.compute.env.items())))
+        except (OSError, subprocess.SubprocessError) as error:
+            why = f"{who} does not start with them ({_reason(error)})"
+            raise invalid("compute.env", config.compute.env, why, "variables with which Python starts") from error
     install = f"python3 envs/install.py {config.slurm.device} --venv DIR"
     fix = f"{install} makes one, and compute.python = 'DIR/bin/python' names it"
     if tuple(map(int, version.split("."))) < OLDEST:
@@ -99,13 +107,21 @@ def _check_packages(config: RunConfig, python: str, who: str) -> str:
 
 
 @cache
-def _found(python: str, wanted: tuple[str, ...]) -> list[str]:
+def _found(python: str, wanted: tuple[str, ...], variables: tuple[tuple[str, str], ...] = ()) -> list[str]:
     """Version of an interpreter, its MPI (PyPI's ``mpich``, or ``other``), and the packages it lacks.
+
+    ``variables`` are set but for those that name others: the nodes' may differ.
 
     Raises ``OSError`` or ``SubprocessError`` when it does not run.
     """
+    environment = {**os.environ, **{name: text for name, text in variables if "$" not in text}}
     done = subprocess.run(
-        [python, "-c", PROBE, *wanted], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S
+        [python, "-c", PROBE, *wanted],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     for line in done.stdout.splitlines():
         if line.startswith(MARK):

@@ -196,8 +196,11 @@ def run_single(
     except ValueError:
         raise invalid("time_limit", time_limit, "not a Slurm time", "[days-]hours:minutes:seconds") from None
     minutes = math.ceil((seconds if seconds is not None else 365 * 86400) / 60)
-    folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except OSError as error:
+        raise UserError(f"{folder}: no folder can be made there ({error.strerror}).") from error
     if executor == "local":
         command = shlex.join([*env_command(clean_environment(env)), sys.executable])
         local = submitit.LocalExecutor(folder, python=command)

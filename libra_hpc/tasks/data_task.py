@@ -78,7 +78,7 @@ class DataTask(Task):
         try:
             return [one | {"content": joined(one["content"])} for one in found]
         except UserError as error:
-            raise self._bad(number, f"holds {error}", "text alone") from error
+            raise self._bad(number, f"holds {str(error).partition(';')[0]}", "text alone") from error
 
     def _bad(self, number: int, why: str, valid: str | list[str]) -> UserError:
         """Return the error about the prompt's column in one row."""
@@ -110,7 +110,10 @@ class DataEpisode(Episode):
                 raise self._mistake(f"it fails ({result.value})", text)
             found = result.value
         else:
-            found = await self._task.score(self._row, text)
+            try:
+                found = await self._task.score(self._row, text)
+            except Exception as error:
+                raise self._mistake(f"it fails ({type(error).__name__}: {error})", text) from error
         parts = found.values() if isinstance(found, dict) and found else [found]
         if not all(isinstance(part, int | float) for part in parts):
             raise self._mistake(f"it returned {found!r:.100}, which is no number or dict of numbers", text)

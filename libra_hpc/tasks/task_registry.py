@@ -59,9 +59,13 @@ def check_options(found: type[Task] | type[TaskMaker], options: Mapping[str, Any
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     valid = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)][1:]
-    for key in options:
+    kinds = {p.name: getattr(p.annotation, "__name__", p.annotation) for p in parameters}
+    for key, value in options.items():
         if key not in valid:
             raise invalid("task.options", key, f"{found.__name__} has no such option", valid)
+        wanted = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}.get(str(kinds[key]))
+        if wanted and (not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted)):
+            raise invalid(f"task.options.{key}", value, f"{found.__name__} takes {kinds[key]}")
 
 
 def build_task(

@@ -92,7 +92,7 @@ def try_loss(name: str) -> None:
         (gradient,) = torch.autograd.grad(values.sum(), logprobs)
     except UserError:
         raise
-    except Exception as error:
+    except BaseException as error:
         raise invalid("algorithm.loss", name, f"it fails for three tokens ({type(error).__name__}: {error})") from error
     if shapes != ((3,), (3,), torch.bool) or not gradient.isfinite().all():
         why = f"for three tokens it made shapes {shapes[:2]} and a mask of {shapes[2]}, or no finite gradient"

@@ -207,11 +207,18 @@ COMMANDS = [
     ("cluster upp", "No such command 'upp' (did you mean 'up'?)."),
     ("report --share public", "--share = 'public': unknown value; valid: private, group, all."),
     ("list extra", "Got unexpected extra argument(s) (extra)."),
+    ("list --runs run.toml", "--runs = 'run.toml': Not a directory; valid: a folder that you may read."),
+    ("simulate empty.jsonl --buckets 999999999xTP1", "--buckets = '999999999xTP1': '999999999xTP1' is not a bucket;"),
+    ("make-policy /proc/x --task good.py:Task", "/proc/.x.job: no folder can be made there (No such file or directo"),
+    ("make-policy new --task data", "task.data = '': not given; valid: a JSONL or Parquet file, or a folder of one s"),
     ("cancel --nwo", "No such option: --nwo (Possible options: --now)."),
 ]
 FUNCTIONS = [
     ("advantage", "def f(rewards, group): return rewards", "it fails for a group (TypeError: f() missing 1 required"),
     ("advantage", "def f(rewards): return rewards[:-1]", "it fails for a group (ValueError: "),
+    ("advantage", "def f(rewards): raise BaseException('no')", "it fails for a group (BaseException: no); task.tri"),
+    ("advantage", "def f(rewards): exit(0)", "it fails for a group (SystemExit: 0); task.trial = false skips this"),
+    ("loss", "def f(tokens, low, high): raise SystemExit", "it fails for three tokens (SystemExit: ); task.trial = fa"),
     ("loss", "def f(tokens): return tokens.logprobs", "it fails for three tokens (TypeError: f() takes 1 positional"),
     (
         "loss",
@@ -221,6 +228,24 @@ FUNCTIONS = [
     ("loss", "def f(t, low, high): return t.advantages, t.advantages > 0", "it fails for three tokens (RuntimeError: "),
 ]
 """Key of ``[algorithm]``, a file's only line, and the sentence."""
+TEMPLATES = {
+    "nothing": (
+        "#!/bin/bash\necho hello\n",
+        "its script does not begin with '#!', or does not start {{ owner }}; valid",
+    ),
+    "no shell": ("{{ owner }}\n", "its script does not begin with '#!', or does not start {{ owner }}; valid: a copy"),
+    "a calculation": ("#!/bin/bash\n{{ 1 / 0 }}\n", "slurm.template = 'case/t.j2': division by zero; valid: a copy of"),
+}
+SCORES = {
+    "syntax": (
+        "def score(row, text)",
+        "case/r.py is not valid Python (expected ':' (r.py, line 1)); valid: path/to/file.py:f",
+    ),
+    "a judge that fails": (
+        "async def score(row, text): return 1 / 0",
+        "it fails (ZeroDivisionError: division by zero) ",
+    ),
+}
 REFUSED = [
     (
         "components.rollout.constraint=nvlink",
@@ -327,6 +352,17 @@ def table() -> Iterator[Mistake]:
         named = [*own[:2], "-o", f"algorithm.{key}=case/mine.py:f", *overrides("task.name=case/task.py:Mine")]
         made = both(file("mine.py", line), file("task.py", GOOD))
         yield Mistake(["submit", "run.toml", *named], sentence, made, plays=True)
+    for text, sentence in TEMPLATES.values():
+        yield Mistake(["submit", "run.toml", "-o", "slurm.template=case/t.j2"], sentence, file("t.j2", text))
+    rows = overrides("model.path=player; task.name=data; task.data=case/rows.jsonl; task.reward=case/r.py:score")
+    for line, sentence in SCORES.values():
+        made = both(file("r.py", line), file("rows.jsonl", '{"prompt": "a"}'))
+        yield Mistake(["submit", "run.toml", *rows], sentence, made, plays=True)
+    wrong = overrides("task.name=case/mine.py:Mine; task.options.size=big")
+    typed = file("mine.py", GOOD.replace("size=1", "size: int = 1"))
+    yield Mistake(
+        ["submit", "run.toml", *own[:2], *wrong], "task.options.size = 'big': Mine takes int; ", typed, plays=True
+    )
     for changed, refusal, sentence in REFUSED:
         yield Mistake(["check", "run.toml", *overrides(changed)], sentence, refusal=refusal)
     for command, sentence in PRIVATE:

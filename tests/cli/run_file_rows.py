@@ -145,8 +145,11 @@ RUN_FILE = [
         "components.train.nodes=1000000000",
         "train.nodes = 1000000000: out of range; valid: an integer >= 0 and <= 10000.",
     ),
-    ("algorithm.prompts_per_step=1000000000", "= 1000000000: a step would have 8,000,000,000 trajectories; valid: at"),
-    ("algorithm.group_size=1000000000", "algorithm.group_size = 1000000000: a step would have 8,000,000,000 trajec"),
+    (
+        "algorithm.prompts_per_step=1000000000",
+        "= 1000000000: 16,000,000,000 trajectories would be open at once; valid:",
+    ),
+    ("algorithm.group_size=1000000000", "algorithm.group_size = 1000000000: 16,000,000,000 trajectories would b"),
     ("rollout.kv_cache_mb=1", "rollout.kv_cache_mb = 1: one trajectory of rollout.max_model_len = 4096 tokens needs "),
     (
         "rollout.kv_cache_mb=1000000000",
@@ -173,7 +176,7 @@ RUN_FILE = [
         "compute.setup[0] = 'exec bash run.sh': the script would end here, before t",
     ),
     ("compute.setup=['module load a', 'exit 0']", "compute.setup[1] = 'exit 0': the script would end here, before the"),
-    ("compute.local_dir=/proc/x", "compute.local_dir = '/proc/x': it is the kernel's: no folder can be made there; va"),
+    ("compute.local_dir=/proc/x", "compute.local_dir = '/proc/x': no folder can be made there; va"),
     ("rollout.block_size=33", "rollout.block_size = 33: vLLM has other blocks; valid: multiples of 16."),
     ("compute.env={TMPDIR='/x'}", "compute.env.TMPDIR = '/x': the job sets it itself; valid: compute.local_dir."),
     ("slurm.mpi=none", "slurm.mpi = 'none': "),
@@ -284,8 +287,8 @@ RUN_FILE = [
     ("train.threads=1000000000", "train.threads = 1000000000: out of range; valid: an integer >= 1 and <= 1024."),
     ("rollout.tp=two", "rollout.tp = 'two': wrong type; valid: an integer from 1 to 1024, or a list of them with one"),
     ("rollout.engines_per_node=1000000000", "rollout.engines_per_node = 1000000000: out of range; valid: an integer"),
-    ("rollout.temperature=0", "rollout.temperature = 0: out of range; valid: a number > 0 and <= 100."),
-    ("rollout.temperature=1000", "rollout.temperature = 1000: out of range; valid: a number > 0 and <= 100."),
+    ("rollout.temperature=0", "rollout.temperature = 0: out of range; valid: a number >= 0.01 and <= 100."),
+    ("rollout.temperature=1000", "rollout.temperature = 1000: out of range; valid: a number >= 0.01 and <= 100."),
     ("rollout.max_model_len=1e6", "rollout.max_model_len = 1000000.0: wrong type; valid: an integer >= 16."),
     ("rollout.max_num_seqs=1000000000", "rollout.max_num_seqs = 1000000000: out of range; valid: an integer >= 1 and"),
     ("rollout.max_inflight=1000000000", "rollout.max_inflight = 1000000000: out of range; valid: an integer >= 1 and"),
@@ -303,6 +306,47 @@ RUN_FILE = [
     ("rollout.policy=policy.py:Raises", "rollout.policy = 'policy.py:Raises': Raises cannot be made without arguments"),
     ("rollout.policy=policy.py:Asks", "rollout.policy = 'policy.py:Asks': Asks cannot be made without arguments"),
     ("rollout.policy=policy.py:Rasies", "rollout.policy = 'Rasies': policy.py has no such class with name, key,"),
+    ("borrow.spot.nodes=1; borrow.spot.partition=a80", "borrow.spot.partition = 'a80': no such partition; valid: a800"),
+    ("borrow.spot.nodes=1; borrow.spot.time_limit=0", "borrow.spot.time_limit = '0': no time at all; valid: minutes, "),
+    ("borrow.spot.nodes=1; borrow.spot.time_limit=infinite", "borrow.spot.time_limit = 'infinite': partition a800 al"),
+    ("borrow.spot.nodes=1; borrow.spot.qos=a b", "borrow.spot.qos = 'a b': not usable in an sbatch option; valid: a"),
+    ("slurm.time_limit=UNLIMITED", "slurm.time_limit = 'UNLIMITED': partition a800 allows 1440 minutes; valid: a s"),
+    ("slurm.time_limit=\uff11\uff10", "slurm.time_limit = '\uff11\uff10': malformed; valid: minutes, minutes:seconds"),
+    *(
+        (f"{key}=1e300", f"{key} = 1e+300: out of range; valid: at most 1,000,000,000 seconds.")
+        for key in ("deadlines.first_s", "deadlines.storage_s", "planner.interval_s", "task.tool_timeout_s")
+    ),
+    ("deadlines.factor=1e300", "deadlines.factor = 1e+300: out of range; valid: a number > 1 and <= 1000000."),
+    ("algorithm.overlong_soft=5000", "algorithm.overlong_soft = 5000: a trajectory has at most rollout.max_model_len"),
+    (
+        "algorithm.eta=1000000000",
+        "algorithm.eta = 1000000000: 64,000,000,064 trajectories would be open at once; valid",
+    ),
+    ("optimizer.weight_decay=1e9", "optimizer.weight_decay = 1000000000.0: times optimizer.lr = 1e-06 a step removes"),
+    ("rollout.temperature=1e-6", "rollout.temperature = 1e-06: out of range; valid: a number >= 0.01 and <= 100."),
+    (
+        "rollout.block_size=65536",
+        "rollout.block_size = 65536: a trajectory has at most rollout.max_model_len = 4096 to",
+    ),
+    ("rollout.policy=policy.py:Exits", "rollout.policy = 'policy.py:Exits': Exits cannot be made without arguments (7"),
+    (
+        "rollout.policy=policy.py:Takes",
+        "rollout.policy = 'policy.py:Takes': its key is called with turn, now (too many",
+    ),
+    ("rollout.policy=exits.py:Mine", "rollout.policy = 'exits.py:Mine': exits.py does not import (SystemExit: 3)."),
+    *(
+        (f"compute.env={{{name}='nothing'}}", f"compute.env = {{'{name}': 'nothing'}}: the submitting interpreter ")
+        for name in ("PYTHONHOME", "PYTHONHASHSEED", "PYTHONMALLOC", "PYTHONIOENCODING")
+    ),
+    ("compute.setup=['set -n']", "compute.setup[0] = 'set -n': the script would end here, before the run; valid: "),
+    ("compute.local_dir=/dev/null/x", "compute.local_dir = '/dev/null/x': no folder can be made there; valid: a fol"),
+    ("compute.local_dir=/etc/passwd", "compute.local_dir = '/etc/passwd': no folder can be made there; valid: a fol"),
+    ("compute.local_dir=/tmp/../sys/x", "compute.local_dir = '/tmp/../sys/x': no folder can be made there; valid: a"),
+    ("compute.local_dir=/scratch/${USER", "compute.local_dir = '/scratch/${USER': malformed; valid: an absolute fol"),
+    ("compute.python=/usr/bin/env python3", "compute.python = '/usr/bin/env python3': a command, not one file; vali"),
+    ("notify.command=['']", "notify.command.0 = '': malformed; valid: a list of strings."),
+    ("task.name=data; task.data=rows; task.reward=good.py:f", "task.data = 'rows': neither a file nor a folder; va"),
+    ("task.name=rows:Task", "task.name = 'rows:Task': neither a file nor a folder; valid: what can be read twice."),
     ("planner.interval_s=0", "planner.interval_s = 0: out of range; valid: a number > 0."),
     ("planner.margin=0.5", "planner.margin = 0.5: out of range; valid: a number >= 1."),
     ("planner.moves_per_hour=0", "planner.moves_per_hour = 0: out of range; valid: an integer >= 1."),
@@ -313,7 +357,7 @@ RUN_FILE = [
     ("planner.device=a80", "planner.device = 'a80': unknown device; valid: a100, a800, h100, h200, h800 (did you mean"),
     ("checkpoint.keep=0", "checkpoint.keep = 0: out of range; valid: an integer >= 1."),
     ("checkpoint.experience=1", "checkpoint.experience = 1: wrong type; valid: true or false."),
-    ("deadlines.factor=1", "deadlines.factor = 1: out of range; valid: a number > 1."),
+    ("deadlines.factor=1", "deadlines.factor = 1: out of range; valid: a number > 1 and <= 1000000."),
     ("deadlines.restarts=0", "deadlines.restarts = 0: out of range; valid: an integer >= 1."),
     ("simulated.mfu=2", "simulated.mfu = 2: out of range; valid: a number > 0 and <= 1."),
     ("simulated.sibling=2", "simulated.sibling = 2: out of range; valid: a number >= 0 and <= 1."),
@@ -322,6 +366,7 @@ RUN_FILE = [
     ("model.path=a\\u0000b", "model.path = 'a\\\\u0000b': no such folder; valid: a Hugging Face folder with"),
 ]
 ON_GPU_NODES = [
+    ("borrow.spot.nodes=1; borrow.spot.partition=cpu", "borrow.spot.partition = 'cpu': its nodes have 0 such GPUs, an"),
     ("components.train.cpus=7", "components.train.cpus = 7: a node with 8 GPUs"),
     ("components.hybrid.mem=2G", "components.hybrid.mem = '2G': a hybrid node needs "),
     ("model.path=huge; components.train.mem=0", "train.tp = 1: training huge with TP1 PP1 needs "),

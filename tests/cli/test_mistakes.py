@@ -52,7 +52,11 @@ FILES = {
     "bad.py": "class Task(:\n",
     "good.py": "class Task:\n    def __init__(self, tokenizer, size=1):\n        pass\n",
     "raises.py": "1 / 0\n",
-    "policy.py": POLICY.format("Raises", "", "1 / 0") + POLICY.format("Asks", ", load", "pass"),
+    "policy.py": POLICY.format("Raises", "", "1 / 0")
+    + POLICY.format("Asks", ", load", "pass")
+    + POLICY.format("Exits", "", "exit(7)")
+    + POLICY.format("Takes", "", "self.key = lambda turn: 0.0"),
+    "exits.py": "import sys\nsys.exit(3)\n",
     "empty.jsonl": "",
     "garbage.jsonl": "\x00\xff garbage\n{\n",
     "garbage.json": "{",
@@ -71,6 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (made / name).write_bytes(text.encode("latin-1"))
     (made / "login").chmod(0o755)
     (made / "loop").symlink_to("loop")
+    os.mkfifo(made / "rows")
     for name, config in MODELS.items():
         write_model(made / name, config, LACKS.get(name, ""))
     write_text_tokenizer(made / "player")

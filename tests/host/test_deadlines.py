@@ -48,7 +48,7 @@ def test_a_tool_with_a_limit_of_its_own_outlasts_others_and_the_step(keychain_fo
         assert unpack_i32(found["b"].tokens) == [len("timeout")]
 
 
-@pytest.mark.parametrize(("how", "error"), [(4, "CancelledError"), (5, "SystemExit: 3")])
+@pytest.mark.parametrize(("how", "error"), [(4, "CancelledError"), (5, "SystemExit: 3"), (6, "BaseException: no")])
 def test_however_a_step_ends_the_leader_gets_an_answer(keychain_folder: Path, how: int, error: str) -> None:
     with Leader(host(keychain_folder, step_limit_s=0.0)) as leader:
         leader.open("a")

@@ -94,6 +94,8 @@ class Waiting(Episode):
             await asyncio.sleep(600)
         if turn.tokens[0] == 5:
             sys.exit(3)
+        if turn.tokens[0] == 6:
+            raise BaseException("no")
         return Turn([7])
 
 

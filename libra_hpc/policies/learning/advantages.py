@@ -54,7 +54,7 @@ def advantage_named(name: str) -> Advantage:
     def checked(rewards: Sequence[float]) -> list[float]:
         if max(rewards) == min(rewards):
             return [0.0] * len(rewards)
-        values = [float(value) for value in found(rewards)]
+        values = [float(value) for value in found(list(rewards))]
         if len(values) != len(rewards) or not all(map(math.isfinite, values)):
             raise ValueError(f"{name} made {values} of the rewards {list(rewards)}: one finite number each is needed")
         return values
@@ -68,7 +68,7 @@ def try_advantage(name: str) -> None:
         advantage_named(name)([0.0, 1.0, 0.25])
     except UserError:
         raise
-    except Exception as error:
+    except BaseException as error:
         raise invalid("algorithm.advantage", name, f"it fails for a group ({type(error).__name__}: {error})") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 from libra_hpc.errors import invalid
@@ -51,6 +52,12 @@ def make_policy(name: str, field: str = FIELD) -> Policy:
     found = policy_class(name, field)
     try:
         made: Policy = found()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise invalid(field, name, f"{found.__name__} cannot be made without arguments ({error})") from error
+    for member in MEMBERS[1:]:
+        asked = list(inspect.signature(getattr(Policy, member)).parameters)[1:]
+        try:
+            inspect.signature(getattr(made, member)).bind(*asked)
+        except (TypeError, ValueError) as error:
+            raise invalid(field, name, f"its {member} is called with {', '.join(asked)} ({error})") from error
     return made

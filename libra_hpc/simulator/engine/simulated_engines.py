@@ -22,6 +22,10 @@ PATTERN = re.compile(r"^(\d+)xTP(\d+)$", re.IGNORECASE)
 EXAMPLE = "counts and TP degrees such as 4xTP1,2xTP2,2xTP4"
 
 
+MOST_GPUS = 100_000
+"""More take minutes to be simulated, and no cluster has them."""
+
+
 class Bucket(msgspec.Struct, frozen=True):
     count: int
     tp: int
@@ -42,7 +46,7 @@ def parse_buckets(text: str) -> list[Bucket]:
     buckets: dict[int, int] = {}
     for part in text.split(","):
         match = PATTERN.match(part.strip())
-        if match is None or int(match[1]) < 1 or int(match[2]) < 1:
+        if match is None or not 0 < int(match[1]) * int(match[2]) <= MOST_GPUS:
             raise invalid("--buckets", text, f"{part.strip()!r} is not a bucket", EXAMPLE)
         buckets[int(match[2])] = buckets.get(int(match[2]), 0) + int(match[1])
     return [Bucket(count, tp) for tp, count in sorted(buckets.items())]

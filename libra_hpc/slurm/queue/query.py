@@ -123,7 +123,7 @@ def slurm_seconds(text: str) -> int | None:
     """
     if text.strip().lower() in ("infinite", "unlimited"):
         return None
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip(), re.ASCII)
     if match is None:
         raise ValueError(f"{text!r} is not a Slurm time")
     days, first, second, third = (None if part is None else int(part) for part in match.groups(default=None))

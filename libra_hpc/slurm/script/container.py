@@ -89,17 +89,22 @@ def folders(config: RunConfig, run: Path) -> Iterator[tuple[str, Path]]:
         # The folder above what the first rank may have to make.
         above = local.partition("$")[0].rpartition("/")[0]
         yield "compute.local_dir", Path(above or ("/" if "$" in local else local))
-    flat = values(config)
-    named = {key: flat.get(key) or "" for key in PATHS}
-    for key, (kind, table) in config.task.tables.items():
-        place = key.rpartition(".")[0]
-        named |= {key: kind, f"{place}.data": table.data, f"{place}.reward": table.reward}
-    for key, text in named.items():
+    for key, text in named_paths(config).items():
         path = file_of(text) or Path(text)
         if key in NOT_ON_NODES or not path.is_absolute():
             continue
         for folder in _seen_from(path) if path.is_dir() else {path.parent, path.resolve().parent}:
             yield key, folder
+
+
+def named_paths(config: RunConfig) -> dict[str, str]:
+    """Values of the run file that may name a file, by key."""
+    flat = values(config)
+    named = {key: str(flat.get(key) or "") for key in PATHS}
+    for key, (kind, table) in config.task.tables.items():
+        place = key.rpartition(".")[0]
+        named |= {key: kind, f"{place}.data": table.data, f"{place}.reward": table.reward}
+    return named
 
 
 def _seen_from(folder: Path) -> set[Path]:

@@ -21,10 +21,13 @@ def script_text(site: str, **values: Any) -> str:
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     try:
-        return environment.from_string(source.read_text()).render(values)
+        script = environment.from_string(source.read_text()).render(values)
+        if script.startswith("#!") and values["owner"] in script:
+            return script
+        why = "its script does not begin with '#!', or does not start {{ owner }}"
     except (OSError, ValueError) as error:
         why = f"it cannot be read ({error_text(error)})"
-    except jinja2.TemplateError as error:
+    except Exception as error:  # an expression of the site's may raise anything
         line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
         why = f"{line}{error}".rstrip(".")
     raise invalid("slurm.template", site, why, "a copy of sbatch/run.sbatch.j2 with further lines")
