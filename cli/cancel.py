@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from libra_hpc.errors import UserError, error_text
+from libra_hpc.errors import UserError, error_text, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
 from libra_hpc.slurm.queue.run_state import RunState
@@ -17,7 +17,7 @@ from libra_hpc.slurm.queue.run_state import RunState
 from . import jobs
 from .follow import job_line
 from .output import busy, print_json, print_line, print_note
-from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run, job_id, of_sweep
+from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run, is_own, job_id, of_sweep
 
 POLL_S = 0.5
 ASK_S = 15.0
@@ -37,7 +37,10 @@ def cancel(
 ) -> None:
     if run and sweep:
         raise UserError("cancel needs either a run or --sweep NAME, and not both.")
-    found = of_sweep(sweep, runs) if sweep else [find_run(run, runs)]
+    named = of_sweep(sweep, runs) if sweep else [find_run(run, runs)]
+    found = [one for one in named if is_own(one)]
+    if not found:
+        raise invalid("RUN", named[0].name, "it is another user's", "a run of your own")
     facts = []
     for one in end_all(found, now=now):
         facts.append(one.facts())

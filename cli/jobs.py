@@ -15,7 +15,7 @@ import msgspec
 
 from libra_hpc.config.load import validate
 from libra_hpc.config.site import site_profile
-from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.errors import OperationError, UserError, error_text, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import read_status
 from libra_hpc.slurm import local, submit
@@ -174,7 +174,10 @@ def _record(run: RunDir) -> JobRecord | None:
 
 def cancel(run: RunDir) -> bool:
     """Cancel the job of the run's last attempt; returns False where none is to be cancelled."""
-    return submit.cancel(run, None if read_job(run).executor == "local" else slurm_environment())
+    try:
+        return submit.cancel(run, None if read_job(run).executor == "local" else slurm_environment())
+    except OSError as error:
+        raise OperationError(f"{run.name} cannot be cancelled ({error_text(error)}).") from error
 
 
 def discard(run: RunDir) -> None:

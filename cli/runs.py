@@ -101,6 +101,11 @@ def is_run(folder: Path) -> bool:
     return os.path.isfile(folder / "config.json") and not os.path.isfile(folder / "tokenizer.json")
 
 
+def is_own(run: RunDir) -> bool:
+    """Whether this user made it: another one's record of its job may name any process or job of this user."""
+    return run.path.stat().st_uid == os.geteuid()
+
+
 def of_sweep(sweep: str, parent: Path) -> list[RunDir]:
     """The runs of a sweep below ``parent``, the oldest first; raises `UserError` naming the sweeps that there are."""
     known = all_runs(parent)

@@ -33,7 +33,7 @@ from .check import check_all, load, warn, with_absolute_paths
 from .config_show import OverrideOption
 from .follow import follow, wait_silently
 from .output import print_json, print_line, print_note, show
-from .runs import RUNS, JsonOption, attempt, find_run, job_id, run_names
+from .runs import RUNS, JsonOption, attempt, find_run, is_own, job_id, run_names
 from .split import show_split
 from .summary import draw
 
@@ -134,6 +134,8 @@ class Attempt(NamedTuple):
 
     @classmethod
     def last(cls, run: RunDir) -> Attempt:
+        if not is_own(run):
+            raise invalid("--resume", run.name, "it is another user's", "a run of your own")
         return cls(run, attempt(run), load_resolved(run.config))
 
     def resumed(self, overrides: Sequence[str]) -> RunConfig:

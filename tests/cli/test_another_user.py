@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
+import encodings.idna  # noqa: F401  # another user may not be able to read the interpreter's files
 import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 from libra_hpc_cli import app, jobs
 
+from libra_hpc.annexes.lend import lender_record as records
 from libra_hpc.annexes.lend.guest_process import wanting
+from libra_hpc.annexes.lend.lender_record import LenderRecord
+from libra_hpc.annexes.lend.terms import LendTerms
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.files import write_atomic
+from libra_hpc.files import NEW, OWNER_ONLY, write_atomic
+from libra_hpc.mesh import links
 from libra_hpc.mesh.door import read_record
+from libra_hpc.mesh.links import accept
+from libra_hpc.mesh.world import Endpoint, World
+from libra_hpc.owner.claim import acquire
+from libra_hpc.process import agent_folders
 from libra_hpc.process.code_stamp import code_stamp
-from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
+from libra_hpc.protocol.carriers import Peer
+from libra_hpc.protocol.joining import AT_THE_DOOR, FIRST_GUEST, DoorRecord, guest_secret
 from libra_hpc.slurm import submit
+from libra_hpc.weights.offers import OfferStore
+from libra_hpc.weights.parts import PART
+from libra_hpc.weights.server import CarrierServer, ImageSource
+from libra_hpc.weights.transport.http_server import HttpServer, Part
+from libra_hpc.weights.wire import Absent, Caller, Fetch
+from tests.weights.http_client import HttpCaller
 
 from .conftest import RUN, Cli, Queue, write_status
 
@@ -83,15 +110,16 @@ def shared(
     finally:
         os.umask(before)
     run = RunDir(folder / "quick-001")
+    (run.logs(1) / "agent-0.log").touch()
     write_status(run)
     write_door(run)
-    write_atomic(run.weights, SECRET.encode(), 0o600)
+    write_atomic(run.weights, SECRET.encode(), OWNER_ONLY)
     return run
 
 
 def write_door(run: RunDir) -> None:
     door = DoorRecord(1, "h", ("127.0.0.1",), 1, SECRET.encode().hex(), code_stamp(), "", FIRST_GUEST)
-    write_atomic(run.door, msgspec.json.encode(door), 0o600)
+    write_atomic(run.door, msgspec.json.encode(door), OWNER_ONLY)
 
 
 def test_no_file_of_a_shared_run_shows_another_user_a_secret(shared: RunDir) -> None:
@@ -129,7 +157,145 @@ def test_another_user_can_look_at_a_shared_run(verb: str, shared: RunDir, folder
     assert as_other(look) == ""
 
 
-def plant(place: Path, **changes: object) -> None:
+@dataclass
+class Scene:
+    """A shared run of the owner, a process of it, its folders on the node and its ports."""
+
+    run: RunDir
+    pid: int
+    folders: tuple[Path, ...]
+    lenders: Path
+    world: World
+    carrier: Peer
+    http: int
+
+
+@pytest.fixture
+def scene(shared: RunDir, folder: Path) -> Iterator[Scene]:
+    with ExitStack() as stack:
+        private = agent_folders.make_folders()
+        for path in private:
+            stack.callback(agent_folders.remove, path)
+            (path / "weights").touch()
+        lenders = folder / "lenders"
+        lenders.mkdir()
+        records.write_record(lenders, LenderRecord("l", "h", "b", 1, 1, "", LendTerms(0.5, 0.15)))
+        os.close(os.open(records.log_file(lenders, "l"), NEW, OWNER_ONLY))
+        acquire(shared.leases).release()
+        process = stack.enter_context(subprocess.Popen(["sleep", "600"], env={"SECRET": SECRET}))
+        stack.callback(process.kill)
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        ports = [listener.getsockname()[1] for listener in listeners]
+        endpoint = Endpoint("h", ("127.0.0.1",), ports[0])
+        listeners[0].setblocking(False)
+        world = World(0, (endpoint, endpoint), SECRET.encode(), listeners[0])
+        serve_mesh = accept(world, lambda rank, frame: None, lambda frame: b"welcome")
+        threading.Thread(target=lambda: asyncio.run(serve_mesh), daemon=True).start()
+        CarrierServer(listeners[1], world.secret, OfferStore(0), cast(ImageSource, None)).start()
+        http = HttpServer(listeners[2], world.secret, lambda *_: Part(1, 4, b"data"), 1e9)
+        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
+        stack.callback(http.shutdown)
+        peer = Peer(0, ("127.0.0.1",), ports[1])
+        yield Scene(shared, process.pid, private, lenders, world, peer, ports[2])
+
+
+def as_rank(scene: Scene, rank: int, secret: bytes = b"guessed") -> object:
+    """Open a stream to the agent, and have its answer."""
+    other = World(rank, scene.world.endpoints, secret, scene.world.listener)
+    return asyncio.run(links._open(other, 0, scene.world.endpoints[0], "127.0.0.1"))
+
+
+def ask_carrier(scene: Scene, rank: int, secret: bytes = b"guessed") -> bytes:
+    return Caller(rank, secret).manifest(scene.carrier, Fetch(1, "image"))
+
+
+def verb(*words: object) -> None:
+    os.environ["HOME"] = "/nowhere"
+    if code := app.run([str(word) for word in words]):
+        sys.exit(code)
+
+
+DENIED, USAGE = "PermissionError", "SystemExit [12]"
+UNPROVEN = "^(EOFError|ConnectionError|ConnectionResetError|Refused) "
+TRIED: dict[str, tuple[Callable[[Scene], object], str]] = {
+    "read the weights on the node": (lambda s: (s.folders[1] / "weights").read_bytes(), DENIED),
+    "list the sockets of an agent": (lambda s: os.listdir(s.folders[0]), DENIED),
+    "read the environment of a process": (lambda s: Path(f"/proc/{s.pid}/environ").read_bytes(), DENIED),
+    "read the memory of a process": (lambda s: os.open(f"/proc/{s.pid}/mem", os.O_RDONLY), DENIED),
+    "read the open files of a process": (lambda s: os.listdir(f"/proc/{s.pid}/fd"), DENIED),
+    "read the record of a lender": (lambda s: records.record_file(s.lenders, "l").read_bytes(), DENIED),
+    "read what a lender's guest printed": (lambda s: records.log_file(s.lenders, "l").read_bytes(), DENIED),
+    "list the leases": (lambda s: os.listdir(s.run.leases), DENIED),
+    "join by the verb": (lambda s: verb("join", s.run.path), USAGE),
+    "pose as a rank": (lambda s: as_rank(s, 1), UNPROVEN),
+    "pose as rank 0": (lambda s: as_rank(s, 0), UNPROVEN),
+    "pose as a guest": (lambda s: as_rank(s, FIRST_GUEST), UNPROVEN),
+    "ask to join without the secret": (lambda s: as_rank(s, AT_THE_DOOR), UNPROVEN),
+    "join with an empty secret": (lambda s: as_rank(s, AT_THE_DOOR, b""), UNPROVEN),
+    "pull weights as a node": (lambda s: ask_carrier(s, 1), UNPROVEN),
+    "pull weights as a guest": (lambda s: ask_carrier(s, FIRST_GUEST), UNPROVEN),
+    "pull weights over HTTP": (lambda s: HttpCaller(s.http, b"guessed").read("/weights"), UNPROVEN),
+    "write a request to stop": (lambda s: s.run.stop.write_text("{}"), DENIED),
+    "write an order": (lambda s: s.run.write_json(s.run.order, {}), DENIED),
+    "write to the status": (lambda s: s.run.status.open("r+"), DENIED),
+    "replace the status": (lambda s: s.run.status.unlink(), DENIED),
+    "write to the configuration for others": (lambda s: s.run.shared_config.open("a"), DENIED),
+    "write to a log": (lambda s: (s.run.logs(1) / "agent-0.log").open("a"), DENIED),
+    "link a log to another file": (lambda s: (s.run.logs(1) / "agent-1.log").symlink_to("/tmp/x"), DENIED),
+    "make a checkpoint": (lambda s: s.run.checkpoint(9).mkdir(parents=True), DENIED),
+    "rename the run": (lambda s: s.run.path.rename("/tmp/another-run"), DENIED),
+    "open the run to all": (lambda s: s.run.path.chmod(0o777), DENIED),
+    "take the lease": (lambda s: acquire(s.run.leases), DENIED),
+    "write into an agent's folder": (lambda s: (s.folders[0] / "x").touch(), DENIED),
+    "take over an agent's folder": (lambda s: agent_folders.own(s.folders[1]), DENIED),
+    "revoke a lender": (lambda s: records.revoked_file(s.lenders, "l").touch(), DENIED),
+    "resume by the verb": (lambda s: verb("submit", "--resume", s.run.path), USAGE),
+    "repartition by the verb": (lambda s: verb("repartition", s.run.path, "train.tp=2"), USAGE),
+    "evaluate by the verb": (lambda s: verb("eval", s.run.path, "--task", "x"), USAGE),
+    "cancel by the verb": (lambda s: verb("cancel", s.run.path), USAGE),
+    "end a process": (lambda s: os.kill(s.pid, signal.SIGTERM), DENIED),
+    "stop a process": (lambda s: os.kill(s.pid, signal.SIGSTOP), DENIED),
+    "bind a process to one core": (lambda s: os.sched_setaffinity(s.pid, {0}), DENIED),
+    "slow a process down": (lambda s: os.setpriority(os.PRIO_PROCESS, s.pid, 19), DENIED),
+    "limit a process": (lambda s: resource.prlimit(s.pid, resource.RLIMIT_NOFILE, (1, 1)), DENIED),
+}
+
+
+@pytest.mark.parametrize("shared", ["all"], indirect=True)
+@pytest.mark.parametrize("attempt", TRIED)
+def test_another_user_reads_joins_writes_and_stops_nothing(attempt: str, scene: Scene) -> None:
+    act, refusal = TRIED[attempt]
+    before = {path: path.lstat().st_mtime for path in scene.run.path.rglob("*")}
+    assert re.search(refusal, as_other(lambda: act(scene)))
+    assert {path: path.lstat().st_mtime for path in scene.run.path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("shared", ["all"], indirect=True)
+def test_who_has_the_secret_is_let_in(scene: Scene) -> None:
+    for rank in (0, 1):
+        as_rank(scene, rank, scene.world.secret)
+    for rank in (AT_THE_DOOR, FIRST_GUEST):
+        as_rank(scene, rank, guest_secret(scene.world.secret))
+    assert HttpCaller(scene.http, scene.world.secret).read("/weights") == (1, b"data")
+    with pytest.raises(Absent, match="no snapshots"):
+        Caller(1, scene.world.secret).manifest(scene.carrier, Fetch(1, PART))
+
+
+def test_a_run_of_another_user_is_neither_cancelled_nor_resumed(open_place: Path, queue: Queue, cli: Cli) -> None:
+    def put() -> None:
+        plant(open_place / "zz-001")
+        RunDir(open_place / "zz-001").write_json(open_place / "zz-001" / "job.json", {"job_id": "1", "attempt": 1})
+
+    assert as_other(put) == ""
+    place = str(open_place / "zz-001")
+    for words in (["cancel", "--runs", str(open_place)], ["cancel", place], ["submit", "--resume", place]):
+        outcome = cli(*words)
+        assert outcome.code == 2
+        assert "'zz-001': it is another user's" in outcome.err
+    assert queue.cancelled == []
+
+
+def plant(place: Path) -> None:
     """A run of the one who does this, that asks for lenders."""
     run = RunDir(place)
     run.path.mkdir(exist_ok=True)
