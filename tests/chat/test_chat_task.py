@@ -228,16 +228,6 @@ def test_reward_is_asked_at_every_end(tokenizer: TaskTokenizer) -> None:
     assert (truncated.done, truncated.reward, episode.chat.stop) == (True, 1.5, "truncated")
 
 
-def test_a_turn_that_ends_inside_its_thinking_goes_on_exactly(tokenizer: TaskTokenizer) -> None:
-    """The library refuses to bridge such a turn."""
-    made = Desk(tokenizer).make({})
-    assert isinstance(made, ChatEnvironment)
-    dialect = made.choice.dialect
-    said = tokenizer.encode("<think>\nHm.<|im_end|>")
-    delta = dialect.delta(tokenizer.encode("<|im_start|>assistant\n"), said, [{"role": "user", "content": "Well?"}], [])
-    assert tokenizer.decode(delta) == "\n<|im_start|>user\nWell?<|im_end|>\n<|im_start|>assistant\n"
-
-
 class Talk(Desk):
     """Its user goes on asking."""
 
@@ -264,14 +254,6 @@ def test_thinking_that_the_template_drops_begins_a_sample_without_it(tokenizer: 
     assert tokenizer.decode(turns[2].tokens).startswith(tokenizer.decode(episode.prompt) + "One.")
     (signal,) = turns[1].signals
     assert signal.payload_tokens == len(turns[1].tokens), "where the context grows, it is the answer's"
-
-
-def test_a_turn_that_ends_inside_its_thinking_is_rendered_as_the_template_does(tokenizer: TaskTokenizer) -> None:
-    for thinking in ("keep", "template"):
-        _, turns, _ = play(tokenizer, "<think>\nHm.", "Two.", thinking=thinking, desk=Talk)
-        text = tokenizer.decode(turns[0].tokens)
-        assert text.endswith(NEXT.removeprefix("<|im_end|>"))
-        assert "Hm." not in text
 
 
 def test_a_template_that_refuses_the_conversation_lets_the_context_grow(tmp_path: Path) -> None:

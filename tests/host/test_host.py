@@ -48,30 +48,13 @@ def descendants(pid: int) -> list[int]:
     return [*children, *(d for c in children for d in descendants(c))]
 
 
-def test_perfect_keychain_over_the_socket(keychain_folder: Path) -> None:
-    tokenizer = TaskTokenizer(keychain_folder)
-    words = keychain.Words(tokenizer)
-    episodes = {f"e{i}": i for i in range(64)}
-    twin = keychain.KeyChain(tokenizer, seed=11, drift_at=0.5, after={"p_more": 0.85})
-    worlds = {name: twin.open(index, 0, 0.7)._world for name, index in episodes.items()}
-    guides = {name: keychain.Guide(world) for name, world in worlds.items()}
-    asked: dict[str, int] = {}
-
-    def policy(name: str, context: list[int]) -> list[int]:
-        if name in asked:
-            line = tokenizer.decode(context[:-1]).rpartition("\n")[2].split()
-            guides[name].record(asked[name], line[0])
-        key = guides[name].key
-        if key is None:
-            return [words.ans, words.values[worlds[name].value], words.newline]
-        asked[name] = key
-        return [words.get, words.keys[key], words.newline]
-
+def test_an_episode_is_the_tasks_own_for_seed_options_index_and_progress(keychain_folder: Path) -> None:
     options = {"drift_at": 0.5, "after": {"p_more": 0.85}}
+    twin = keychain.KeyChain(TaskTokenizer(keychain_folder), seed=11, **options)
     with Leader(host_settings(task=KEYCHAIN_TASK, model=str(keychain_folder), options=options, seed=11)) as leader:
-        ends = play(leader, policy, episodes, progress=0.7)
-    assert [end.reward for end in ends.values()] == [1.0] * 64
-    assert {end.info["after_drift"] for end in ends.values()} == {1.0}
+        for index in range(16):
+            opened, expected = leader.open(f"e{index}", index, 0.7), twin.open(index, 0, 0.7)
+            assert (opened.prompt_id, opened.tokens) == (expected.prompt_id, pack_i32(expected.prompt))
     assert leader.process.returncode == 0
 
 

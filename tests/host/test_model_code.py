@@ -19,11 +19,29 @@ async def run_all(sandbox: OpenSandbox, codes: list[str], timeout_s: float = 30.
         return [await box.python(code) for code in codes]
 
 
-async def test_prints_are_the_value(sandbox: OpenSandbox) -> None:
-    modules = "import math, re, itertools, fractions\nprint(math.comb(5, 2), fractions.Fraction(6, 4))"
-    codes = ["print(2 + 3)", modules, "x = 1", "import sys; print('a'); sys.exit()"]
-    results = await run_all(sandbox, codes)
-    assert [(r.outcome, r.value) for r in results] == [("ok", "5\n"), ("ok", "10 3/2\n"), ("ok", ""), ("ok", "a\n")]
+@pytest.mark.parametrize(
+    ("codes", "value"),
+    [
+        (["print(2 + 3)"], "5\n"),
+        (["import math, re, itertools, fractions\nprint(math.comb(5, 2), fractions.Fraction(6, 4))"], "10 3/2\n"),
+        (["x = 1"], ""),
+        (["import sys; print('a'); sys.exit()"], "a\n"),
+        # Calls share no state.
+        (["import math; math.pi = 3; a = 1", "import math; print(math.pi == 3, 'a' in globals())"], "False False\n"),
+        # No descriptor but its own output.
+        (["import os\nfor fd in range(3, 500):\n    try: os.fstat(fd); print(fd)\n    except OSError: pass"], ""),
+        # Without root and without environment.
+        (["import os; print(os.getuid() != 0, sorted(os.environ))"], "True ['LC_ALL', 'TMPDIR']\n"),
+        # What looks like a frame of the tool process is only text that was printed.
+        ([r"print('\x14\x00\x00\x00ToolDone ok 42')"], "\x14\x00\x00\x00ToolDone ok 42\n"),
+    ],
+)
+async def test_prints_are_the_value_and_nothing_else_gets_in_or_out(
+    sandbox: OpenSandbox, monkeypatch: pytest.MonkeyPatch, codes: list[str], value: str
+) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "do not leak")
+    result = (await run_all(sandbox, codes))[-1]
+    assert (result.outcome, result.value) == ("ok", value)
 
 
 @pytest.mark.parametrize(
@@ -43,13 +61,6 @@ async def test_exit_code_of_the_program(sandbox: OpenSandbox, code: str, exit_co
     result = (await run_all(sandbox, [code], 1.0 if exit_code is None else 30.0))[0]
     assert result.exit_code == exit_code
     assert (result.outcome == "ok") == (exit_code == 0)
-
-
-async def test_calls_share_no_state(sandbox: OpenSandbox) -> None:
-    results = await run_all(
-        sandbox, ["import math; math.pi = 3; leak = 1", "import math; print(math.pi == 3, 'leak' in globals())"]
-    )
-    assert results[1].value == "False False\n"
 
 
 @pytest.mark.parametrize(
@@ -87,11 +98,6 @@ async def test_everything_else_fails_as_a_value(sandbox: OpenSandbox, code: str,
     assert (good.outcome, good.value) == ("ok", "next\n")
 
 
-async def test_no_descriptor_but_its_own_output(sandbox: OpenSandbox) -> None:
-    code = "import os\nfor fd in range(3, 500):\n    try: os.fstat(fd); print(fd)\n    except OSError: pass"
-    assert (await run_all(sandbox, [code]))[0].value == ""
-
-
 async def test_raw_system_calls_outside_the_list_are_denied(sandbox: OpenSandbox) -> None:
     # prctl could undo the parent-death signal, fcntl(F_SETOWN) could signal others, ptrace and process_vm_readv could
     # read memory, io_uring could open files.
@@ -102,18 +108,6 @@ async def test_raw_system_calls_outside_the_list_are_denied(sandbox: OpenSandbox
     )
     assert (await run_all(sandbox, [code]))[0].value == "-1 1\n" * len(numbers)
     assert not set(numbers) & set(COMPUTE[os.uname().machine][1])
-
-
-async def test_runs_without_root_and_without_environment(sandbox: OpenSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET_TOKEN", "do not leak")
-    (result,) = await run_all(sandbox, ["import os; print(os.getuid() != 0, sorted(os.environ))"])
-    assert result.value == "True ['LC_ALL', 'TMPDIR']\n"
-
-
-async def test_answer_cannot_be_forged(sandbox: OpenSandbox) -> None:
-    # What looks like a frame of the tool process is only text that was printed.
-    result = (await run_all(sandbox, [r"print('\x14\x00\x00\x00ToolDone ok 42')"]))[0]
-    assert result.value == "\x14\x00\x00\x00ToolDone ok 42\n"
 
 
 async def test_timed_out_code_leaves_no_process(sandbox: OpenSandbox) -> None:

@@ -9,17 +9,12 @@ import time
 from typing import Any, NamedTuple
 
 from libra_hpc.tasks.base import Episode, PolicyTurn, Signal, Task, TaskTokenizer, Tools, Turn, Why
-from tests.host.sample_tools import detach
+from tests.host.sample_tools import detach, sleep_for
 
 
 def hold(path: str) -> str:
     """Start a daemon, write its id to a file, and hang."""
     return detach(path, 600.0)
-
-
-def doze(seconds: float) -> str:
-    time.sleep(seconds)
-    return "rested"
 
 
 class Scripted(Episode):
@@ -53,7 +48,7 @@ class Scripted(Episode):
 class Fragile(Task):
     """Index 13 cannot be opened."""
 
-    tools = {"doze": doze, "hold": hold}
+    tools = {"doze": sleep_for, "hold": hold}
 
     def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0, path: str = "") -> None:
         super().__init__(tokenizer, seed=seed)
@@ -63,12 +58,6 @@ class Fragile(Task):
         if index == 13:
             raise LookupError("no problem 13")
         return Scripted(self.path)
-
-
-def nap(seconds: float) -> str:
-    """A tool with a declared limit."""
-    time.sleep(seconds)
-    return "rested"
 
 
 class Waiting(Episode):
@@ -102,7 +91,7 @@ class Waiting(Episode):
 class Patient(Task):
     """Its tool takes longer than others."""
 
-    tools = {"nap": nap, "doze": doze}
+    tools = {"nap": sleep_for, "doze": sleep_for}
     tool_limits = {"nap": 60.0}
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
@@ -247,7 +236,7 @@ class Diary(Episode):
 class Kept(Task):
     """Its episodes hold something that they must free."""
 
-    tools = {"doze": doze}
+    tools = {"doze": sleep_for}
 
     def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0, path: str) -> None:
         super().__init__(tokenizer, seed=seed)
@@ -283,7 +272,7 @@ class Logged(Kept):
 class Littering(Logged):
     """Its episodes leave processes and folders behind, unless somebody ends them."""
 
-    tools = {"doze": doze, "hold": hold}
+    tools = {"doze": sleep_for, "hold": hold}
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         return Litter(self.path, index)

@@ -26,11 +26,15 @@ def run_with(folder: Path, script: str, on: list[str]) -> RunDir:
     return run
 
 
+def finish(run: RunDir, state: str, message: str, step: int) -> None:
+    records = OwnerRecords(run, 1)
+    records.result(state, message, step)
+    records.close()
+
+
 def test_the_end_of_a_run_reaches_a_script_as_text_and_as_json(tmp_path: Path) -> None:
     run = run_with(tmp_path, f'echo "$#|$1|$2" > {tmp_path}/text; cat > {tmp_path}/facts', ["failed"])
-    records = OwnerRecords(run, 1)
-    records.result("failed", "node 2 was lost; `rm -rf $HOME`", 12)
-    records.close()
+    finish(run, "failed", "node 2 was lost; `rm -rf $HOME`", 12)
     text = "libra-hpc: run study-001: failed at step 12: node 2 was lost; `rm -rf $HOME`"
     assert (tmp_path / "text").read_text() == f"2|a $b|{text}\n"
     facts = json.loads((tmp_path / "facts").read_text())
@@ -52,9 +56,7 @@ def test_a_script_that_fails_is_an_event_and_not_the_end(
 ) -> None:
     monkeypatch.setattr(module, "LIMIT_S", 1.0 if "sleep" in script else 30.0)
     run = run_with(tmp_path, script, ["completed"])
-    records = OwnerRecords(run, 1)
-    records.result("completed", "step 40 is saved", 40)
-    records.close()
+    finish(run, "completed", "step 40 is saved", 40)
     kinds = {event["kind"]: event.get("reason", "") for event in read_lines(run.events)}
     assert kinds["alert_failed"].startswith(f"{tmp_path}/notify.sh: {why}")
     assert run.read_json(run.result)["state"] == "completed"
@@ -91,7 +93,5 @@ def test_which_alert_an_event_is(kind: str, fields: dict[str, Any], alert: str) 
 
 def test_what_nobody_asked_for_starts_nothing(tmp_path: Path) -> None:
     run = run_with(tmp_path, f"touch {tmp_path}/called", ["failed"])
-    records = OwnerRecords(run, 1)
-    records.result("completed", "step 40 is saved", 40)
-    records.close()
+    finish(run, "completed", "step 40 is saved", 40)
     assert not (tmp_path / "called").exists()

@@ -68,24 +68,7 @@ if sys.argv[2] == "early":
         (folder / "logs" / "attempt-1" / "met").touch()
         end(why="completed", sentence="step 9 is saved", step=9)
     os._exit(0)
-if sys.argv[2] == "again":
-    with (folder / f"starts-{comm.rank}").open("a") as starts:
-        starts.write("x")
-        if starts.tell() == 1 and comm.rank == 0:
-            end(why="repartition", sentence="step 1 is saved", step=1)
-        if starts.tell() == int(sys.argv[3]):
-            os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[2] == "leaderless":
-    with (folder / f"starts-{comm.rank}").open("a") as starts:
-        starts.write("x")
-    comm.barrier()
-    if comm.rank == 0:
-        (folder / "logs" / "attempt-1" / "met").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    while not (folder / "logs" / "attempt-1" / "gone-0").exists():
-        time.sleep(0.05)
-    os._exit(1)
-if sys.argv[2] in ("stumble", "again"):
+if sys.argv[2] == "stumble":
     if comm.rank == 0:
         (folder / "logs" / "attempt-1" / "met").touch()
     os._exit(1)
@@ -99,10 +82,10 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.create(tmp_path, "run")
 
 
-def start(run: RunDir, *how: str, restarts: int = 0) -> None:
+def start(run: RunDir, *how: str) -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
-    config = RunConfig.model_validate({"slurm": {"restarts": restarts}, "components": {"hybrid": {"nodes": 1}}})
+    config = RunConfig.model_validate({"slurm": {"restarts": 0}, "components": {"hybrid": {"nodes": 1}}})
     local.start(Launch(job_request(config), run, 1, arguments=[str(run.path.parent / "world.py"), str(run.path), *how]))
 
 
@@ -156,25 +139,6 @@ def test_a_start_without_meeting_is_repeated_a_few_times(run: RunDir, meets_at: 
     assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["x" * starts] * 4
     assert (run.logs(1) / "launcher.log").read_text().count("repeat: start") == starts - 1
     assert ("did not meet" in run.read_json(run.result)["message"]) is (meets_at > starts)
-
-
-@pytest.mark.parametrize(("killed_at", "starts"), [(0, 2), (2, 3)])
-def test_ranks_that_ask_for_it_are_started_again_also_when_that_start_is_killed(
-    run: RunDir, killed_at: int, starts: int
-) -> None:
-    start(run, "again", str(killed_at))
-    assert wait_end(run) is JobState.FAILED
-    assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["x" * starts] * 4
-    output = (run.logs(1) / "launcher.log").read_text()
-    assert (output.count("restart: "), output.count("repeat: ")) == (1, starts - 2)
-
-
-def test_ranks_whose_first_rank_was_killed_restart_as_often_as_allowed(run: RunDir) -> None:
-    start(run, "leaderless", restarts=2)
-    assert wait_end(run) is JobState.FAILED
-    assert [(run.path / f"starts-{rank}").read_text() for rank in range(4)] == ["x" * 3] * 4
-    assert (run.logs(1) / "launcher.log").read_text().count("restart: the planner's agent (rank 0) was lost") == 2
-    assert "all 2 restarts of slurm.restarts are used" in run.read_json(run.result)["message"]
 
 
 def test_an_agent_that_dies_before_the_ranks_meet_ends_that_start_with_its_cause(run: RunDir) -> None:

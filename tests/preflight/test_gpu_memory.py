@@ -37,6 +37,17 @@ def checked(model: str, **sections: Any) -> list[str]:
     return check_memory(configured(**sections), model_shape(model)).warnings
 
 
+def of_gpus(gpus: int, train: int = 1, hybrid: int = 0) -> dict[str, Any]:
+    """Components of nodes with so many GPUs."""
+    counts = {"train": train, "hybrid": hybrid, "rollout": 1}
+    return {name: {**NODE, "nodes": nodes, "gpus": gpus} for name, nodes in counts.items()}
+
+
+SHORT = {"train": {"tp": 4, "pp": 1, "recompute": True}, "rollout": {"max_model_len": 1024}}
+TWO_GPUS = {"train": {"tp": 2, "recompute": True, "micro_tokens": 2048}, "rollout": {"max_model_len": 2048}}
+LONG = {"train": {"tp": 8, "recompute": "full"}, "rollout": {"tp": 1, "max_model_len": 450_000}}
+
+
 @pytest.mark.parametrize(
     ("model", "sections", "sentence"),
     [
@@ -49,6 +60,20 @@ def checked(model: str, **sections: Any) -> list[str]:
         ("qwen3-14b", {"rollout": {"kv_cache_mb": 80_000}}, "an engine of qwen3-14b needs 102 GB a GPU"),
         ("qwen3-14b", {"rollout": {"tp": 1, "max_model_len": 400_000}}, "rollout.tp = 1: an engine of qwen3-14b"),
         ("qwen3-14b", {"planner": {"device": "a80"}}, "planner.device = 'a80': unknown device"),
+        (
+            "qwen3-14b",
+            {"train": {"tp": 4}, "components": of_gpus(4)},
+            'valid: train.tp = 4, train.pp = 1 and train.recompute = "full" (the smallest replica).',
+        ),
+        ("qwen3-14b", LONG, "rollout.tp = 1: an engine of qwen3-14b needs"),
+        # The copy of several minibatches counts.
+        (
+            "qwen3-14b",
+            {**SHORT, "components": of_gpus(4), "algorithm": {"minibatches": 2}},
+            "TP4 PP1 needs 116 GB a GPU",
+        ),
+        # 12 of the core's 18 bytes a parameter are divided over its nodes.
+        ("qwen3-14b", {**TWO_GPUS, "components": of_gpus(2, 1, 1)}, "GB a GPU (optimizer 90)"),
     ],
 )
 def test_a_layout_out_of_memory_is_refused_with_figures_and_a_way_out(
@@ -57,6 +82,28 @@ def test_a_layout_out_of_memory_is_refused_with_figures_and_a_way_out(
     with pytest.raises(UserError) as caught:
         checked(model, **sections)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "sections"),
+    [
+        (
+            "qwen3-14b",
+            {"train": {"tp": 4, "recompute": True}, "components": of_gpus(4), "rollout": {"max_model_len": 8192}},
+        ),
+        ("qwen3-14b", {**SHORT, "components": of_gpus(4)}),
+        # A hybrid node trains without optimizer state: 18 bytes a parameter do not fit on two GPUs, 6 do.
+        ("qwen3-14b", {**TWO_GPUS, "components": of_gpus(2, 4, 1)}),
+        # Stages may differ by a layer.
+        ("qwen3-8b", {"train": {"tp": 1, "pp": 8}, "rollout": {"max_model_len": 1024}}),
+    ],
+)
+def test_a_layout_that_fits_passes(model: str, sections: dict[str, Any]) -> None:
+    assert checked(model, **sections) == []
+
+
+def test_caches_in_fp8_hold_twice_the_tokens() -> None:
+    checked("qwen3-14b", train=LONG["train"], rollout={**LONG["rollout"], "kv_dtype": "fp8"})
 
 
 def test_the_figure_is_that_of_the_planners_memory_model_and_the_way_out_is_the_smallest() -> None:
@@ -71,15 +118,6 @@ def test_the_figure_is_that_of_the_planners_memory_model_and_the_way_out_is_the_
     assert total(4, 1) <= USABLE * gpu.memory_bytes
     assert min(total(1, 1), total(2, 1), total(1, 2)) > USABLE * gpu.memory_bytes
     assert checked("qwen3-14b", rollout={"max_model_len": 8192}) == []
-
-
-def test_recomputing_is_offered_where_nothing_else_fits() -> None:
-    four = {name: {**NODE, "nodes": int(name != "hybrid"), "gpus": 4} for name in ("train", "hybrid", "rollout")}
-    way_out = r'valid: train\.tp = 4, train\.pp = 1 and train\.recompute = "full" \(the smallest replica\)\.$'
-    with pytest.raises(UserError, match=way_out):
-        checked("qwen3-14b", train={"tp": 4}, components=four)
-    full = {"tp": 4, "recompute": True}
-    assert checked("qwen3-14b", train=full, components=four, rollout={"max_model_len": 8192}) == []
 
 
 def test_one_long_trajectory_is_a_warning_because_shorter_ones_may_never_ask_for_it() -> None:
@@ -133,9 +171,6 @@ def test_a_node_with_fewer_cpus_than_gpus_is_refused(cpus: int) -> None:
     local = {"device": "cuda", "executor": "local"}
     for sections in ({"slurm": {"device": "cpu"}}, {"slurm": local}, {"run": {"engine": "simulated"}}):
         check_cpus(configured(components=small(cpus=cpus), **sections))
-
-
-def test_nodes_that_suffice_pass() -> None:
     for changes in ({}, {"cpus": 8}, {"cpus": 1, "nodes": 0}):
         check_cpus(configured(components=small(**changes)))
 
@@ -146,13 +181,6 @@ def test_caches_in_host_memory_need_gpus() -> None:
     assert refused in str(next(problems(configured(rollout=rollout, slurm={"device": "cpu"}))))
     dry = configured(rollout=rollout, slurm={"device": "cpu"}, run={"engine": "simulated"})
     assert not any("kv_host" in str(error) for error in problems(dry))
-
-
-def test_caches_in_fp8_hold_twice_the_tokens() -> None:
-    longest = {"tp": 1, "max_model_len": 450_000}
-    with pytest.raises(UserError, match=r"rollout.tp = 1: an engine of qwen3-14b needs"):
-        checked("qwen3-14b", rollout=longest, train={"tp": 8, "recompute": "full"})
-    checked("qwen3-14b", rollout={**longest, "kv_dtype": "fp8"}, train={"tp": 8, "recompute": "full"})
 
 
 @pytest.mark.parametrize(
@@ -171,29 +199,3 @@ def test_caches_in_fp8_need_a_kernel_that_reads_them(head: int, sections: dict[s
     found = list(cache_type_runs(configured(rollout={"kv_dtype": "fp8"}, **sections), model))
     assert all(sentence in str(error) and str(error).endswith("valid: auto.") for error in found)
     assert len(found) == bool(sentence)
-
-
-def test_the_copy_of_several_minibatches_counts() -> None:
-    short = {"train": {"tp": 4, "pp": 1, "recompute": True}, "rollout": {"max_model_len": 1024}}
-    least = {name: {**NODE, "nodes": int(name != "hybrid"), "gpus": 4} for name in ("train", "hybrid", "rollout")}
-    assert checked("qwen3-14b", components=least, **short) == []
-    with pytest.raises(UserError, match=r"TP4 PP1 needs 116 GB a GPU"):
-        checked("qwen3-14b", components=least, **short, algorithm={"minibatches": 2})
-
-
-def test_a_hybrid_node_trains_without_optimizer_state() -> None:
-    # 18 bytes a parameter do not fit on two GPUs, 6 do, and 12 of the core's 18 are divided over its nodes.
-    short = {"train": {"tp": 2, "recompute": True, "micro_tokens": 2048}, "rollout": {"max_model_len": 2048}}
-
-    def nodes(train: int) -> dict[str, Any]:
-        counts = {"train": train, "hybrid": 1, "rollout": 1}
-        return {name: {**NODE, "nodes": count, "gpus": 2} for name, count in counts.items()}
-
-    assert checked("qwen3-14b", components=nodes(4), **short) == []
-    with pytest.raises(UserError, match=r"TP2 PP1 needs 1\d\d GB a GPU \(optimizer 90\)"):
-        checked("qwen3-14b", components=nodes(1), **short)
-
-
-def test_stages_may_differ_by_a_layer() -> None:
-    assert model_shape("qwen3-8b").layers % 8
-    assert checked("qwen3-8b", train={"tp": 1, "pp": 8}, rollout={"max_model_len": 1024}) == []

@@ -11,6 +11,7 @@ from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.slurm import site_commands as site
 from libra_hpc.slurm.queue import command
 from libra_hpc.slurm.queue.query import JobState, job, job_script
+from tests.slurm.scripts import program
 
 
 @pytest.fixture
@@ -20,9 +21,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def install(folder: Path, name: str, body: str) -> Mapping[str, str]:
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
+    program(folder / name, body)
     return {"PATH": f"{folder}:/usr/bin:/bin", "HOME": str(folder)}
 
 

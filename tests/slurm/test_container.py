@@ -18,6 +18,7 @@ from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.script.container import binds, check_container, start_command
 from libra_hpc.slurm.writer import het_script
 
+from .scripts import program
 from .test_writer import FULL, script
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -32,6 +33,8 @@ CONTAINERS = {
 def test_golden_text_of_a_container(kind: str) -> None:
     text = script(CONTAINERS[kind], interpreter="").replace(sys.executable, "/login/bin/python")
     assert text.replace(code_stamp(), "0.1.0+CODE") == (GOLDEN / f"{kind}.sbatch").read_text()
+    without_gpus = {**CONTAINERS[kind], "slurm": {"device": "cpu"}}
+    assert "--nv" not in script(without_gpus)
 
 
 def configured(**sections: Any) -> RunConfig:
@@ -120,27 +123,24 @@ def test_what_is_missing_is_refused_before_the_queue(tmp_path: Path) -> None:
     refused(r"compute\.container = 'apptainer': it is not on PATH here, and compute\.setup has no line", binds=[])
     assert check_container(configured(compute={**here, "binds": [], "setup": ["module load apptainer"]}), environ) == []
     for name, answer in (("apptainer", ""), ("srun", "--container=BUNDLE")):
-        (programs / name).write_text(f"#!/bin/sh\necho '{answer}'\n")
-        (programs / name).chmod(0o755)
+        program(programs / name, f"echo '{answer}'")
     far = ["/nowhere/data", "/nowhere2"]
     unseen = [
         f"compute.binds[{i}] = {path!r} is not visible from here, so it was not checked" for i, path in enumerate(far)
     ]
     assert check_container(configured(compute={**here, "binds": far}), environ) == unseen
     refused(r"compute\.container = 'pyxis': srun lacks Pyxis here", container="pyxis", binds=[])
-    (programs / "srun").write_text("#!/bin/sh\necho '      --container-image=PATH   [pyxis] the image'\n")
+    program(programs / "srun", "echo '      --container-image=PATH   [pyxis] the image'")
     assert check_container(configured(compute={"container": "pyxis", "image": "nvcr.io#a/b:1"}), environ) == []
     local = configured(compute={"image": ""}, slurm={"executor": "local"})
     assert check_container(local, environ) == []
 
 
-SRUN = """#!/bin/bash
-echo "$*" >"$RUN/srun"
+SRUN = """echo "$*" >"$RUN/srun"
 while [ "$1" != bash ]; do shift; done
 SLURM_PROCID=0 SLURM_STEP_ID=3 exec "$@"
 """
-APPTAINER = """#!/bin/bash
-[ "$1" = exec ] || exit 9
+APPTAINER = """[ "$1" = exec ] || exit 9
 echo "$(ulimit -Sn) $(ulimit -Hn) $TRITON_CACHE_DIR" >"$RUN/inside"
 while [ "$1" != "$IMAGE" ]; do shift; done
 shift
@@ -158,8 +158,7 @@ def test_a_rank_starts_through_the_runtime_where_nothing_is_exported_and_set_up_
     run, image = RunDir(tmp_path / "a run"), tmp_path / "libra.sif"
     run.logs(1).mkdir(parents=True)
     for name, text in (("srun", SRUN), ("apptainer", APPTAINER)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+        program(tmp_path / name, text)
     compute = {"image": str(image), "setup": ["set -u"], "local_dir": f"{tmp_path}/local/$USER"}
     compute |= {"env": {"IMAGE": str(image)}, "python": sys.executable}
     text = het_script(Launch(job_request(configured(compute=compute)), run, 1, arguments=["-c", RANK]))

@@ -11,17 +11,12 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.slurm import interpreter
 from libra_hpc.slurm.interpreter import check_python, compute_python
+from tests.slurm.scripts import program
 
 
 def configured(python: object, engine: str = "real", device: str = "cuda", **track: object) -> RunConfig:
     compute, slurm = {"python": str(python)}, {"device": device}
     return RunConfig.model_validate({"compute": compute, "slurm": slurm, "run": {"engine": engine}, "track": track})
-
-
-def program(path: Path, text: str) -> Path:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.slurm.plugins import check_plugin, mpi_plugins, parse_plugins
+from tests.slurm.scripts import program
 
 PRESENT = """MPI plugin types are...
 	none
@@ -32,10 +33,8 @@ def test_both_forms_of_the_list_are_read() -> None:
 
 @pytest.mark.parametrize(("text", "stream"), [(PRESENT, 1), (EARLIER, 2)])
 def test_srun_is_asked_with_the_environment_that_is_given(text: str, stream: int, tmp_path: Path) -> None:
-    (tmp_path / "srun").write_text(
-        f'#!/bin/sh\n[ "$1" = --mpi=list ] && [ "$SLURM_CONF" = here ] && cat "{tmp_path}/list" >&{stream}\n'
-    )
-    (tmp_path / "srun").chmod(0o755)
+    answer = f'[ "$1" = --mpi=list ] && [ "$SLURM_CONF" = here ] && cat "{tmp_path}/list" >&{stream}'
+    program(tmp_path / "srun", answer)
     (tmp_path / "list").write_text(text)
     path = f"{tmp_path}:/usr/bin:/bin"
     assert mpi_plugins({"PATH": path, "SLURM_CONF": "here"}) == parse_plugins(text)

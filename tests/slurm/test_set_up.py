@@ -14,13 +14,11 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.queue.cause import SET_UP_ENDED, with_cause
 from libra_hpc.slurm.set_up import expanded, set_up_lines, shell_text
-from libra_hpc.slurm.writer import het_script
+from tests.slurm.scripts import executed
 
-SRUN = """#!/bin/bash
-env >"$RUN/environment"
+SRUN = """env >"$RUN/environment"
 echo '{"why": "completed", "sentence": "step 9 is saved", "step": 9}' >"$RUN/logs/attempt-1/ended.json"
 """
 MODULE = """module() {
@@ -34,17 +32,8 @@ MODULE = """module() {
 
 def start(folder: Path, compute: dict[str, Any], **environ: str) -> tuple[RunDir, subprocess.CompletedProcess[str]]:
     """Execute the script of a run with an ``srun`` that completes it."""
-    run = RunDir(folder / "a run")
-    run.logs(1).mkdir(parents=True)
-    (folder / "srun").write_text(SRUN)
-    (folder / "srun").chmod(0o755)
     (folder / "module.sh").write_text(MODULE)
-    text = het_script(Launch(job_request(RunConfig.model_validate({"compute": compute})), run, 1))
-    path = f"{folder}:{os.environ['PATH']}"
-    # torch sets one of the caches in the process of a test.
-    outer = {name: value for name, value in os.environ.items() if "_CACHE" not in name}
-    environment = {**outer, "PATH": path, "RUN": str(run.path), "HERE": str(folder), **environ}
-    return run, subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
+    return executed(folder, {"compute": compute}, {"srun": SRUN}, HERE=str(folder), **environ)
 
 
 @pytest.mark.parametrize(

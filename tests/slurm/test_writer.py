@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.protocol.ranks_stop import START, start_of
 from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.writer import het_script, spot_script
+from tests.slurm.scripts import executed
 
 FULL: dict[str, Any] = {
     "run": {"name": "demo"},
@@ -120,12 +119,6 @@ def test_a_named_interface_reaches_every_library_that_listens() -> None:
     assert "UCX_NET_DEVICES=mlx5_0:1" in own
 
 
-def test_components_without_nodes_are_left_out() -> None:
-    launch = Launch(job_request(RunConfig.model_validate(FULL)), RunDir("/data/demo-001"), 1)
-    assert [group.ranks for group in launch.request.groups] == ["planner", "train", "rollout"]
-    assert launch.ranks == 4
-
-
 def test_one_component_is_a_plain_job() -> None:
     text = script({"components": {name: {"nodes": 0} for name in ("train", "hybrid", "rollout")}})
     assert "hetjob" not in text
@@ -138,8 +131,7 @@ def test_another_command_is_quoted() -> None:
     )
 
 
-SRUN = """#!/bin/bash
-logs="$RUN/logs/attempt-1"
+SRUN = """logs="$RUN/logs/attempt-1"
 end() { echo '{"why": "'"$1"'", "sentence": "step 9 is saved", "step": 9}' >"$logs/ended.json"; }
 echo x >>"$RUN/starts"
 case $(wc -l <"$RUN/starts") in
@@ -153,13 +145,7 @@ dies."""
 
 
 def test_the_script_starts_ranks_again_that_ask_for_it_and_repeats_a_killed_start(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "a run")
-    run.logs(1).mkdir(parents=True)
-    (tmp_path / "srun").write_text(SRUN)
-    (tmp_path / "srun").chmod(0o755)
-    text = het_script(Launch(job_request(RunConfig.model_validate(FULL)), run, 1))
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(run.path)}
-    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
+    run, done = executed(tmp_path, FULL, {"srun": SRUN})
     assert done.returncode == 0, done.stderr
     assert (run.path / "starts").read_text() == "x\n" * 3
     assert done.stdout.splitlines() == [
@@ -169,8 +155,7 @@ def test_the_script_starts_ranks_again_that_ask_for_it_and_repeats_a_killed_star
     ]
 
 
-LOSES_RANK_0 = """#!/bin/bash
-echo "$LIBRA_HPC_START" >>"$RUN/starts"
+LOSES_RANK_0 = """echo "$LIBRA_HPC_START" >>"$RUN/starts"
 touch "$RUN/logs/attempt-1/met"
 exit 137
 """
@@ -179,13 +164,7 @@ exit 137
 def test_the_script_restarts_ranks_whose_planner_was_lost_and_writes_a_result_when_restarts_are_used(
     tmp_path: Path,
 ) -> None:
-    run = RunDir(tmp_path / "a run")
-    run.logs(1).mkdir(parents=True)
-    (tmp_path / "srun").write_text(LOSES_RANK_0)
-    (tmp_path / "srun").chmod(0o755)
-    text = het_script(Launch(job_request(RunConfig.model_validate({**FULL, "slurm": {"restarts": 2}})), run, 1))
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(run.path)}
-    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
+    run, done = executed(tmp_path, {**FULL, "slurm": {"restarts": 2}}, {"srun": LOSES_RANK_0})
     reason = "the planner's agent (rank 0) was lost"
     starts = [start_of({START: line}) for line in (run.path / "starts").read_text().splitlines()]
     assert [(start.restarts, start.reason, start.last) for start in starts] == [
@@ -200,14 +179,12 @@ def test_the_script_restarts_ranks_whose_planner_was_lost_and_writes_a_result_wh
     assert run.read_json(run.result)["state"] == "failed"
 
 
-STOPPED = """#!/bin/bash
-[ -n "$LIBRA_HPC_JOB_END" ] && echo "$LIBRA_HPC_JOB_END $LIBRA_HPC_KILL_WAIT" >>"$RUN/ends"
+STOPPED = """[ -n "$LIBRA_HPC_JOB_END" ] && echo "$LIBRA_HPC_JOB_END $LIBRA_HPC_KILL_WAIT" >>"$RUN/ends"
 touch "$RUN/logs/attempt-1/met"
 echo '{"why": "time_limit", "sentence": "step 9 is saved", "step": 9}' >"$RUN/logs/attempt-1/ended.json"
 exit 1
 """
-SCONTROL = """#!/bin/bash
-case "$1 $2" in
+SCONTROL = """case "$1 $2" in
   "show config") printf 'KillOnBadExit = 0\\nKillWait                = 30 sec\\n' ;;
   "show job") echo "JobId=7 PreemptEligibleTime=2030-01-02T03:04:05 PreemptTime=$PREEMPTED" ;;
   requeue*) echo "$*" >>"$RUN/requeued"; echo "slurm_requeue error: disabled" >&2; exit "$REFUSED" ;;
@@ -233,16 +210,10 @@ esac
 def test_the_script_queues_its_job_again_after_the_time_limit(
     tmp_path: Path, requeues: int, preempted: str, refused: int, last: str
 ) -> None:
-    run = RunDir(tmp_path / "a run")
-    run.logs(1).mkdir(parents=True)
-    squeue = "#!/bin/bash\necho 2030-01-02T03:04:05; echo 2030-01-02T03:04:05\n"
-    for name, text in (("srun", STOPPED), ("scontrol", SCONTROL), ("squeue", squeue)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    text = het_script(Launch(job_request(RunConfig.model_validate({**FULL, "slurm": {"requeues": requeues}})), run, 1))
+    squeue = "echo 2030-01-02T03:04:05; echo 2030-01-02T03:04:05"
+    programs = {"srun": STOPPED, "scontrol": SCONTROL, "squeue": squeue}
     slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1", "PREEMPTED": preempted, "REFUSED": str(refused)}
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(run.path), **slurm}
-    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=60)
+    run, done = executed(tmp_path, {**FULL, "slurm": {"requeues": requeues}}, programs, **slurm)
     assert (run.path / "ends").read_text() == "2030-01-02T03:04:05 30\n"
     assert done.stdout.splitlines()[-1].startswith(last), done.stdout + done.stderr
     asked = (run.path / "requeued").read_text() if (run.path / "requeued").exists() else ""
@@ -343,32 +314,6 @@ def test_a_component_may_leave_out_what_stands_above_it() -> None:
     assert "#SBATCH --partition=cpu,debug\n" in first
     assert "none" not in first.partition("# planner")[2]
     assert {"#SBATCH --qos=long", "#SBATCH --account=rl"} <= set(second.splitlines())
-
-
-def test_a_container_is_started_by_apptainer_or_by_slurm() -> None:
-    cuda = {**SITE, "slurm": {"device": "cuda"}}
-    binds = "--bind=/shared --bind=/data:/mnt --bind=/scratch --bind=/dev/shm '--bind=/data/my runs/demo-001'"
-    wrap = f"apptainer exec --nv {binds} /shared/libra.sif"
-    text = script(cuda, interpreter="python3")
-    assert f"{wrap} python3 -m libra_hpc.slurm.pmi" in text
-    assert f"exec {sys.executable} -m libra_hpc.owner.owner" in text, "it needs Slurm's commands"
-    assert "--nv" not in script(SITE)
-    pyxis = {**SITE, "compute": {**SITE["compute"], "container": "pyxis"}}
-    text = script(pyxis, interpreter="python3")
-    assert " --cpu-bind=none --container-image=/shared/libra.sif --container-name=libra-hpc-" in text
-    assert " '--container-mounts=/shared:/shared,/data:/mnt,/scratch:/scratch," in text
-
-
-def test_a_planner_beside_the_first_train_node_takes_no_node() -> None:
-    parts = {**FULL["components"], "planner": {"nodes": 0}}
-    launch = Launch(job_request(RunConfig.model_validate({"components": parts})), RunDir("/data/demo-001"), 1)
-    assert launch.ranks == 4
-    text = het_script(launch)
-    first, second = text.split("#SBATCH hetjob")
-    assert "# planner and train: 2 nodes\n#SBATCH --nodes=2\n" in first
-    assert "--ntasks-per-node=2\n#SBATCH --cpus-per-task=8\n#SBATCH --mem=64G" in first
-    assert "--gres=gpu:a800:8" in first
-    assert "# rollout: 1 node" in second
 
 
 def test_options_are_read_as_getopt_reads_them() -> None:
