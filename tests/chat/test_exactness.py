@@ -53,11 +53,6 @@ class Family:
         return self.thinking == "template" and thought and (asked or not self.keeps_to_the_next_user)
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path: Path) -> Family:
-    return Family(tmp_path, *FAMILIES[request.param])
-
-
 async def play(family: Family, index: int) -> Counter[str]:
     """Play one conversation; counts turns, positions, and positions that differ from the template's whole text."""
     draw, tokenizer, count = random.Random(f"turns-{index}"), family.tokenizer, Counter[str]()
@@ -127,24 +122,18 @@ def play_many(family: Family, count: int) -> Counter[str]:
     return found
 
 
-def test_a_context_is_what_was_sampled_and_what_the_template_writes(family: Family) -> None:
-    play_many(family, 200)
+LONG = (pytest.mark.chaos, pytest.mark.timeout(1800))
 
 
-@pytest.mark.chaos
-@pytest.mark.timeout(1800)
-def test_ten_thousand_conversations_are_exact(family: Family) -> None:
-    play_many(family, 10_000)
-
-
-def test_where_the_template_drops_thinking_each_sample_is_exact(tmp_path: Path) -> None:
-    for name in ("Qwen3", "Qwen2.5"):
-        found = play_many(Family(tmp_path / name, *FAMILIES[name], thinking="template"), 120)
-        assert found["new samples"] > 12, found
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=LONG)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_three_thousand_conversations_in_samples_are_exact(tmp_path: Path, name: str) -> None:
-    play_many(Family(tmp_path, *FAMILIES[name], thinking="template"), 3000)
+def test_a_context_is_what_was_sampled_and_what_the_template_writes(tmp_path: Path, name: str, count: int) -> None:
+    play_many(Family(tmp_path, *FAMILIES[name]), count)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("Qwen3", 120), ("Qwen2.5", 120), *(pytest.param(name, 3000, marks=LONG) for name in FAMILIES)]
+)
+def test_where_the_template_drops_thinking_each_sample_is_exact(tmp_path: Path, name: str, count: int) -> None:
+    found = play_many(Family(tmp_path, *FAMILIES[name], thinking="template"), count)
+    assert found["new samples"] > count / 10 or "Llama" in name, found

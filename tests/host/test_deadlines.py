@@ -21,7 +21,7 @@ def host(folder: Path, **fields: float) -> HostConfig:
     return host_settings(task=PATIENT, model=str(folder), **limits)
 
 
-@pytest.mark.parametrize("how", [0, 1], ids=["obeys its cancellation", "goes on"])
+@pytest.mark.parametrize("how", [10, 11], ids=["obeys its cancellation", "goes on"])
 def test_a_step_that_never_answers_fails_its_episode_alone(keychain_folder: Path, how: int) -> None:
     with Leader(host(keychain_folder)) as leader:
         leader.open("a")
@@ -42,13 +42,13 @@ def test_a_tool_with_a_limit_of_its_own_outlasts_others_and_the_step(keychain_fo
         leader.open("a")
         leader.open("b")
         # Both wait for the one tool process, together longer than a step may take itself.
-        leader.send(StepEpisode("a", pack_i32([2]), ROOM), StepEpisode("b", pack_i32([3]), ROOM))
+        leader.send(StepEpisode("a", pack_i32([12]), ROOM), StepEpisode("b", pack_i32([3]), ROOM))
         found = {message.episode: message for message in (leader.expect(EpisodeStepped) for _ in range(2))}
         assert unpack_i32(found["a"].tokens) == [len("ok")] * 2
         assert unpack_i32(found["b"].tokens) == [len("timeout")]
 
 
-@pytest.mark.parametrize(("how", "error"), [(4, "CancelledError"), (5, "SystemExit: 3"), (6, "BaseException: no")])
+@pytest.mark.parametrize(("how", "error"), [(14, "CancelledError"), (15, "SystemExit: 3"), (16, "BaseException: no")])
 def test_however_a_step_ends_the_leader_gets_an_answer(keychain_folder: Path, how: int, error: str) -> None:
     with Leader(host(keychain_folder, step_limit_s=0.0)) as leader:
         leader.open("a")
@@ -62,11 +62,11 @@ def test_a_host_shows_that_its_loop_runs_and_its_stacks_when_asked(keychain_fold
     with Leader(host(keychain_folder)) as leader:
         assert leader.ready.step_limit_s == math.inf, "it ends overdue steps itself, and a queue for tools is no hang"
         assert leader.ready.busy_s == 60.0, "the task's longest tool"
-        assert isinstance(leader.receive_any(), HostHeartbeat)
-        assert isinstance(leader.receive_any(), HostHeartbeat)
+        assert isinstance(leader.receive(), HostHeartbeat)
+        assert isinstance(leader.receive(), HostHeartbeat)
         leader.process.send_signal(signal.SIGUSR2)
         assert leader.process.stderr is not None
-        assert b"Current thread" in leader.process.stderr.readline()
+        assert "Current thread" in leader.process.stderr.readline()
         assert leader.process.poll() is None
 
 
@@ -75,5 +75,5 @@ def test_a_host_that_opens_many_episodes_slowly_reports_progress(keychain_folder
         leader.send(*(OpenEpisode(f"{number}", number, 0, 0.0) for number in range(4)))
         kinds: list[type] = []
         while kinds.count(EpisodeOpened) < 4:
-            kinds.append(type(leader.receive_any()))
+            kinds.append(type(leader.receive()))
     assert HostHeartbeat in kinds[kinds.index(EpisodeOpened) :]

@@ -13,7 +13,6 @@ from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import (
     CloseEpisode,
     EpisodeFailed,
-    EpisodeOpened,
     EpisodeStepped,
     OpenEpisode,
     StepEpisode,
@@ -53,6 +52,8 @@ def test_an_episode_that_starts_slowly_blocks_no_other_and_start_may_make_the_pr
         failed = leader.step("slow", [9])
         assert isinstance(failed, EpisodeFailed)
         assert failed.error == "no such episode is open"
+        leader.send(TruncateEpisode("never opened"))
+        assert leader.expect(EpisodeFailed).error == "no such episode is open"
 
 
 def test_every_end_closes_the_episode_once(keychain_folder: Path, diary: Path) -> None:
@@ -62,20 +63,25 @@ def test_every_end_closes_the_episode_once(keychain_folder: Path, diary: Path) -
         assert isinstance(done, EpisodeStepped)
         assert done.info == {"room": ROOM, "stop": 0.0}
         wait_for(diary, ["10 done"])
+        leader.open("stopped", 15)
+        stopped = leader.step("stopped", [4, 9])
+        assert isinstance(stopped, EpisodeStepped)
+        assert stopped.info["stop"] == 1.0, "its last token is a stop id"
+        wait_for(diary, ["10 done", "15 done"])
         leader.send(CloseEpisode("done"))
 
         leader.open("failed", 11)
         assert isinstance(leader.step("failed", [0]), EpisodeFailed)
-        wait_for(diary, ["10 done", "11 failed"])
+        wait_for(diary, ["10 done", "15 done", "11 failed"])
         leader.send(OpenEpisode("no start", 2, 0, 0.0))
         assert leader.expect(EpisodeFailed).error == "OSError: no container"
-        wait_for(diary, ["10 done", "11 failed", "2 failed"])
+        wait_for(diary, ["10 done", "15 done", "11 failed", "2 failed"])
 
         leader.open("dropped", 12)
         leader.send(StepEpisode("dropped", pack_i32([1]), ROOM))
         leader.open("meanwhile", 14)
         leader.send(CloseEpisode("dropped"))
-        wait_for(diary, ["10 done", "11 failed", "2 failed", "12 cleaned up", "12 dropped"])
+        wait_for(diary, ["10 done", "15 done", "11 failed", "2 failed", "12 cleaned up", "12 dropped"])
 
         leader.open("truncated", 13)
         leader.send(TruncateEpisode("truncated"))
@@ -90,22 +96,7 @@ def test_every_end_closes_the_episode_once(keychain_folder: Path, diary: Path) -
     lines = Counter(diary.read_text().split("\n")[:-1])
     assert set(lines.values()) == {1}
     assert {"13 done", "3 done", *(f"{index} shutdown" for index in (1, 14, *range(20, 30)))} < set(lines)
-    assert len(lines) == 5 + 14
-
-
-def test_the_stop_reason_of_a_turn_is_its_stop_id(keychain_folder: Path, diary: Path) -> None:
-    with kept(keychain_folder, diary) as leader:
-        leader.open("a", 10)
-        stepped = leader.step("a", [4, 9])
-        assert isinstance(stepped, EpisodeStepped)
-        assert stepped.info["stop"] == 1.0
-
-
-def test_a_host_that_has_no_such_episode_opened_answers_so(keychain_folder: Path, diary: Path) -> None:
-    with kept(keychain_folder, diary) as leader:
-        leader.send(TruncateEpisode("never opened"))
-        assert leader.expect(EpisodeFailed).error == "no such episode is open"
-        assert isinstance(leader.open("a", 10), EpisodeOpened)
+    assert len(lines) == 6 + 14
 
 
 @pytest.mark.parametrize("seed", range(4))

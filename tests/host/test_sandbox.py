@@ -94,16 +94,6 @@ async def test_killed_tool_process_fails_one_call_and_is_replaced(sandbox: OpenS
     assert (lost.outcome, lost.value) == ("error", "the tool process died")
 
 
-async def test_slow_call_holds_one_process_only(sandbox: OpenSandbox) -> None:
-    async with sandbox(TOOLS, tool_processes=2, tool_timeout_s=600.0) as box:
-        slow = asyncio.create_task(box.call("sleep_for", 600))
-        await asyncio.sleep(0)
-        fast = [await box.call("echo", i) for i in range(20)]
-        assert not slow.done()
-        slow.cancel()
-    assert [r.value for r in fast] == list(range(20))
-
-
 async def test_processes_are_started_while_calls_wait_and_no_more_than_allowed(sandbox: OpenSandbox) -> None:
     async with sandbox(TOOLS, tool_processes=3, tool_timeout_s=600.0) as box:
         assert len({(await box.call("pid")).value for _ in range(9)}) == len(box.pids) == 1

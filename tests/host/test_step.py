@@ -64,7 +64,7 @@ def test_every_odd_answer_fails_its_episode_with_kind_and_value(keychain_folder:
         for index, (kind, error, *_) in enumerate(ODD):
             name = f"e{index}"
             leader.send(OpenEpisode(name, index, 0, 0.0))
-            message = leader.receive()
+            message = leader.next()
             if isinstance(message, EpisodeOpened):
                 message = leader.step(name, [9])
             assert isinstance(message, EpisodeFailed), (error, message)

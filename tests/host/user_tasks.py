@@ -42,6 +42,23 @@ class Scripted(Episode):
             return Turn([1, 3] if turn.tokens[0] == 6 else [], new_sample=True)
         if turn.tokens[0] == 8:
             await tools.python("while True: pass")
+        if turn.tokens[0] == 10:
+            await asyncio.sleep(600)
+        while turn.tokens[0] == 11:  # a loop of retries that takes its cancellation for an error of the judge
+            try:
+                await asyncio.sleep(600)
+            except BaseException:
+                continue
+        if turn.tokens[0] == 12:
+            results = await asyncio.gather(tools.call("nap", 1.0), tools.call("nap", 0.0))
+            return Turn([len(result.outcome) for result in results])
+        if turn.tokens[0] == 14:
+            asyncio.current_task().cancel()  # type: ignore[union-attr]
+            await asyncio.sleep(600)
+        if turn.tokens[0] == 15:
+            sys.exit(3)
+        if turn.tokens[0] == 16:
+            raise BaseException("no")
         return Turn([7, 8])
 
 
@@ -60,34 +77,6 @@ class Fragile(Task):
         return Scripted(self.path)
 
 
-class Waiting(Episode):
-    """The first token of a turn decides what it waits for."""
-
-    prompt_id, prompt, max_tokens, stop_ids = "p", [1, 2], 4, (9,)
-
-    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
-        if turn.tokens[0] == 0:
-            await asyncio.sleep(600)
-        while turn.tokens[0] == 1:  # a loop of retries that takes its cancellation for an error of the judge
-            try:
-                await asyncio.sleep(600)
-            except BaseException:
-                continue
-        if turn.tokens[0] == 2:
-            results = await asyncio.gather(tools.call("nap", 1.0), tools.call("nap", 0.0))
-            return Turn([len(result.outcome) for result in results])
-        if turn.tokens[0] == 3:
-            return Turn([len((await tools.call("doze", 600.0)).outcome)])
-        if turn.tokens[0] == 4:
-            asyncio.current_task().cancel()  # type: ignore[union-attr]
-            await asyncio.sleep(600)
-        if turn.tokens[0] == 5:
-            sys.exit(3)
-        if turn.tokens[0] == 6:
-            raise BaseException("no")
-        return Turn([7])
-
-
 class Patient(Task):
     """Its tool takes longer than others."""
 
@@ -95,7 +84,7 @@ class Patient(Task):
     tool_limits = {"nap": 60.0}
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
-        return Waiting()
+        return Scripted()
 
 
 class NoSuchTool(Patient):
@@ -115,7 +104,7 @@ class Heavy(Task):
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         time.sleep(0.6)
-        return Waiting()
+        return Scripted()
 
 
 class Given(Episode):

@@ -57,7 +57,9 @@ def workload(**fields: Any) -> Workload:
 class Link:
     """A context manager around one process: ``python -m <module> <arguments> --socket PATH``."""
 
-    def __init__(self, folder: Path, module: str, *arguments: str, inbound: Codec[Any], outbound: Codec[Any]) -> None:
+    def __init__(
+        self, folder: Path, module: str, *arguments: str, inbound: Codec[Any], outbound: Codec[Any], **environ: str
+    ) -> None:
         self._inbound, self._outbound = inbound, outbound
         # Beside its folder: names of Unix sockets are short.
         self._listener = socket.socket(socket.AF_UNIX)
@@ -76,19 +78,19 @@ class Link:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": here},
+            env={**os.environ, "PYTHONPATH": here, **environ},
         )
         self._frames, self._pending = FrameBuffer(), list[bytes]()
 
     def __enter__(self) -> Link:
-        self._link, _ = self._listener.accept()
-        self._link.settimeout(PATIENCE_S)
+        self.link, _ = self._listener.accept()
+        self.link.settimeout(PATIENCE_S)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._link.close()
+        self.link.close()
         self._listener.close()
         try:
             self.process.communicate(timeout=PATIENCE_S)
@@ -97,11 +99,11 @@ class Link:
             raise
 
     def send(self, *messages: Any) -> None:
-        self._link.sendall(b"".join(self._outbound.frame(message) for message in messages))
+        self.link.sendall(b"".join(self._outbound.frame(message) for message in messages))
 
     def receive(self) -> Any:
         while not self._pending:
-            chunk = self._link.recv(1 << 20)
+            chunk = self.link.recv(1 << 20)
             if not chunk:
                 raise EOFError("the process closed its socket")
             self._pending += self._frames.feed(chunk)
@@ -115,5 +117,5 @@ class Link:
 
     def close(self) -> int:
         """Close the socket and return the exit code."""
-        self._link.close()
+        self.link.close()
         return self.process.wait(PATIENCE_S)

@@ -25,55 +25,53 @@ def install(folder: Path, name: str, body: str) -> Mapping[str, str]:
     return {"PATH": f"{folder}:/usr/bin:/bin", "HOME": str(folder)}
 
 
+def failing(sentence: str, tries: int = 99) -> str:
+    """A program that fails with a sentence, but for its last try."""
+    return f'echo x >>"$HOME/calls"; [ $(wc -l <"$HOME/calls") -ge {tries} ] && echo done && exit; {sentence}; exit 1'
+
+
 def test_a_transient_failure_is_retried(fake: Path) -> None:
-    env = install(
-        fake,
-        "sinfo",
-        'echo x >>"$HOME/calls"; [ $(wc -l <"$HOME/calls") -ge 3 ] && echo done && exit 0; echo "sinfo: error: Socket'
-        ' timed out" >&2; exit 1',
-    )
+    env = install(fake, "sinfo", failing('echo "sinfo: error: Socket timed out" >&2', 3))
     assert command.call(["sinfo"], env) == "done\n"
 
 
-def test_a_controller_that_stays_away(fake: Path) -> None:
-    env = install(
-        fake,
-        "sinfo",
-        'echo x >>"$HOME/calls"; echo "slurm_load_partitions: Unable to contact slurm controller (connect failure)"'
-        " >&2; exit 1",
-    )
-    with pytest.raises(SlurmUnreachable, match=r"Unable to contact .*Slurm module.*libra-hpc cluster up"):
-        command.call(["sinfo"], env)
-    assert (fake / "calls").read_text().count("x") == command.TRIES
+AWAY = 'echo "slurm_load_partitions: Unable to contact slurm controller (connect failure)" >&2'
+REFUSES = "for why in a b a; do echo sbatch: error: $why >&2; done"
 
 
-def test_a_refusal_is_not_retried(fake: Path) -> None:
-    env = install(
-        fake,
-        "sbatch",
-        'echo x >>"$HOME/calls"; echo "sbatch: error: a" >&2; echo "sbatch: error: b" >&2; echo "sbatch: error: a" >&2;'
-        " exit 1",
-    )
-    with pytest.raises(command.SlurmRefused, match=r"^a; b$"):
-        command.call(["sbatch"], env)
-    assert (fake / "calls").read_text().count("x") == 1
+@pytest.mark.parametrize(
+    ("sentence", "error", "match", "tries"),
+    [
+        (AWAY, SlurmUnreachable, r"Unable to contact .*Slurm module.*libra-hpc cluster up", command.TRIES),
+        (REFUSES, command.SlurmRefused, r"^a; b$", 1),
+    ],
+)
+def test_a_controller_that_stays_away_is_asked_again_and_a_refusal_is_not(
+    fake: Path, sentence: str, error: type[Exception], match: str, tries: int
+) -> None:
+    with pytest.raises(error, match=match):
+        command.call(["sbatch"], install(fake, "sbatch", failing(sentence)))
+    assert (fake / "calls").read_text().count("x") == tries
+
+
+@pytest.mark.parametrize(
+    ("sacct", "state"),
+    [
+        ('echo "Slurm accounting storage is disabled" >&2; exit 1', JobState.UNKNOWN),
+        ('echo "7|TIMEOUT|0:15|2026-11-20T08:18:37"', JobState.TIMEOUT),
+    ],
+)
+def test_a_job_that_the_controller_has_no_record_of_is_read_from_the_accounts(
+    fake: Path, sacct: str, state: JobState
+) -> None:
+    env = install(fake, "scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    install(fake, "sacct", sacct)
+    assert job(env, "7").state is state
 
 
 def test_a_missing_command(fake: Path) -> None:
     with pytest.raises(SlurmUnreachable, match="sinfo was not found"):
         command.call(["sinfo"], {"PATH": str(fake)})
-
-
-def test_a_job_that_slurm_has_no_record_of_is_unknown(fake: Path) -> None:
-    env = install(fake, "scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
-    install(fake, "sacct", 'echo "Slurm accounting storage is disabled" >&2; exit 1')
-    assert job(env, "7").state is JobState.UNKNOWN
-
-
-def test_a_job_that_the_controller_has_no_record_of_is_read_from_the_accounts(fake: Path) -> None:
-    env = install(fake, "scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
-    install(fake, "sacct", 'echo "7|TIMEOUT|0:15|2026-11-20T08:18:37"')
-    assert job(env, "7").state is JobState.TIMEOUT
 
 
 def test_site_slurm_is_preferred(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,12 +119,6 @@ def test_a_named_interface_reaches_every_library_that_listens() -> None:
     assert "UCX_NET_DEVICES=mlx5_0:1" in own
 
 
-def test_one_component_is_a_plain_job() -> None:
-    text = script({"components": {name: {"nodes": 0} for name in ("train", "hybrid", "rollout")}})
-    assert "hetjob" not in text
-    assert "--het-group" not in text
-
-
 def test_another_command_is_quoted() -> None:
     assert "/opt/env/bin/python -m libra_hpc.slurm.pmi /a/b.py 'two words'\n" in script(
         FULL, arguments=["/a/b.py", "two words"]

@@ -108,11 +108,8 @@ def test_a_mistake_names_the_table(parts: list[dict[str, Any]], sentence: str) -
     with pytest.raises(UserError) as caught:
         check_tasks(validate({"task": {"train": parts}}).task)
     assert sentence in str(caught.value)
-
-
-def test_one_task_and_several_are_not_given_together() -> None:
     with pytest.raises(UserError, match=r"^task\.data = 'x\.jsonl': is beside \[\[task\.train\]\]"):
-        check_tasks(validate({"task": {"data": "x.jsonl", "train": [{"name": "a", "task": KEYCHAIN_TASK}]}}).task)
+        check_tasks(validate({"task": {"data": "x.jsonl", "train": parts}}).task)
 
 
 def test_an_evaluation_beside_one_task_has_rows_and_tools_of_its_own(tmp_path: Path, text_folder: Path) -> None:

@@ -7,6 +7,8 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,18 @@ def test_one_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.
         assert stubborn.wait() == -9
 
 
+@contextmanager
+def ending(started: Iterable[subprocess.Popen[bytes]]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that are killed at the end."""
+    children = list(started)
+    try:
+        yield children
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
 def test_job_processes_need_the_configuration_and_a_node_of_ours() -> None:
     conf = Path("/h/etc/slurm.conf")
     variables = [
@@ -121,13 +135,8 @@ def test_job_processes_need_the_configuration_and_a_node_of_ours() -> None:
         {"SLURM_CONF": str(conf), "SLURMD_NODENAME": "n9"},
         {"SLURM_CONF": str(conf), "SLURMD_NODENAME": "n1"},
     ]
-    children = [subprocess.Popen(["/bin/sleep", "60"], env={**os.environ, **extra}) for extra in variables]
-    try:
+    with ending(subprocess.Popen(["/bin/sleep", "60"], env={**os.environ, **extra}) for extra in variables) as children:
         assert job_processes(conf, ["n0", "n1"]) == [children[2].pid]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
 
 
 def test_step_daemons_need_our_program_in_our_folder(tmp_path: Path) -> None:
@@ -138,13 +147,8 @@ def test_step_daemons_need_our_program_in_our_folder(tmp_path: Path) -> None:
     shutil.copy("/bin/sleep", ours / "slurmstepd-wlm")
     program.symlink_to("slurmstepd-wlm")
     started = [(program, ours), (program, other), (Path("/bin/sleep"), ours)]
-    children = [subprocess.Popen([path, "60"], cwd=folder) for path, folder in started]
-    try:
+    with ending(subprocess.Popen([path, "60"], cwd=folder) for path, folder in started) as children:
         assert step_daemons(program, ours) == [children[0].pid]
         children[0].kill()
         children[0].wait()
         assert step_daemons(program, ours) == []
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
