@@ -28,22 +28,17 @@ os._exit(0)
 """
 
 
-def listeners(tmp_path: Path, interface: str) -> list[str]:
-    """Addresses that the two ranks of a local world listen on."""
+def test_a_rank_listens_on_the_named_interface_alone(tmp_path: Path) -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
     (tmp_path / "world.py").write_text(WORLD)
     run = RunDir.create(tmp_path, "run")
     config = RunConfig.model_validate(
-        {"components": {"hybrid": {"nodes": 0}, "rollout": {"nodes": 0}}, "slurm": {"interface": interface}}
+        {"components": {"hybrid": {"nodes": 0}, "rollout": {"nodes": 0}}, "slurm": {"interface": "lo"}}
     )
     local.start(Launch(job_request(config), run, 1, arguments=[str(tmp_path / "world.py"), str(run.path)]))
     while not submit.state(run).state.ended:
         time.sleep(0.05)
     found = [word for path in sorted(run.path.glob("listens-*")) for word in path.read_text().split()]
     assert len(list(run.path.glob("listens-*"))) == 2, [path.read_text() for path in run.logs(1).glob("*.log")]
-    return [str(ipaddress.ip_address(bytes.fromhex(word)[::-1])) for word in found]
-
-
-def test_a_rank_listens_on_the_named_interface_alone(tmp_path: Path) -> None:
-    assert listeners(tmp_path, "lo") == ["127.0.0.1", "127.0.0.1"]
+    assert [str(ipaddress.ip_address(bytes.fromhex(word)[::-1])) for word in found] == ["127.0.0.1"] * 2

@@ -21,9 +21,9 @@ from libra_hpc.protocol.agents import CarrierStarted
 from libra_hpc.protocol.carriers import ImageHere, Peer, Publish, Stalled
 from libra_hpc.train_leader.publisher import WeightPublisher
 from libra_hpc.train_leader.requested_offers import Published
-from libra_hpc.weights.delta import dense, encoding_for, sparse
+from libra_hpc.weights.delta import dense
 from libra_hpc.weights.image import IMAGE_FILE, reading
-from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, elements, write_offer
+from libra_hpc.weights.pieces import WHOLE, TensorBlock, write_offer
 from libra_hpc.weights.weightfile import WeightFileError, file_header
 from tests.weights.nodes import CarrierNode, FaultyLink, node_folders
 
@@ -34,19 +34,6 @@ SHAPES: dict[str, tuple[int, ...]] = {tensor: (ROWS, COLUMNS) for _, tensor in O
 """1 MiB."""
 RANKS = WRITER, RELAY, RECEIVER = range(3)
 Bits = dict[str, np.ndarray[Any, Any]]
-
-
-def encoded(tensor: str, old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> Iterator[Encoded]:
-    """What differs, in blocks of some rows each."""
-    for first in range(0, ROWS, 32):
-        block = TensorBlock(tensor, first * COLUMNS, 32, COLUMNS, COLUMNS)
-        begin, end = block.offset, block.offset + elements(block)
-        index = np.flatnonzero(old[begin:end] != new[begin:end]).astype(np.int32)
-        encoding = encoding_for(len(index), elements(block))
-        if encoding == "dense":
-            yield dense(block, "BF16", new[begin:end])
-        elif len(index):
-            yield sparse(block, "BF16", encoding, index, new[begin:end][index])
 
 
 class Nodes:
@@ -83,15 +70,18 @@ class Nodes:
         self.start(rank)
 
     def offer(self, share: float) -> int:
-        """A version of which this share of elements is new; 1.0: whole tensors."""
+        """A version of which this share of rows is new; 1.0: whole tensors."""
         version, base = len(self.bits), WHOLE if share == 1.0 else len(self.bits) - 1
-        size = ROWS * COLUMNS
-        old = self.bits[-1] if self.bits else {tensor: np.zeros(size, np.int16) for tensor in SHAPES}
-        new = {}
+        old = self.bits[-1] if self.bits else {tensor: np.zeros((ROWS, COLUMNS), np.int16) for tensor in SHAPES}
+        new = {tensor: rows.copy() for tensor, rows in old.items()}
         for writer, (rank, tensor) in OWNERS.items():
-            changed = old[tensor] + self._draw.integers(1, 1 << 16, size).astype(np.int16)
-            new[tensor] = np.where(self._draw.random(size) < share, changed, old[tensor])
-            write_offer(self._folder / str(rank), version, base, writer, encoded(tensor, old[tensor], new[tensor]))
+            changed = np.flatnonzero(self._draw.random(ROWS) < share)
+            new[tensor][changed] += self._draw.integers(1, 1 << 15, (len(changed), COLUMNS), np.int16)
+            blocks = [
+                (TensorBlock(tensor, row * COLUMNS, 1, COLUMNS, COLUMNS), new[tensor][row]) for row in changed.tolist()
+            ]
+            encoded = [dense(block, "BF16", values) for block, values in blocks]
+            write_offer(self._folder / str(rank), version, base, writer, encoded)
         self.bits.append(new)
         writers = tuple((writer, rank) for writer, (rank, _) in OWNERS.items())
         self._publisher.publish(Published(version, base, writers))
@@ -114,7 +104,7 @@ class Nodes:
                 values = np.fromfile(path, np.int16, offset=len(file_header(SHAPES, "BF16")[0]))
         except WeightFileError:
             return -1
-        expected = np.concatenate([self.bits[version][tensor] for tensor in SHAPES])
+        expected = np.concatenate([self.bits[version][tensor].reshape(-1) for tensor in SHAPES])
         assert np.array_equal(values, expected), f"the image of node {rank} is not version {version}"
         return version
 
