@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import math
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -270,8 +271,9 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
-        if left and loop.run_until_complete(asyncio.wait(left, timeout=CANCEL_S))[1]:
-            leave(code)  # a regular exit closes coroutines; one that catches everything would loop for ever
+        stuck = left and loop.run_until_complete(asyncio.wait(left, timeout=CANCEL_S))[1]
+        if stuck or threading.active_count() > 1:
+            leave(code)  # a regular exit closes coroutines and waits for threads, for ever if they never end
         return code
     finally:
         loop.close()
@@ -286,12 +288,13 @@ def main(module: str, kind: type[C], serve: Callable[[str, C], Coroutine[Any, An
     options = parser.parse_args()
     try:
         config = msgspec.json.decode(Path(options.config).read_bytes(), type=kind)
-        with contextlib.suppress(KeyboardInterrupt):
-            return _run(serve(options.socket, config))
     except (msgspec.DecodeError, OSError) as error:
         mistake = invalid("--config", options.config, error_text(error), f"a file with a {kind.__name__} as JSON")
         print(f"{MARK}{mistake}", file=sys.stderr)
         return UserError.exit_code
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            return _run(serve(options.socket, config))
     except (UserError, OperationError) as error:
         print(f"{MARK}{error}", file=sys.stderr)
         return error.exit_code

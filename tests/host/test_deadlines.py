@@ -58,6 +58,13 @@ def test_however_a_step_ends_the_leader_gets_an_answer(keychain_folder: Path, ho
         leader.open("a")
 
 
+def test_a_thread_that_a_step_leaves_behind_keeps_no_host(keychain_folder: Path) -> None:
+    with Leader(host(keychain_folder)) as leader:
+        leader.open("a")
+        leader.step("a", [17])
+    assert leader.process.returncode == 0
+
+
 def test_a_host_shows_that_its_loop_runs_and_its_stacks_when_asked(keychain_folder: Path) -> None:
     with Leader(host(keychain_folder)) as leader:
         assert leader.ready.step_limit_s == math.inf, "it ends overdue steps itself, and a queue for tools is no hang"

@@ -236,3 +236,12 @@ def test_users_mistakes_exit_with_two(
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_an_error_of_the_machine_is_no_mistake_of_the_user(keychain_folder: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "host.json"
+    settings.write_bytes(msgspec.json.encode(host_settings(task=KEYCHAIN_TASK, model=str(keychain_folder))))
+    command = [*host_command(settings), "--socket", str(tmp_path / "none.sock")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "FileNotFoundError" in result.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+import threading
 import time
 from typing import Any, NamedTuple
 
@@ -59,6 +60,8 @@ class Scripted(Episode):
             sys.exit(3)
         if turn.tokens[0] == 16:
             raise BaseException("no")
+        if turn.tokens[0] == 17:
+            threading.Thread(target=time.sleep, args=(600.0,)).start()
         return Turn([7, 8])
 
 
