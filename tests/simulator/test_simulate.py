@@ -179,6 +179,10 @@ def test_a_run_is_what_was_computed_by_hand(
     assert msgspec.json.decode(msgspec.json.encode(result), type=SimulationResult) == result
 
 
+def test_the_timeline_of_an_engine_has_its_mean_number_of_running_sequences() -> None:
+    assert simulate([single("p", 4, 5)], ONE, Spread(), NOW).engines[0].segments == [(0.0, 5.0, 1.0)]
+
+
 def test_moves_are_counted_and_computed_again() -> None:
     alternate = Always(lambda turn: "ab"[turn.turns % 2])
     work = [TrajectoryRecord("p", 0, 8, (turn(3), turn(2, new=4), turn(1, new=1)))]
