@@ -42,12 +42,13 @@ def line_of(record: dict[str, Any]) -> bytes:
 class LineLog:
     """Append-only JSON lines; each record is one `write` of one whole line.
 
+    - The file was removed -> it is made again.
     - The file ends within a line (an earlier attempt, a failed write) -> that line is closed first.
     - A write fails -> `OSError`, and the file is cut back to its length before, if the file system allows that.
     """
 
     def __init__(self, path: Path) -> None:
-        self._handle = path.open("a+b", buffering=0)
+        self._path, self._handle = path, path.open("a+b", buffering=0)
         self._torn = True
         """Whether the file may end within a line."""
 
@@ -63,6 +64,10 @@ class LineLog:
 
     def append(self, lines: bytes) -> None:
         """Append whole lines."""
+        if not os.fstat(self._handle.fileno()).st_nlink:
+            # Somebody removed the file; its folder may still be there.
+            removed, self._handle = self._handle, self._path.open("a+b", buffering=0)
+            removed.close()
         end = self.size
         if self._torn and end and os.pread(self._handle.fileno(), 1, end - 1) != b"\n":
             lines = b"\n" + lines

@@ -4,6 +4,7 @@
 - A process of this machine has it -> refused.
 - A process of another machine has it -> its counter is watched for `WATCH_S`: unchanged -> taken, renewed -> refused.
 - Two take the same generation -> the file system lets one of them make it; the other is refused.
+- The lease was removed, and its run directory is there -> it is made again; without the directory the owner ends.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 
 from libra_hpc.errors import OperationError
 from libra_hpc.files import write_once
-from libra_hpc.process.lease import BYTES, RENEW_S, Lease, boot, lease_file, newest_lease, start_ticks
+from libra_hpc.process.lease import BYTES, RENEW_S, Lease, RunFolder, boot, lease_file, newest_lease, start_ticks
 
 WATCH_S = 4 * RENEW_S
 """Half: a file system that shows renewals late would give a run two owners; double: a take-over takes longer."""
@@ -37,10 +38,10 @@ class HeldLease:
 
     def __init__(self, folder: Path, generation: int, lease: Lease) -> None:
         self.generation, self.nonce = generation, lease.nonce
-        self._folder, self._lease = folder, lease
+        self._folder, self._lease, self._place = folder, lease, RunFolder(folder.parent)
         self._released = threading.Event()
         self.taken = ""
-        """Who took it, as a sentence; empty while nobody did."""
+        """Who took it, or that the run has no folder any more, as a sentence; empty while nobody did."""
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
 
@@ -54,8 +55,12 @@ class HeldLease:
         """Read the newest lease, before a write by a process that may have been stopped for long; returns `taken`."""
         with contextlib.suppress(OSError):
             generation, found = newest_lease(self._folder)
-            if found is not None and generation > self.generation:
+            if found is not None and generation >= self.generation and found.nonce != self.nonce:
                 self.taken = f"another owner has taken the run: {_whose(found)}"
+            self.taken = self.taken or self._place.gone(generation >= self.generation)
+            if generation < self.generation and not self._place.doubted:
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+                write_once(lease_file(self._folder, self.generation), encode_lease(self._lease))
         return self.taken
 
     def _write(self, lease: Lease) -> None:

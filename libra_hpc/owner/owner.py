@@ -27,7 +27,7 @@ import msgspec
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.agent_folders import remove_kept
 from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD, START, RanksStart
-from libra_hpc.slurm.queue.cause import tail, telling_line
+from libra_hpc.slurm.queue.cause import OWNER_ENDS, tail, telling_line
 
 from . import slurm_step
 from .claim import HeldLease, LeaseRefused, acquire
@@ -101,7 +101,7 @@ class RunOwner:
         while True:
             ended = self._start()
             if taken := self._lease.check():
-                log_line(f"the run goes on without this owner: {taken}")
+                log_line(f"{OWNER_ENDS}{taken}")
                 return 1
             decision = decide(ended, self._so_far, self._limits)
             if decision.word not in ("restart", "repeat"):

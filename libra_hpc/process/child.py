@@ -82,7 +82,9 @@ class Child:
         with contextlib.suppress(FileNotFoundError):
             self.socket_path.unlink()
         self._server = await asyncio.start_unix_server(self._connected, str(self.socket_path))
-        log.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (log.parents[1], log.parent):
+            # Not those above them: nobody makes a run directory again that was removed.
+            folder.mkdir(exist_ok=True)
         Child.starting += 1
         try:
             with log.open("ab", buffering=0) as output:

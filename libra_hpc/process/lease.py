@@ -4,6 +4,7 @@
 - Written in place, in blocks that it has -> a full disk does not end it.
 - A world reads another's nonce in a newer generation -> `Fence.taken`; it stops and writes nothing more.
 - The lease is not renewed, or cannot be read -> `Fence.fault`, which is a warning and ends nothing.
+- The run directory was removed or renamed (`RunFolder`) -> as if another had taken the run: there is none to write to.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ CHECK_S = 1.0
 """Between two readings of a fence."""
 STALE_S = 30.0
 """Without a renewal, until that is a warning: a file system may hang for some seconds."""
+GONE_S, GONE_READINGS = 30.0, 3
+"""Seconds and readings in a row without the run directory that prove that it was removed or renamed.
+
+Half: a cache of an NFS client may show an old folder; double: what is trained meanwhile is lost too."""
 BYTES = 512
 """Size of a lease, whatever it contains."""
 _NAME = re.compile(r"lease-(\d{6})\.json")
@@ -90,15 +95,55 @@ def newest_lease(folder: Path) -> tuple[int, Lease | None]:
     return max(found), None
 
 
+class RunFolder:
+    """A run directory by its inode, which it keeps for life; a file system that fails proves nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._inode = folder, _inode(folder)
+        self._since, self._readings = 0.0, 0
+
+    def gone(self, seen: bool) -> str:
+        """That the folder was removed or renamed, as a sentence, once that is proven; raises `OSError`.
+
+        ``seen``: it is there, by what was just read in it.
+        """
+        if seen or self._there():
+            self._readings = 0
+            return ""
+        now = time.monotonic()
+        self._since = self._since if self._readings else now
+        self._readings += 1
+        if self._readings < GONE_READINGS or now - self._since < GONE_S:
+            return ""
+        return f"the run directory {self._folder} was removed or renamed; nothing more is saved"
+
+    def _there(self) -> bool:
+        inode = _inode(self._folder)
+        return inode == self._inode or (inode is None and self._folder.name in os.listdir(self._folder.parent))
+
+    @property
+    def doubted(self) -> bool:
+        """Whether the folder was not there at the last reading."""
+        return self._readings > 0
+
+
+def _inode(folder: Path) -> int | None:
+    try:
+        return os.stat(folder).st_ino
+    except FileNotFoundError:
+        return None
+
+
 class Fence:
     """What a world sees of the lease that it lives under; without a nonce it sees nothing."""
 
     def __init__(self, folder: Path, nonce: str = "", generation: int = 0) -> None:
         self._folder, self._nonce, self._generation = folder, nonce, generation
+        self._place = RunFolder(folder.parent)
         self._checked_at = float("-inf")
         self._renewed, self._renewed_at = -1, time.monotonic()
         self.taken = ""
-        """Who has the run instead, as a sentence; empty while nobody has."""
+        """Who has the run instead, or that it has no folder any more, as a sentence; empty while it goes on."""
         self.fault = ""
         """Why it is not known whether the owner lives; empty while it renews its lease."""
         self.owner: Lease | None = None
@@ -112,10 +157,12 @@ class Fence:
         self._checked_at = now
         try:
             generation, lease = newest_lease(self._folder)
+            # Where the own lease is, the folder is: no other call is needed.
+            self.taken = self._place.gone(lease is not None and lease.nonce == self._nonce)
         except OSError as error:
             self.fault = f"the run's lease cannot be read: {error_text(error)}"
             return ""
-        if lease is not None and generation > self._generation and lease.nonce != self._nonce:
+        if lease is not None and generation >= self._generation and lease.nonce != self._nonce:
             at = time.strftime("%H:%M:%S", time.localtime(lease.since))
             self.taken = f"another owner has the run: process {lease.pid} on {lease.host}, since {at}"
         elif lease is not None and lease.nonce == self._nonce and lease.renewed != self._renewed:

@@ -94,7 +94,7 @@ def export(path: Path, step: int) -> tuple[int, int]:
 def write(folder: Path, step: int, updates: int) -> folders.Manifest:
     """Write the files of a checkpoint but its policy; raises `OSError` when there is no room."""
     folders.check_room(folder, ELEMENTS * 4)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     counters = folder / folders.STATE_FILE
     counters.write_bytes(msgspec.json.encode(folders.TrainerState(step, updates)))
     return folders.seal(folder, [counters])

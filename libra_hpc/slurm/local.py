@@ -16,6 +16,7 @@ import msgspec
 
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.lease import newest_lease, start_ticks
+from libra_hpc.slurm.queue.cause import OWNER_ENDS, tail
 from libra_hpc.slurm.queue.job_record import JobRecord, read_job, start_attempt, write_job
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import OWNER_LOST
@@ -71,6 +72,8 @@ def state(run: RunDir) -> JobInfo:
         return JobInfo(record.job_id, JobState.COMPLETED, exit_code=0, start_time=record.submitted_at)
     ended = JobState.CANCELLED if record.cancelled else JobState.FAILED
     reason = "" if record.cancelled or run.result.exists() else OWNER_LOST
+    if any(line.startswith(OWNER_ENDS) for line in tail(run.logs(record.attempt) / "launcher.log")):
+        reason = ""
     return JobInfo(record.job_id, ended, reason, exit_code=1, start_time=record.submitted_at)
 
 

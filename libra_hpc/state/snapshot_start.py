@@ -39,7 +39,8 @@ def list_snapshot(run: RunDir, config: RunConfig, start: str, position: DataPosi
     """List a snapshot of this start instead of the one before; raises `OSError`."""
     name = f"step-{position.step:08d}.{start}"
     partial = run.snapshots / f"{name}{TEMPORARY}"
-    partial.mkdir(parents=True, exist_ok=True)
+    for path in (run.snapshots, partial):
+        path.mkdir(exist_ok=True)
     publish(partial, run.snapshots / name, position=msgspec.structs.replace(position, layout=layout_digest(config)))
     keep_listed(run, name)
 

@@ -19,7 +19,8 @@ from .train_leader import TrainLeader
 def rendezvous_folder(context: AgentContext) -> Path:
     """The folder of rendezvous files of this start, the same for all its nodes."""
     folder = context.run.rendezvous / context.start_name
-    folder.mkdir(parents=True, exist_ok=True)
+    for path in (folder.parent, folder):
+        path.mkdir(exist_ok=True)
     return folder
 
 

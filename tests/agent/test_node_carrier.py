@@ -37,6 +37,7 @@ class Scene:
         )
         self.sent: list[Any] = []
         self.answers: list[PolicySaved] = []
+        (folder / "run").mkdir(exist_ok=True)
         context = AgentContext(
             1,
             RankLayout(("planner", "train", "rollout")),

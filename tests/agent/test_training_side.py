@@ -66,6 +66,7 @@ class Side:
         self.ready: set[int] = set()
         self.generation = 0
         self.run = RunDir(folder / "run")
+        self.run.path.mkdir(exist_ok=True)
         layout = RankLayout(("planner", "train", "hybrid", "hybrid", "rollout"))
         shapes = hf_shapes(read_shape(folder / "model")) if engine == "real" else None
         self.nodes: dict[int, TrainNode] = {}

@@ -47,6 +47,7 @@ class Scene:
         self.shm = folder / "shm"
         self.shm.mkdir(parents=True)
         self.run = RunDir(folder / "run")
+        self.run.path.mkdir(exist_ok=True)
         context = AgentContext(
             rank,
             RankLayout(("planner", *components)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -185,3 +186,73 @@ def test_a_killed_owner_is_named(folder: Path) -> None:
     process.kill()
     process.wait()
     assert fence.orphaned() == f"the owner of the run (process {process.pid} on {socket.gethostname()}) was killed"
+
+
+def end_of_place(folder: Path, what: str) -> None:
+    """Take a run directory away in one of several ways."""
+    run = folder.parent
+    run.rename(run.with_name("renamed"))
+    if what == "replaced":
+        run.mkdir()
+    elif what == "unreadable":
+        run.symlink_to(run)
+
+
+@pytest.mark.parametrize("what", ["renamed", "replaced"])
+def test_a_run_directory_that_is_gone_ends_owner_and_ranks_after_three_readings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(claim, "RENEW_S", 60.0)
+    monkeypatch.setattr(leases, "CHECK_S", 0.0)
+    monkeypatch.setattr(leases, "GONE_S", 0.2)
+    folder = tmp_path / "run-001" / "lease"
+    folder.parent.mkdir()
+    with acquire(folder) as held:
+        fence = Fence(folder, held.nonce, held.generation)
+        assert fence.check() == ""
+        end_of_place(folder, what)
+        for _ in range(5):
+            assert (fence.check(), held.check()) == ("", ""), "one reading proves nothing, nor do many at once"
+        time.sleep(0.25)
+        sentence = f"the run directory {folder.parent} was removed or renamed; nothing more is saved"
+        assert (fence.check(), held.check()) == (sentence, sentence)
+        assert not folder.exists(), "nothing is made again"
+
+
+@pytest.mark.parametrize("what", ["unreadable", "parent", "back"])
+def test_a_run_directory_that_cannot_be_seen_now_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(claim, "RENEW_S", 60.0)
+    monkeypatch.setattr(leases, "CHECK_S", 0.0)
+    monkeypatch.setattr(leases, "GONE_S", 0.1)
+    folder = tmp_path / "runs" / "run-001" / "lease"
+    folder.parent.mkdir(parents=True)
+    with acquire(folder) as held:
+        fence = Fence(folder, held.nonce, held.generation)
+        if what == "parent":
+            folder.parents[1].rename(tmp_path / "unmounted")
+        else:
+            end_of_place(folder, what)
+        for number in range(6):
+            if what == "back" and number % 2:
+                (folder.parents[1] / "renamed").rename(folder.parent)
+            assert (fence.check(), held.check()) == ("", "")
+            if what == "back" and number % 2:
+                folder.parent.rename(folder.parents[1] / "renamed")
+            time.sleep(0.05)
+        assert what == "back" or "cannot be read" in fence.fault
+
+
+def test_an_owner_makes_a_lease_again_that_was_removed_and_whoever_came_between_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "RENEW_S", 60.0)
+    with acquire(folder) as held:
+        shutil.rmtree(folder)
+        assert held.check() == ""
+        assert newest_lease(folder) == (1, held._lease)
+        lease_file(folder, 1).unlink()
+        write(folder, 1, of(4711, "far"))
+        assert held.check().startswith("another owner has taken the run: process 4711 on far")
+        assert Fence(folder, held.nonce, 1).check().startswith("another owner has the run")

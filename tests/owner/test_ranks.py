@@ -176,7 +176,7 @@ def test_an_owner_whose_run_another_has_taken_kills_its_ranks_and_writes_nothing
     while local._alive(read_job(run)):
         time.sleep(0.05)
     assert (
-        "the run goes on without this owner: another owner has taken the run: process 4711 on far"
+        "this owner of the run ends: another owner has taken the run: process 4711 on far"
         in (run.logs(1) / "launcher.log").read_text()
     )
     assert not run.result.exists()

@@ -15,6 +15,8 @@ TAIL_BYTES = 64 * 1024
 """Read from the end of each log.  A traceback takes a few kB; 100 logs of this size are read within a second."""
 SET_UP_ENDED = "the set-up of the job ended at"
 """First words of what the batch script prints when its set-up lines fail."""
+OWNER_ENDS = "this owner of the run ends: "
+"""First words of an owner that has lost its run, and may not write a result."""
 LONGEST = 200
 """Most characters of a line that are shown."""
 SYMPTOM = re.compile(
@@ -29,7 +31,7 @@ _OWN = re.compile(r"^(?:the run (?:was )?\w+:|libra-hpc:|repeat:|restart:|requeu
 VALIDATION = re.compile(r" \[type=\w+, input_value=.*$")
 """End of pydantic's sentence, which stands between the name of the exception and an address."""
 TELLING = (
-    re.compile(rf"^{SET_UP_ENDED} "),
+    re.compile(rf"^(?:{SET_UP_ENDED} |{OWNER_ENDS})"),
     re.compile(r"^(?:slurmstepd|srun|slurmd)[^:]*: error: .*(?:oom[-_ ]?kill|out of memory)", re.IGNORECASE),
     VALIDATION,
     re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Refused|Unreachable)(?:: .*)?$"),

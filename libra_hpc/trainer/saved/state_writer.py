@@ -126,7 +126,9 @@ class StateWriter:
         self, folder: Path, state: folders.TrainerState, pieces: Mapping[str, torch.Tensor]
     ) -> folders.Manifest:
         own = rank_file(folder, self._rank)
-        own.parent.mkdir(parents=True, exist_ok=True)
+        for path in (folder, own.parent):
+            # Not its parents: nobody makes a run directory again that was removed.
+            path.mkdir(exist_ok=True)
         write_pieces(pieces, own)
         written = [own]
         if not self._rank:
