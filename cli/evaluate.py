@@ -22,6 +22,7 @@ from libra_hpc.facts.rundir import MODES, RunDir, readable
 from libra_hpc.facts.summary import evaluation_results
 from libra_hpc.preflight.checks import check_files
 from libra_hpc.preflight.task_trial import try_task
+from libra_hpc.process.lease import start_ticks
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.node_job import answered, submit_on_nodes
 from libra_hpc.slurm.queue.job_record import JobRecord, write_job
@@ -156,6 +157,9 @@ def queued(config: RunConfig, parent: Path, task: str, step: int) -> tuple[RunDi
     except BaseException:
         shutil.rmtree(place.path, ignore_errors=True)
         raise
-    if not local:
+    if local:
+        pid = int(handle.job_id)
+        write_job(place, JobRecord("local", f"local-{pid}", 1, time.time(), pid=pid, started=start_ticks(pid) or 0))
+    else:
         write_job(place, JobRecord("slurm", handle.job_id, 1, time.time(), cluster=cluster_name(env)))
     return place, handle

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -116,8 +117,12 @@ class EvaluationNode:
         remove(self._context.private)
         remove(self._context.shared_memory)
         lines = list(read_lines(self._run.evaluations)) if self._service is not None else [{}]
-        if self._why or not lines:
-            raise OperationError(self._why or f"{self._run.evaluations} cannot be written.")
+        why = self._why or ("" if lines else f"{self._run.evaluations} cannot be written.")
+        if self._service is not None:
+            end = {"state": "failed" if why else "completed", "message": why, "attempt": 1, "t": time.time()}
+            self._run.write_json(self._run.result, end)
+        if why:
+            raise OperationError(why)
         return lines[-1]
 
     async def _watch(self) -> None:

@@ -89,6 +89,10 @@ class EvalPart(NamedTask):
     """Prompts of an evaluation, the first ones of its data order."""
     samples: int = Field(1, ge=1, le=1024)
     """Trajectories of each prompt."""
+    solved: str = ""
+    """Part of the reward that says whether a trajectory is solved, for pass@k; empty: the reward."""
+    solved_at: float = 1.0
+    """Least value that is solved."""
 
 
 class TaskSection(TaskTable):

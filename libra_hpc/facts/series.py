@@ -82,12 +82,18 @@ def read(run: RunDir) -> Recorded:
 
 
 def steps(run: RunDir) -> list[Record]:
-    """Metrics in order of step; of a step that was trained twice, the last line."""
+    """Metrics in order of step; of a step that was trained twice, the last line.
+
+    The mean of an evaluation stands in the step of its weights, as ``eval/NAME``.
+    """
     latest: dict[int, Record] = {}
     for record in read_lines(run.metrics):
         step = record.get("step")
         if isinstance(step, int):
             latest[step] = record
+    for line in read_lines(run.evaluations):
+        if line.get("step") in latest and "mean" in line:
+            latest[line["step"]] = {**latest[line["step"]], f"eval/{line['task']}": line["mean"]}
     return [latest[step] for step in sorted(latest)]
 
 

@@ -81,7 +81,7 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     best_of: float | None
     """Mean of each prompt's best sample."""
     pass_at: dict[str, float] | None
-    """Pass@k by k = 1, 2, 4, ...; None: rewards are not all 0 or 1."""
+    """Pass@k by k = 1, 2, 4, ...; None: no trajectory ended."""
     samples: int
     failed: int
 
@@ -91,8 +91,9 @@ class EvaluationResult(msgspec.Struct, frozen=True):
             return f"{self.task} at step {self.step}: all trajectories failed"
         first = f"{self.first:.3f} -> " if self.first is not None else ""
         best = f", best of {self.samples} {self.best_of:.3f}" if self.samples > 1 else ""
-        if self.pass_at is not None:
-            best = "".join(f", pass@{k} {share:.3f}" for k, share in self.pass_at.items() if k != "1")
+        if self.pass_at:
+            # Where rewards are 0 or 1, pass@1 is the mean.
+            best = "".join(f", pass@{k} {share:.3f}" for k, share in self.pass_at.items() if share != self.mean)
         failed = f", {self.failed} failed" if self.failed else ""
         return f"{self.task} {first}{self.mean:.3f} +- {self.stderr:.3f} at step {self.step}{best}{failed}"
 

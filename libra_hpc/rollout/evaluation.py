@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import comb, sqrt
+from math import comb, inf, sqrt
 from typing import Any
 
 from libra_hpc.config.learn import EvalPart
@@ -103,11 +103,15 @@ def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:
     """The result of an evaluation; numbers of rewards are absent where every trajectory failed.
 
     ``stderr`` is that of the mean over prompts, whose samples are not independent. ``best_of``: the mean of each
-    prompt's best sample. ``pass_at``: `pass_at`, where every reward is 0 or 1.
+    prompt's best sample. ``pass_at``: `pass_at` of what ``solved`` and ``solved_at`` of the table call solved.
     """
     by_prompt: dict[int, list[float]] = {}
+    solved: dict[int, list[bool]] = {}
+    part = one.part
     for trajectory in one.done:
         by_prompt.setdefault(trajectory.index, []).append(trajectory.reward)
+        score = trajectory.info.get(part.solved, -inf) if part.solved else trajectory.reward
+        solved.setdefault(trajectory.index, []).append(score >= part.solved_at)
     means = [mean_and_std(rewards)[0] for rewards in by_prompt.values()]
     found: dict[str, Any] = {}
     if means:
@@ -118,7 +122,7 @@ def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:
             "mean": mean,
             "stderr": std / sqrt(max(1, len(means) - 1)),
             "best_of": sum(map(max, by_prompt.values())) / len(by_prompt),
-            **pass_at(list(by_prompt.values())),
+            "pass_at": pass_at(list(solved.values())),
             "turns": sum(len(t.turns) for t in one.done) / len(one.done),
             "gen_tokens": sum(t.attained for t in one.done),
             "versions": [min(versions), max(versions)],
@@ -126,27 +130,25 @@ def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:
         }
     return {
         "t": time.time(),
-        "task": one.part.name,
+        "task": part.name,
         "step": one.step,
-        "prompts": one.part.prompts,
-        "samples": one.part.samples,
+        "prompts": part.prompts,
+        "samples": part.samples,
         "failed": one.failed,
         "seconds": seconds,
         **found,
     }
 
 
-def pass_at(by_prompt: Sequence[Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Pass@k for k = 1, 2, 4, ... of rewards by prompt, as ``{"pass_at": {"1": 0.5}}``; empty unless all are 0 or 1.
+def pass_at(by_prompt: Sequence[Sequence[bool]]) -> dict[str, float]:
+    """Pass@k for k = 1, 2, 4, ... of which samples of each prompt are solved: ``{"1": 0.5}``.
 
-    Reward 1 is solved. The mean over prompts of 1 - C(n - c, k) / C(n, k), for c of n samples solved, is unbiased (Chen
-    et al. 2021, arXiv 2107.03374). A failed sample is none: each k is over the prompts with k samples or more.
+    The mean over prompts of 1 - C(n - c, k) / C(n, k), for c of n samples solved, is unbiased (Chen et al. 2021, arXiv
+    2107.03374). A failed sample is none: each k is over the prompts with k samples or more.
     """
-    if any(reward not in (0.0, 1.0) for rewards in by_prompt for reward in rewards):
-        return {}
-    counts = [(len(rewards), round(sum(rewards))) for rewards in by_prompt]
+    counts = [(len(solved), sum(solved)) for solved in by_prompt]
     found, k = {}, 1
     while own := [1.0 - comb(n - solved, k) / comb(n, k) for n, solved in counts if n >= k]:
         found[str(k)] = sum(own) / len(own)
         k *= 2
-    return {"pass_at": found}
+    return found

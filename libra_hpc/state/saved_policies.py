@@ -29,11 +29,13 @@ def chosen_policy(run: RunDir, option: str, which: str) -> tuple[int, Path]:
 
     The best one is that of ``checkpoint.best``. Without one, it is that of the best smoothed reward in training.
     """
-    found = saved_policies(run)
+    found, model = saved_policies(run), Path(str(run.resolved().get("model", {}).get("path", "")))
     if not found:
         raise invalid(option, which, f"{run.name} has no checkpoint and no exported policy", "a run that saved one")
     if which == LAST:
         return max(found.items())
+    if (model / "config.json").exists():
+        found.setdefault(0, model)
     if which == BEST:
         step = _best(run, option, found)
         return step, found[step]

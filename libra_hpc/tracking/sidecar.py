@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from libra_hpc.config.load import load_resolved
 from libra_hpc.errors import UserError
-from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.rundir import RunDir, read_lines
 
 from .metrics_tail import MetricsTail
 from .trackers import Tracker, trackers
@@ -26,19 +26,24 @@ POLL_S, RETRY_S = 2.0, 60.0
 
 
 class Sent:
-    """The last step that each tracker has and the checksum of its line, in ``track/sent.json``."""
+    """The last step that each tracker has, the checksum of its line, and how many evaluations, in
+    ``track/sent.json``."""
 
     def __init__(self, run: RunDir) -> None:
         self._run, self._path = run, run.path / "track" / "sent.json"
         self._kept: dict[str, list[int]] = run.read_json(self._path)
 
     def last(self, name: str) -> tuple[int, int]:
-        step, line = self._kept.get(name, (0, 0))
+        step, line = self._kept.get(name, (0, 0))[:2]
         return step, line
 
-    def record(self, name: str, step: int, line: int) -> None:
-        if self.last(name) != (step, line):
-            self._kept[name] = [step, line]
+    def evaluated(self, name: str) -> int:
+        """How many lines of evaluations it has."""
+        return (*self._kept.get(name, ()), 0, 0, 0)[2]
+
+    def record(self, name: str, step: int, line: int, evaluated: int) -> None:
+        if self._kept.get(name) != [step, line, evaluated]:
+            self._kept[name] = [step, line, evaluated]
             self._path.parent.mkdir(exist_ok=True)
             self._run.write_json(self._path, self._kept)
 
@@ -48,7 +53,7 @@ class Feed:
 
     def __init__(self, tracker: Tracker, run: RunDir, sent: Sent) -> None:
         self.tracker, self._run, self._sent = tracker, run, sent
-        self._last = sent.last(tracker.name)
+        self._last, self._evaluated = sent.last(tracker.name), sent.evaluated(tracker.name)
         self._tail = MetricsTail(run.metrics, *self._last)
 
     def pass_on(self) -> None:
@@ -60,12 +65,23 @@ class Feed:
                 elif entry.step > self._last[0]:
                     self.tracker.send(entry.step, entry.values)
                     self._last = entry.step, entry.line
+            self._evaluations()
         except Exception:
             self._tail = MetricsTail(self._run.metrics, *self._last)
             raise
         finally:
             self.tracker.flush()
-            self._sent.record(self.tracker.name, *self._last)
+            self._sent.record(self.tracker.name, *self._last, self._evaluated)
+
+    def _evaluations(self) -> None:
+        """Send those that have ended, at the newest step: a tracker may take no older one."""
+        lines = list(read_lines(self._run.evaluations))
+        for line in lines[self._evaluated :]:
+            name, known = f"eval/{line['task']}", {"": "mean", "/step": "step", "/stderr": "stderr"}
+            values = {name + end: float(line[key]) for end, key in known.items() if key in line}
+            passed = {f"{name}/pass@{k}": share for k, share in line.get("pass_at", {}).items()}
+            self.tracker.send(self._last[0], values | passed)
+            self._evaluated += 1
 
 
 def follow(run: RunDir, over: Callable[[], bool], sleep: Callable[[float], object] = time.sleep) -> list[str]:

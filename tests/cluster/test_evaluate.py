@@ -38,5 +38,7 @@ def test_two_nodes_evaluate_a_model_folder_in_a_job_of_their_own(cluster: Cluste
     assert list(found["result"]["pass_at"]) == ["1", "2", "4", "8"]
     engines = {line["engine"] for line in read_lines(place.decisions) if "engine" in line}
     assert engines == {"r0.0", "r1.0"}, "both nodes have turns"
+    (row,) = json.loads(case.cli("list", "--json").stdout)
+    assert (row["run"], row["state"]) == (place.name, "completed")
     shown = case.cli("summary", str(place.path)).stdout
     assert "held " in shown

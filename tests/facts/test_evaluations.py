@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.summary import evaluation_results
 
@@ -25,3 +26,10 @@ def test_the_newest_of_each_task_beside_its_first(tmp_path: Path) -> None:
         "math 0.500 +- 0.020 at step 0, pass@2 0.625, pass@4 0.750",
         "code at step 0: all trajectories failed",
     ]
+
+
+def test_a_mean_stands_in_the_step_of_its_weights(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "t")
+    run.metrics.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.5}\n')
+    run.evaluations.write_text('{"task": "aime", "step": 0, "mean": 0.1}\n{"task": "aime", "step": 2, "mean": 0.3}\n')
+    assert series.steps(run) == [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.5, "eval/aime": 0.3}]

@@ -98,14 +98,22 @@ def test_a_restart_evaluates_what_has_no_line(known: int, steps: list[int]) -> N
 
 
 def test_pass_at_k_is_the_mean_over_all_draws_of_k_samples() -> None:
-    rewards = [[1.0, 0.0, 0.0, 1.0, 0.0], [0.0] * 5, [1.0] * 5]
-    found = pass_at(rewards)["pass_at"]
+    solved = [[True, False, False, True, False], [False] * 5, [True] * 5]
+    found = pass_at(solved)
     assert list(found) == ["1", "2", "4"]
     for k, share in found.items():
-        draws = [[max(draw) for draw in combinations(own, int(k))] for own in rewards]
+        draws = [[any(draw) for draw in combinations(own, int(k))] for own in solved]
         assert share == pytest.approx(sum(sum(own) / len(own) for own in draws) / 3)
+    assert pass_at([[True], [False, True, False]]) == {"1": pytest.approx(2 / 3), "2": pytest.approx(2 / 3)}
 
 
-def test_pass_at_k_takes_prompts_with_k_samples_and_rewards_of_0_and_1_only() -> None:
-    assert pass_at([[1.0], [0.0, 1.0, 0.0]]) == {"pass_at": {"1": pytest.approx(2 / 3), "2": pytest.approx(2 / 3)}}
-    assert pass_at([[1.0, 0.5], [0.0, 1.0]]) == {}
+@pytest.mark.parametrize(
+    ("part", "at_least", "shares"),
+    [("", 0.5, [0.5, 1.0]), ("solved", 0.5, [0.5, 1.0]), ("solved", 1.5, [0.0, 0.0]), ("other", 0.0, [0.0, 0.0])],
+)
+async def test_what_is_solved_is_a_part_of_the_reward_that_the_user_names(
+    part: str, at_least: float, shares: list[float]
+) -> None:
+    plant = Plant(evals=[AIME.model_copy(update={"solved": part, "solved_at": at_least})]).start()
+    await plant.run(lambda: plant.evaluated)
+    assert plant.evaluated[0]["pass_at"] == dict(zip("12", shares, strict=True))

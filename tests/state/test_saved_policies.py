@@ -46,10 +46,14 @@ def write_means(run: RunDir, means: dict[int, float]) -> None:
     )
 
 
-def test_a_best_evaluation_before_any_checkpoint_is_refused(run: RunDir) -> None:
+def test_the_policy_before_the_first_step_may_be_the_best(run: RunDir, tmp_path: Path) -> None:
     write_means(run, {0: 0.1})
     with pytest.raises(UserError, match="the best evaluation is of step 0"):
         chosen_policy(run, "--step", "best")
+    (tmp_path / "config.json").write_text("{}")
+    run.write_json(run.config, run.resolved() | {"model": {"path": str(tmp_path)}})
+    for which in ("best", "0"):
+        assert chosen_policy(run, "--step", which) == (0, tmp_path)
 
 
 def test_without_checkpoints_it_is_the_exported_policy(run: RunDir) -> None:

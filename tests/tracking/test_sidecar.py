@@ -60,12 +60,16 @@ class Fragile:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.evaluations: list[tuple[int, Mapping[str, float]]] = []
         self.fails_at = 3
 
     def send(self, step: int, values: Mapping[str, float]) -> None:
         if step == self.fails_at:
             raise ConnectionError("no route to host")
-        self.steps.append(step)
+        if "reward" in values:
+            self.steps.append(step)
+        else:
+            self.evaluations.append((step, values))
 
     def again(self, step: int) -> bool:
         return False
@@ -80,6 +84,8 @@ def test_a_tracker_that_fails_misses_nothing(
     run, fragile = RunDir.create(tmp_path, "t"), Fragile()
     run.write_json(run.config, validate({}).model_dump())
     run.metrics.write_text("".join(map(line, range(1, 6))))
+    evaluation = {"task": "aime", "step": 2, "mean": 0.25, "pass_at": {"1": 0.5}}
+    run.evaluations.write_text(json.dumps(evaluation) + "\n")
     monkeypatch.setattr(sidecar, "trackers", lambda *_: [fragile])
     sidecar.follow(run, lambda: True)
     assert fragile.steps == [1, 2]
@@ -91,6 +97,10 @@ def test_a_tracker_that_fails_misses_nothing(
     run.metrics.write_text("".join(map(line, range(1, 4))) + line(4, 1.0) + line(5, 1.0) + line(6))
     sidecar.follow(run, lambda: True)
     assert fragile.steps == [1, 2, 3, 4, 5, 6]
+    run.evaluations.write_text(json.dumps(evaluation) + "\n" + json.dumps({"task": "aime", "step": 4}) + "\n")
+    sidecar.follow(run, lambda: True)
+    first = {"eval/aime": 0.25, "eval/aime/step": 2.0, "eval/aime/pass@1": 0.5}
+    assert fragile.evaluations == [(5, first), (6, {"eval/aime/step": 4.0})]
 
 
 def test_without_a_tracker_and_without_a_run_one_sentence_says_so(
@@ -145,7 +155,7 @@ def test_a_killed_sidecar_goes_on_and_tensorboard_has_each_step(tmp_path: Path) 
     process.kill()
     process.wait()
     # Killed between sending and recording it: step 3 is sent again, and shown once.
-    sidecar.Sent(run).record("tensorboard", 2, 0)
+    sidecar.Sent(run).record("tensorboard", 2, 0, 0)
     process = start()
     reached(3)
     run.metrics.write_text(line(1) + line(2, 0.5))
