@@ -101,7 +101,8 @@ def read_state(folder: Path) -> TrainerState:
 def verify(folder: Path, *, sizes_only: bool = False) -> str:
     """What proves a state damaged, as a sentence that names the first bad file; empty: it is whole.
 
-    Raises `OSError` when a file cannot be read now, which proves nothing. ``sizes_only``: reads no content.
+    Raises `OSError` when a file cannot be read now, which proves nothing; a file more is none of ours.
+    ``sizes_only``: reads no content.
     """
     try:
         manifest = msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=Manifest)
@@ -112,8 +113,8 @@ def verify(folder: Path, *, sizes_only: bool = False) -> str:
         return f"{MANIFEST_FILE} is torn."
     try:
         found = _files(folder)
-        for name in sorted(manifest.keys() ^ found):
-            return f"{name} is not in {MANIFEST_FILE}." if name in found else f"{name} is missing."
+        for name in sorted(manifest.keys() - found):
+            return f"{name} is missing."
         for name, (size, _) in manifest.items():
             if (there := (folder / name).stat().st_size) != size:
                 return f"{name} has {there} bytes, {size} were written."

@@ -3,7 +3,7 @@
 A state is one of three things:
 
 - whole -> its bytes are those of its manifest.
-- damaged -> a size, a checksum or a missing file proves it; an older one is taken, with a sentence.
+- damaged -> a checksum proves it, or a file that stays missing or short; an older one is taken, with a sentence.
 - unreadable -> an `OSError`, which proves nothing; `patiently` reads again after growing pauses.
 """
 
@@ -24,6 +24,11 @@ from .state_folders import ABSENT, STATE_FILE, read_position, verify
 
 READ_S = 600.0
 """Longest wait for a file that a trainer loads."""
+
+AGAIN_S = 60.0
+"""Longest that an NFS client caches a folder.  Half: whole checkpoints are moved aside; double: a torn one costs more."""
+DOUBTFUL = (" is missing.", " were written.", " is torn.")
+"""Ends of sentences that a stale cache may cause; wrong bytes are damage at once."""
 
 log = logging.getLogger("libra_hpc.state")
 _NAME = re.compile(r"step-(\d+)(\.attempt-[\d-]+)?")
@@ -71,8 +76,17 @@ def position_damage(state: SavedState) -> str:
 
 
 def checkpoint_damage(state: SavedState) -> str:
-    """Why a checkpoint is not whole; its data position is a part of it."""
-    return damage(state) or position_damage(state)
+    """Why a checkpoint is not whole; its data position is a part of it.
+
+    A stale cache of a file system shows a file as missing or short, so such a file is read again for `AGAIN_S`.
+    """
+    patience = Patience(AGAIN_S, time.monotonic())
+    while (why := damage(state) or position_damage(state)).endswith(DOUBTFUL):
+        if (pause_s := patience.failed(time.monotonic())) is None:
+            break
+        log.warning("checkpoint %s: %s It is read again.", state.folder.name, why)
+        time.sleep(pause_s)
+    return why
 
 
 def newest_whole(found: Iterable[SavedState], why_not: Callable[[SavedState], str] = damage) -> NewestWhole:

@@ -20,6 +20,11 @@ from libra_hpc.state.attempt import BEGINNING, Event, complete_checkpoint, newes
 from .saved import WEIGHTS, checkpoint, flip, unreadable
 
 
+@pytest.fixture(autouse=True)
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "AGAIN_S", 0.01)
+
+
 def start(run: RunDir, attempt: int = 1, from_step: int | None = None) -> tuple[Welcome, list[Event]]:
     return newest_point(run, RunConfig(), attempt, core=(1,), parts=((), ()), from_step=from_step)
 
@@ -234,3 +239,28 @@ def test_a_state_without_room_for_its_position_is_removed_and_a_complete_one_nev
     assert sorted(run.checkpoints.iterdir()) == [run.checkpoint(30), run.checkpoint(40)], "the best of an evaluation"
     remove_old(run, 1, best="other")
     assert list(run.checkpoints.iterdir()) == [run.checkpoint(40)]
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, folders.MANIFEST_FILE, folders.POSITION_FILE, "trainer.json"])
+@pytest.mark.parametrize("stale", ["missing", "short"])
+def test_a_file_that_a_stale_cache_hides_costs_a_pause_and_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stale: str
+) -> None:
+    run, pauses = RunDir(tmp_path), list[float]()
+    checkpoint(run, 10)
+    path = checkpoint(run, 20) / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4])
+    if stale == "missing":
+        path.unlink()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            path.write_bytes(whole)
+
+    monkeypatch.setattr(store, "AGAIN_S", 60.0)
+    monkeypatch.setattr(store.time, "sleep", sleep)
+    assert start(run) == (at(run, 20), [])
+    assert pauses == [0.5, 1.0, 2.0]
+    assert names(run) == ["step-000010", "step-000020"]

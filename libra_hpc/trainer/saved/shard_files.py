@@ -79,7 +79,7 @@ class ShardFiles:
         self._shape, self._hf_shapes = shape, hf_shapes(shape)
         self._pieces: dict[tuple[str, str], dict[int, list[_Piece]]] = defaultdict(lambda: defaultdict(list))
         self._parts: dict[str, int] = {}
-        for path in sorted((folder / FOLDER).glob("rank-*.safetensors")):
+        for path in sorted((folder / FOLDER).glob(f"rank-{5 * '[0-9]'}.safetensors")):
             file = self._stack.enter_context(opened(path))
             for key in list(file.keys()):
                 kind, name, part, parts, begin = key.split(":")
