@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 import typer.core
 
-from libra_hpc.errors import OperationError, UserError
+from libra_hpc.errors import OperationError, UserError, error_text
 
 from .output import print_error, print_line
 
@@ -187,6 +187,12 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # Of a file system, of memory or processes: no defect of a verb, and no mistake of its user.
+        print_error(f"{error.filename or 'a file'}: {error_text(error)}.")
+        return OperationError.exit_code
     return code if isinstance(code, int) else 0
 
 
@@ -214,6 +220,9 @@ def main() -> None:
     codecs.register_error(ASCII, in_ascii)
     # Imports and simulations make hundreds of thousands of objects that stay: looking for garbage took a tenth.
     gc.set_threshold(100_000)
+    # `>&-` leaves no stream, and a verb writes all the same.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=ASCII)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -303,3 +304,12 @@ def test_removing_a_cluster_keeps_packages_that_another_runs_from(
     assert daemon.exists()
     assert f"removed {cache}" in cli("cluster", "down", "--remove").out
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("words", ["status quick-001", "list", "summary quick-001"])
+def test_a_file_of_a_run_that_cannot_be_read_is_a_sentence(words: str, submitted: RunDir, cli: Cli) -> None:
+    write_status(submitted)
+    submitted.metrics.mkdir()
+    outcome = cli(*words.split())
+    assert outcome.code == 1
+    assert re.fullmatch(r"error: \S*metrics\.jsonl: Is a directory\.\n", outcome.err)
