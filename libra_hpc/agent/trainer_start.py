@@ -14,8 +14,9 @@ from pathlib import Path
 
 from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.process.retry import patiently
 from libra_hpc.state.snapshot_keeper import OWN
-from libra_hpc.state.store import NewestWhole, newest_whole, patiently, states
+from libra_hpc.state.store import NewestWhole, newest_whole, states
 from libra_hpc.train_leader.train_leader_setup import rendezvous_folder
 from libra_hpc.trainer.settings import WorkerConfig, algorithm_settings, attention_work, optimizer_settings
 

@@ -26,12 +26,12 @@ from libra_hpc.facts import series
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.learning.guards import GuardDecision
 from libra_hpc.policies.pool import states
+from libra_hpc.process.retry import patiently
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.joining import is_guest
 from libra_hpc.protocol.ranks_stop import RanksStop, Why, start_of
 from libra_hpc.state.attempt import Event, copy_policy, saved_point, source_of
-from libra_hpc.state.store import patiently
 
 from .ending import RunEnding
 from .guard_watch import ENDS, GuardWatch

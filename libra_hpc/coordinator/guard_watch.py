@@ -15,8 +15,9 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.policies.learning.guards import GuardDecision, LearningGuards
+from libra_hpc.process.retry import cannot, patiently
 from libra_hpc.protocol.ranks_stop import Why
-from libra_hpc.state.store import newest_until, patiently, states, unreadable
+from libra_hpc.state.store import newest_until, states
 
 ENDS: dict[str, Why] = {"pause": "paused", "stop": "broken"}
 """Why the ranks end, by what the guards decided."""
@@ -65,7 +66,7 @@ class GuardWatch:
         try:
             good = newest_until(states(run.checkpoints), self.good_step)
         except OSError as error:
-            return f"{goes_on}; {unreadable(error)}"
+            return f"{goes_on}; {cannot(error)}"
         if good is None:
             beginning = "with `--from-step 0` from the beginning"
             return f"{goes_on}, {beginning}; no checkpoint is as old as step {self.good_step}, the last good one"

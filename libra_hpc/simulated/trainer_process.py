@@ -22,6 +22,7 @@ from pathlib import Path
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.process.dump import dump_on_request
+from libra_hpc.process.retry import patiently
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import (
     FromWorker,
@@ -36,7 +37,7 @@ from libra_hpc.protocol.trainer import (
     TrainStep,
 )
 from libra_hpc.state import state_folders as folders
-from libra_hpc.state.store import patiently, resolve
+from libra_hpc.state.store import resolve
 from libra_hpc.trainer.link import LOAD, WAITING, Arrived, BatchRejected, Pulse, WorkerLoop, WorkerSocket
 from libra_hpc.trainer.settings import WorkerConfig, read_config
 from libra_hpc.trainer.shards import loss_tokens_of, spread, tokens_of

@@ -21,20 +21,12 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.files import write_atomic
+from libra_hpc.process.retry import cannot, patiently
 from libra_hpc.protocol.agents import Welcome
 
 from . import state_folders as folders
 from .snapshot_start import OTHER_LAYOUT, keep_listed, newer_snapshot
-from .store import (
-    SavedState,
-    checkpoint_damage,
-    newest_until,
-    newest_whole,
-    patiently,
-    position_damage,
-    states,
-    unreadable,
-)
+from .store import SavedState, checkpoint_damage, newest_until, newest_whole, position_damage, states
 
 BEGINNING = Welcome(0, "", 0, ())
 Event = tuple[str, dict[str, Any]]
@@ -128,7 +120,7 @@ def newest_point(
         chosen = patiently(decide, longest_s, note)
         patiently(lambda: _carry_out(run, attempt, chosen, from_step), longest_s, note)
     except OSError as error:
-        raise OperationError(f"{unreadable(error)}, for {longest_s:.0f} s; the start was given up.") from error
+        raise OperationError(f"{cannot(error)}, for {longest_s:.0f} s; the start was given up.") from error
     return chosen.welcome, [*waits, *chosen.events]
 
 

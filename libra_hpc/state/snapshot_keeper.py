@@ -22,12 +22,13 @@ from typing import Protocol
 
 import msgspec
 
+from libra_hpc.process.retry import cannot
 from libra_hpc.protocol.agents import KeepSnapshot, SnapshotOffered, SnapshotStored, SnapshotWanted
 from libra_hpc.protocol.carriers import Peer
 from libra_hpc.protocol.trainer import SnapshotFailed, SnapshotTaken, TakeSnapshot
 
 from . import state_folders as folders
-from .store import states, step_of, unreadable
+from .store import states, step_of
 
 OWN, COPIES = "own", "copies"
 RESTORE_S = 600.0
@@ -62,7 +63,7 @@ def part_damage(path: Path, *, sizes_only: bool = False) -> str:
     try:
         why = folders.verify(path, sizes_only=sizes_only)
     except OSError as error:
-        why = f"{unreadable(error)}."
+        why = f"{cannot(error)}."
     if why:
         log.warning("snapshot %s is passed over: %s", path, why)
     return why

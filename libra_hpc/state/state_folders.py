@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.checksum import file_crc32
+from libra_hpc.process.retry import ABSENT
 from libra_hpc.protocol.agents import StepReport
 
 from .data_order import DataOrder
@@ -43,8 +44,6 @@ THREADS = 8
 
 Manifest = dict[str, tuple[int, int]]
 """Size and CRC-32 of files, by their path below a folder."""
-ABSENT = (FileNotFoundError, NotADirectoryError)
-"""Errors that prove that a file is missing. Any other `OSError` may be gone at the next try."""
 
 
 class TrainerState(msgspec.Struct, frozen=True):

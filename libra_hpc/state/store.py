@@ -4,7 +4,7 @@ A state is one of three things:
 
 - whole -> its bytes are those of its manifest.
 - damaged -> a checksum proves it, or a file that stays missing or short; an older one is taken, with a sentence.
-- unreadable -> an `OSError`, which proves nothing; `patiently` reads again after growing pauses.
+- unreadable -> an `OSError`, which proves nothing; `libra_hpc.process.retry` reads again after growing pauses.
 """
 
 from __future__ import annotations
@@ -15,25 +15,20 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from libra_hpc.errors import error_text
+from libra_hpc.process.retry import ABSENT, Patience
 
-from .retry import Patience
-from .state_folders import ABSENT, STATE_FILE, read_position, verify
-
-READ_S = 600.0
-"""Longest wait for a file that a trainer loads."""
+from .state_folders import STATE_FILE, read_position, verify
 
 AGAIN_S = 60.0
-"""Longest that an NFS client caches a folder.  Half: whole checkpoints are moved aside; double: a torn one costs more."""
+"""Longest that an NFS client caches a folder. Half: whole checkpoints move aside; double: a torn one costs more."""
 DOUBTFUL = (" is missing.", " were written.", " is torn.")
 """Ends of sentences that a stale cache may cause; wrong bytes are damage at once."""
 
 log = logging.getLogger("libra_hpc.state")
 _NAME = re.compile(r"step-(\d+)(\.attempt-[\d-]+)?")
 """Name of a checkpoint, or of a snapshot, which has the start of the ranks in it; not of one that was moved aside."""
-Result = TypeVar("Result")
 
 
 class SavedState(NamedTuple):
@@ -115,32 +110,3 @@ def resolve(folder: Path) -> Path:
         if (newest := newest_whole(states(parent)).whole) is not None:
             return newest.folder
     raise FileNotFoundError(f"no complete checkpoint in {folder}")
-
-
-def patiently(
-    read: Callable[[], Result], longest_s: float = READ_S, note: Callable[[str], object] = log.warning
-) -> Result:
-    """Call ``read`` until its files can be read, for ``longest_s``; then its `OSError` is raised.
-
-    A file that is missing is an answer, for which nobody waits. ``note`` gets a sentence for each file and reason.
-    """
-    patience, noted = Patience(longest_s, time.monotonic()), set[str]()
-    while True:
-        try:
-            return read()
-        except ABSENT:
-            raise
-        except OSError as error:
-            pause_s = patience.failed(time.monotonic())
-            if pause_s is None:
-                raise
-            sentence = f"{unreadable(error)}; it is tried again for {longest_s:.0f} s"
-            if sentence not in noted:
-                noted.add(sentence)
-                note(sentence)
-            time.sleep(pause_s)
-
-
-def unreadable(error: OSError) -> str:
-    """What cannot be read, and why."""
-    return f"{error.filename or 'a file'} cannot be read: {error_text(error)}"

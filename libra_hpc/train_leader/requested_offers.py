@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from libra_hpc.process.retry import Retry
 from libra_hpc.protocol.trainer import Offered
-from libra_hpc.state.retry import Retry
 
 
 class Published(NamedTuple):

@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from libra_hpc.process.retry import Retry
 from libra_hpc.protocol.agents import StepReport
 from libra_hpc.protocol.trainer import SaveCheckpoint, Saved, SaveFailed, SaveStarted
 from libra_hpc.state.data_order import DataOrder
-from libra_hpc.state.retry import Retry
 from libra_hpc.state.state_folders import TEMPORARY, DataPosition, Manifest, position_of
 
 SAVE_FIRST_S, SAVE_LONGEST_S = 10.0, 300.0

@@ -12,6 +12,7 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.process import retry
 from libra_hpc.protocol.agents import Welcome
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state import store
@@ -121,7 +122,7 @@ def test_a_checkpoint_that_cannot_be_read_once_is_waited_for(
     checkpoint(run, 10)
     newest = checkpoint(run, 20)
     trained(run, 25)
-    monkeypatch.setattr(store.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(retry.time, "sleep", lambda seconds: None)
     failed = unreadable(monkeypatch, newest / name, 2)
     welcome, events = start(run)
     assert (welcome, len(failed)) == (at(run, 20), 2)
@@ -139,8 +140,8 @@ def test_a_checkpoint_that_stays_unreadable_ends_the_start_and_changes_nothing(
     newest = checkpoint(run, 20)
     trained(run, 35)
     now = [0.0]
-    monkeypatch.setattr(store.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(store.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(retry.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(retry.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
     unreadable(monkeypatch, newest / WEIGHTS, 10_000)
     with pytest.raises(OperationError) as caught:
         start(run)

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from libra_hpc.process.retry import Retry
 from libra_hpc.state import state_folders as folders
-from libra_hpc.state.retry import Retry
 
 from .saved import WEIGHTS, flip, state
 

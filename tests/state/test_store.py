@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.process import retry
+from libra_hpc.process.retry import Patience, patiently
 from libra_hpc.state import state_folders as folders
-from libra_hpc.state import store
-from libra_hpc.state.retry import Patience
-from libra_hpc.state.store import SavedState, newest_whole, patiently, resolve, states
+from libra_hpc.state.store import SavedState, newest_whole, resolve, states
 
 from .saved import WEIGHTS, flip, state, unreadable
 
@@ -54,7 +54,7 @@ def test_a_state_that_cannot_be_read_is_not_damaged(
 
 def test_what_cannot_be_read_is_tried_again_and_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(store.time, "sleep", pauses.append)
+    monkeypatch.setattr(retry.time, "sleep", pauses.append)
     notes: list[str] = []
     left = [OSError(errno.ESTALE, "Stale file handle", "/run/a")] * 3 + [OSError(errno.EIO, "I/O error", "/run/a")]
 

@@ -12,6 +12,7 @@ from libra_hpc.facts.journal import Journal
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.scheduling.registry import make_policy
+from libra_hpc.process.retry import patiently
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.env import ToHost
@@ -23,7 +24,6 @@ from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import Routed, TrajectoryEnd, decision_line, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.state.attempt import saved_point
-from libra_hpc.state.store import patiently
 
 from .hosts import Hosts
 from .origin import digest

@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 
 from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.process.retry import patiently
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.state_folders import WEIGHTS_FILE
-from libra_hpc.state.store import patiently, resolve
+from libra_hpc.state.store import resolve
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import from_hf, own_entries, to_hf
 from libra_hpc.weights.safetensors_writer import write_safetensors

@@ -22,8 +22,8 @@ from safetensors import safe_open
 
 from libra_hpc.models.architecture import Architecture
 from libra_hpc.models.tensors import Entry, hf_shapes
+from libra_hpc.process.retry import patiently
 from libra_hpc.state import state_folders as folders
-from libra_hpc.state.store import patiently
 from libra_hpc.weights.names import ReplicaPlace, cut, from_hf, own_entries, to_hf
 from libra_hpc.weights.safetensors_writer import write_safetensors
 

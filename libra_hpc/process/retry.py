@@ -1,0 +1,111 @@
+"""When an operation that cannot be done now is tried again: storage, processes or a network may be back in minutes.
+
+- Failure -> the next attempt waits for a pause, which doubles with every failure in a row up to a longest one.
+- Success -> the pause is the first one again.
+- Whoever waits has a bound -> pauses as above, until their sum reaches it (`Patience`, `patiently`).
+
+Times are seconds of any monotonic clock; `patiently` alone has one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from libra_hpc.errors import SlurmUnreachable, error_text
+
+READ_S = 600.0
+"""Longest wait for a file that a trainer loads."""
+ABSENT = (FileNotFoundError, NotADirectoryError)
+"""A reader that looks for something takes them for an answer."""
+CANNOT_NOW = (OSError, MemoryError, SlurmUnreachable)
+"""They prove nothing about the run: what cannot be done now may be possible in a minute."""
+
+log = logging.getLogger("libra_hpc.retry")
+Result = TypeVar("Result")
+
+
+class Retry:
+    def __init__(self, first_s: float, longest_s: float) -> None:
+        self._first_s, self._longest_s = first_s, longest_s
+        self._not_before = float("-inf")
+        self.failures = 0
+
+    def failed(self, now: float) -> None:
+        # Beyond 1,000 doublings a float overflows.
+        self._not_before = now + min(self._first_s * 2.0 ** min(self.failures, 100), self._longest_s)
+        self.failures += 1
+
+    def succeeded(self) -> None:
+        self._not_before, self.failures = float("-inf"), 0
+
+    def due(self, now: float) -> bool:
+        return now >= self._not_before
+
+    def wait_s(self, now: float) -> float:
+        return max(0.0, self._not_before - now)
+
+
+class Patience:
+    """Pauses while something cannot be done: growing, and ``total_s`` together from ``now`` on."""
+
+    FIRST_S, LONGEST_S = 0.5, 30.0
+    """Half: more calls to a server that is restarted. Double: the start waits a minute too long."""
+
+    def __init__(self, total_s: float, now: float) -> None:
+        self._until = now + total_s
+        self._retry = Retry(self.FIRST_S, self.LONGEST_S)
+
+    def failed(self, now: float) -> float | None:
+        """Seconds until the next try; None: no more."""
+        self._retry.failed(now)
+        left = self._until - now
+        return min(self._retry.wait_s(now), left) if left > 0.0 else None
+
+
+def cannot(error: Exception, operation: str = "read") -> str:
+    """Which file cannot be read, or written, and why."""
+    return f"{_file(error) or 'a file'} cannot be {operation}: {error_text(error)}"
+
+
+def reason_of(error: Exception) -> str:
+    """Why something cannot be done, and with which file."""
+    file = _file(error)
+    return (error_text(error) or type(error).__name__) + (f" ({file})" if file else "")
+
+
+def _file(error: Exception) -> object:
+    return error.filename if isinstance(error, OSError) else None
+
+
+def patiently(
+    work: Callable[[], Result],
+    longest_s: float = READ_S,
+    note: Callable[[str], object] = log.warning,
+    *,
+    words: Callable[[Exception], str] = cannot,
+    answers: tuple[type[Exception], ...] = ABSENT,
+    pause: Callable[[float], object] | None = None,
+) -> Result:
+    """Call ``work`` until it raises none of `CANNOT_NOW`, for ``longest_s``; then that is raised.
+
+    For ``answers`` nobody waits. ``note`` gets a sentence for each file and reason, in ``words``. ``pause`` sleeps,
+    and may raise.
+    """
+    patience, noted = Patience(longest_s, time.monotonic()), set[str]()
+    while True:
+        try:
+            return work()
+        except answers:
+            raise
+        except CANNOT_NOW as error:
+            pause_s = patience.failed(time.monotonic())
+            if pause_s is None:
+                raise
+            sentence = f"{words(error)}; it is tried again for {longest_s:.0f} s"
+            if sentence not in noted:
+                noted.add(sentence)
+                note(sentence)
+            (pause or time.sleep)(pause_s)
