@@ -35,8 +35,8 @@ from libra_hpc.coordinator.coordinator import Coordinator
 from libra_hpc.coordinator.guard_watch import read_guards
 from libra_hpc.coordinator.nodes import NodePool
 from libra_hpc.errors import OperationError, UserError
+from libra_hpc.facts.fact_writer import RESULT_BYTES, Reserve
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.files import write_atomic
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.door import close_door, open_door
 from libra_hpc.mesh.mesh import Mesh
@@ -48,11 +48,12 @@ from libra_hpc.process.code_stamp import other_code
 from libra_hpc.process.lease import CHECK_S, Fence
 from libra_hpc.process.leave import leave
 from libra_hpc.process.reaper import become_subreaper, end_strangers
+from libra_hpc.process.retry import cannot
 from libra_hpc.process.visible_devices import VARIABLE, own_devices
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.joining import Admitted, DoorRecord, JoinWanted, NotAdmitted, door, is_guest
-from libra_hpc.protocol.ranks_stop import RanksStop, start_of
+from libra_hpc.protocol.ranks_stop import RanksStop, Why, start_of
 from libra_hpc.simulated.dry_run import in_wall_time
 from libra_hpc.state.attempt import newest_point
 from libra_hpc.state.snapshot_keeper import whole_parts
@@ -462,12 +463,13 @@ def main() -> None:
             problem,
             lambda rank: whole_parts(kept_folder(run.path, rank)),
             guests=not problem and (config.borrow.spot.nodes > 0 or config.borrow.lenders),
+            again=start_of().met,
         )
         check_world(world.size, layout, os.environ)
     except NoWorld as error:
-        _refuse(run, arguments.attempt, error.rank, error)
+        _refuse(run, arguments.attempt, error.rank, error, "unmet")
     except OperationError as error:
-        _refuse(run, arguments.attempt, world.rank, error)
+        _refuse(run, arguments.attempt, world.rank, error, "unmet")
     if config.components.one_node and config.slurm.device == "cuda":
         gpus = getattr(config.components, layout.components[world.rank]).gpus
         os.environ[VARIABLE] = own_devices(os.environ, first_gpu(config, world.rank), gpus)
@@ -477,15 +479,19 @@ def main() -> None:
     try:
         good = asyncio.run(agent.run())
     except OperationError as error:
-        _refuse(run, arguments.attempt, world.rank, error)
+        _refuse(run, arguments.attempt, world.rank, error, "fatal")
     leave(0 if good else 1)
 
 
-def _refuse(run: RunDir, attempt: int, rank: int, error: OperationError) -> NoReturn:
-    """End before there is a coordinator; rank 0 leaves why."""
+def _refuse(run: RunDir, attempt: int, rank: int, error: OperationError, why: Why) -> NoReturn:
+    """End before there is a coordinator; rank 0 leaves why, also on a full disk."""
     log.error("%s", error)
     if rank == 0:
-        write_atomic(run.ended(attempt), msgspec.json.encode(RanksStop("fatal", str(error), 0)))
+        try:
+            Reserve(run.ended(attempt), RESULT_BYTES).write(msgspec.json.encode(RanksStop(why, str(error), 0)))
+        except OSError as fault:
+            # The owner finds the sentence in this agent's log.
+            log.warning("%s", cannot(fault, "written"))
     leave(error.exit_code)
 
 

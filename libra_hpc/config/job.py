@@ -176,6 +176,9 @@ class DeadlinesSection(Section):
     storage_s: Seconds = Field(900.0, gt=0)
     """How long writes to the run directory may fail; then the run saves if it can, and stops. Also how long one read or
     write of a saved state may take, and how long a start waits for one that cannot be read."""
+    cannot_now_s: Seconds = Field(600.0, gt=0)
+    """How long a start is tried again that is not possible now; then the run fails. Ranks that met before do not meet,
+    a process or a file cannot be had, or Slurm does not answer."""
 
 
 class WandbSection(Section):

@@ -169,6 +169,10 @@ class RunDir:
         """Exists once the agents of an attempt have met in one world."""
         return self.logs(attempt) / "met"
 
+    def met_before(self, attempt: int) -> Path:
+        """Exists once they have met in a start before the present one."""
+        return self.logs(attempt) / "met-before"
+
     def from_step(self, attempt: int) -> Path:
         """Exists once an attempt has begun at the step that its user chose."""
         return self.logs(attempt) / "from-step"

@@ -17,6 +17,7 @@ import os
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +27,7 @@ import msgspec
 import psutil
 
 from libra_hpc.errors import OperationError
+from libra_hpc.process.retry import Patience
 from libra_hpc.protocol.codec import LENGTH
 from libra_hpc.protocol.joining import guest_secret
 
@@ -46,6 +48,11 @@ Half: a busy switch looks like a wrong address; double: several wrong ones use u
 """
 RECORD_BYTES = 4096
 """Room for what a rank sends the others; a node with 20 addresses uses 500."""
+REACH_AGAIN_S = 60.0
+"""For any address of rank 0 to answer where the ranks have met before: a switch restarts in a minute.
+
+Half: the ranks start more often meanwhile; double: longer than `MEET_S`.
+"""
 SECRET_BYTES = 32
 VIRTUAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel")
 """Interfaces by prefix that never lead to another node."""
@@ -115,12 +122,13 @@ def meet(
     parts: Callable[[int], tuple[str, ...]] = lambda rank: (),
     *,
     guests: bool = False,
+    again: bool = False,
 ) -> World:
     """Join the world; returns once every rank is there, can be found and reaches rank 0.
 
     ``problem``: why the caller cannot go on.  ``parts``: the parts of snapshots that a rank finds on its node.
-    ``guests``: agents of other machines will join.  Raises `NoWorld` on every rank alike, with the first problem of
-    any.
+    ``guests``: agents of other machines will join.  ``again``: the run's ranks have met before; rank 0 is waited for.
+    Raises `NoWorld` on every rank alike, with the first problem of any.
 
     A rank that fails inside MPI leaves the others waiting there, where no Python runs: the kernel ends this process
     with SIGALRM after `MEET_S`, and whoever started it may try again.
@@ -147,9 +155,8 @@ def meet(
     endpoints = _exchange(comm, own)
     secret = bytearray(secrets.token_bytes(SECRET_BYTES))
     comm.Bcast([secret, MPI.BYTE])
-    _raise_first(
-        [reached.problem for reached in _exchange(comm, _Reached(_reach(endpoints[0], endpoints[comm.Get_rank()])))]
-    )
+    reached = _reach(endpoints[0], endpoints[comm.Get_rank()], REACH_AGAIN_S if again else 0.0)
+    _raise_first([one.problem for one in _exchange(comm, _Reached(reached))])
     world = World(comm.Get_rank(), tuple(endpoints), bytes(secret), listener)
     MPI.Finalize()
     signal.alarm(0)
@@ -193,14 +200,19 @@ def listen(address: str, size: int) -> socket.socket:
     return listener
 
 
-def _reach(first: Endpoint, own: Endpoint) -> str:
-    """Why rank 0 cannot be reached from here, or nobody can reach this rank; else empty."""
+def _reach(first: Endpoint, own: Endpoint, longest_s: float = 0.0) -> str:
+    """Why rank 0 cannot be reached from here for ``longest_s``, or nobody can reach this rank; else empty."""
     if not own.addresses:
         return f"{own.host} has no network address that other nodes can reach"
-    for address in first.addresses:
-        with contextlib.suppress(OSError):
-            socket.create_connection((address, first.port), timeout=REACH_S).close()
-            return ""
+    patience = Patience(longest_s, time.monotonic())
+    pause_s: float | None = 0.0
+    while pause_s is not None:
+        time.sleep(pause_s)
+        for address in first.addresses:
+            with contextlib.suppress(OSError):
+                socket.create_connection((address, first.port), timeout=REACH_S).close()
+                return ""
+        pause_s = patience.failed(time.monotonic())
     tried = ", ".join(f"{address} port {first.port}" for address in first.addresses) or "no address"
     return (
         f"{own.host} cannot reach the planner's node {first.host} ({tried}): set slurm.interface to a network that all"

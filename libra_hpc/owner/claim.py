@@ -115,7 +115,11 @@ def _take(folder: Path) -> HeldLease:
     for old in range(max(1, generation - 4), generation):
         with contextlib.suppress(OSError):
             lease_file(folder, old).unlink(missing_ok=True)
-    return HeldLease(folder, generation + 1, lease)
+    try:
+        return HeldLease(folder, generation + 1, lease)
+    except RuntimeError:  # no thread can be started
+        lease_file(folder, generation + 1).unlink(missing_ok=True)
+        raise
 
 
 def _watch(folder: Path, generation: int, before: Lease | None) -> int:

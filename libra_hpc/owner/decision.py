@@ -7,6 +7,8 @@
 - A part was lost, rank 0 ended without a word, or an agent has a defect -> ``restart``, as often as allowed.
 - The same defect at the same step as before -> ``fail``.
 - The ranks did not meet -> ``repeat``, at most `START_TRIES` starts in a row.
+- They met before, or something cannot be done now (`RanksEnded.cannot`) -> ``repeat`` for ``deadlines.cannot_now_s``:
+  a fault of the configuration shows at the first start of a run.
 - A start would follow, but Slurm has taken nodes from the job -> ``requeue`` where ``slurm.preempted`` allows it.
 - Slurm takes the job apart: it queues components of one node again, and ends the others -> the same.
 """
@@ -17,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from libra_hpc.protocol.ranks_stop import RanksStop
 
+CANNOT_NOW_S = 600.0
 State = Literal["completed", "failed", "cancelled", "time_limit", "paused"]
 START_TRIES = 3
 """Most starts in a row in which the agents do not meet.  A repeated start costs seconds; giving up costs the place in
@@ -40,6 +43,10 @@ class Limits(NamedTuple):
     """``slurm.requeues``."""
     requeue: bool = False
     """``slurm.preempted``: whether the job may be queued again for another reason than its time limit."""
+    cannot_now_s: float = CANNOT_NOW_S
+    """``deadlines.cannot_now_s``."""
+    run: str = "RUN"
+    """Its name."""
 
 
 class RanksEnded(NamedTuple):
@@ -61,6 +68,10 @@ class RanksEnded(NamedTuple):
     """Why the job has fewer nodes than its ranks need; empty where it has enough."""
     broken: str = ""
     """Why Slurm takes the job apart; empty where it does not."""
+    cannot: str = ""
+    """What the owner cannot do now, and why; empty where it can."""
+    patient: bool = True
+    """``deadlines.cannot_now_s`` have not passed since the first of failed starts in a row."""
 
 
 class SoFar(NamedTuple):
@@ -76,6 +87,10 @@ class SoFar(NamedTuple):
     """Slurm's own count."""
     idle: tuple[int, ...] = ()
     """Steps of the newest checkpoint at the requeues before."""
+    met: bool = False
+    """The ranks of this run have met, in this attempt or before."""
+    first: str = ""
+    """Why the first of failed starts in a row failed."""
 
 
 class OwnerDecision(NamedTuple):
@@ -126,12 +141,29 @@ def _in_this_job(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecis
         if record == so_far.defect:
             return OwnerDecision("fail", f"{sentence}, a second time at step {record.step}")
         return _restart(sentence, so_far._replace(defect=record), limits)
-    if record is not None or ended.met:
+    if ended.met or why == "lost":
         return _restart(sentence or _with(PLANNER_LOST, ended.cause), so_far._replace(defect=None), limits)
-    reason = _with(f"start {so_far.tries}: the agents did not meet", ended.cause)
-    if so_far.tries < START_TRIES:
-        return OwnerDecision("repeat", reason, so_far=so_far._replace(tries=so_far.tries + 1))
+    return _not_met(sentence, ended, so_far, limits)
+
+
+def _not_met(sentence: str, ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecision:
+    """Whether the start is repeated; ``sentence``: why the ranks do not go on together, where they found that."""
+    if sentence and not so_far.met:
+        return OwnerDecision("fail", sentence)
+    waits = bool(so_far.met or ended.cannot)
+    reason = ended.cannot or _with(f"start {so_far.tries}: the agents did not meet", sentence or ended.cause)
+    if ended.patient if waits else so_far.tries < START_TRIES:
+        first = so_far.first or reason
+        return OwnerDecision("repeat", reason, so_far=so_far._replace(tries=so_far.tries + 1, first=first))
+    if waits:
+        return OwnerDecision("fail", gives_up(so_far.first or reason, ended.step, limits))
     return OwnerDecision("fail", reason if ended.cause else f"{reason}; see the agents' logs")
+
+
+def gives_up(first: str, step: int, limits: Limits) -> str:
+    """What was not possible for `Limits.cannot_now_s`, what is saved, and how to go on."""
+    saved = f"step {step} is saved" if step else "no step is saved"
+    return f"{first}, for {limits.cannot_now_s:.0f} s; {saved}; continue with `libra-hpc submit --resume {limits.run}`"
 
 
 def _with(sentence: str, cause: str) -> str:

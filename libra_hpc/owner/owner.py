@@ -3,6 +3,8 @@
 ``python -m libra_hpc.owner.owner --run RUN --attempt N --size RANKS --restarts N [--slurm ...] -- PROGRAM ...``
 
 - It has the lease of the run (`claim`); another takes it -> the ranks are killed and nothing more is written.
+- Something cannot be done now (`CANNOT_NOW`), or ranks that met before do not -> tried again with growing pauses, named
+  in the status, for ``deadlines.cannot_now_s``.
 - Rank 0 lives -> rank 0 writes status and events.  None lives -> the owner does, into blocks that it reserved.
 - A rank ends before all have met -> the others are killed after `EARLY_S`, and the start is repeated with its cause.
 - A rank outlives rank 0, or the record that it left, by `STRAGGLERS_S` -> SIGKILL.
@@ -13,26 +15,31 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import math
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import sub
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.agent_folders import remove_kept
-from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD, START, RanksStart
-from libra_hpc.slurm.queue.cause import OWNER_ENDS, tail, telling_line
+from libra_hpc.process.lease import newest_lease
+from libra_hpc.process.retry import CANNOT_NOW, Patience, cannot, patiently, reason_of
+from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD, START, RanksStart, RanksStop
+from libra_hpc.slurm.queue.cause import OUTPUTS, OWNER_ENDS, tail, telling_line
+from libra_hpc.slurm.queue.command import TRANSIENT_FAILURES
 
 from . import slurm_step
 from .claim import HeldLease, LeaseRefused, acquire
-from .decision import PLANNER_LOST, Limits, OwnerDecision, RanksEnded, SoFar, decide
-from .owner_records import OwnerRecords, log_line
+from .decision import CANNOT_NOW_S, PLANNER_LOST, Limits, OwnerDecision, RanksEnded, SoFar, decide, gives_up
+from .owner_records import OwnerRecords, log_line, met_before, refuse, saved_step
 from .ranks import LocalRanks
 from .slurm_step import SlurmStep
 from .spot_jobs import SpotJobs
@@ -42,6 +49,10 @@ STRAGGLERS_S = 90.0
 """Training may save for 60 s once rank 0 is gone, and an agent needs up to 15 s to end its engines."""
 EARLY_S = 3.0
 """For the others to end by themselves with the first that did not meet them: all refuse a start alike."""
+MISTAKES = (FileNotFoundError, PermissionError, NotADirectoryError)
+"""Mistakes of a configuration at the first start of a run; later what was there is away."""
+PAUSE_S = 0.2
+"""Between two looks for a signal in a pause."""
 STATUS_S = 5.0
 """Between two status snapshots while no rank 0 lives."""
 LEASE_S = 30.0
@@ -84,15 +95,22 @@ class EndPatience:
 class RunOwner:
     def __init__(self, run: RunDir, options: argparse.Namespace, lease: HeldLease, signals: Sequence[str]) -> None:
         self._run, self._attempt, self._options, self._signals = run, options.attempt, options, signals
-        self._lease, self._limits = lease, Limits(options.restarts, options.requeues, options.requeue)
+        self._lease, self._limits = lease, limits_of(run, options)
         self._down: dict[str, str] = {}
         self._records = OwnerRecords(run, options.attempt)
         self._tracking = TrackingChild(run, options.attempt)
         self._spot = SpotJobs(run, options.spot, options.planned)
         requeued = int(os.environ.get("SLURM_RESTART_COUNT") or 0) if options.slurm else 0
-        self._so_far = SoFar(requeued=requeued, idle=self._records.idle())
-        self._reason = self._message = ""
-        """Why the next start is a restart, and what the status shows until then."""
+        self._so_far = SoFar(requeued=requeued, idle=self._records.idle(), met=met_before(run))
+        self._patience: Patience | None = None
+        """Patience with the starts in a row that failed; None: the last ranks met."""
+        self._pause_s: float | None = 0.0
+        """Until the next of them; None: the patience is used up."""
+        self._saved = saved_step(run)
+        """Step of the newest checkpoint, as last read."""
+        self._reason = self._message = self._since = ""
+        """Why the next start is a restart, what the status shows until then, and since when this process waits."""
+        self._status_at = float("-inf")
         if options.slurm:
             os.environ.update({**slurm_step.job_facts(os.environ), OUTPUT: str(OUTPUT_FD)})
 
@@ -103,6 +121,8 @@ class RunOwner:
             if taken := self._lease.check():
                 log_line(f"{OWNER_ENDS}{taken}")
                 return 1
+            if ended.met:
+                self._so_far = self._so_far._replace(met=True, first="")
             decision = decide(ended, self._so_far, self._limits)
             if decision.word not in ("restart", "repeat"):
                 return self._finish(decision, ended)
@@ -111,31 +131,62 @@ class RunOwner:
 
     def fail(self, message: str) -> int:
         """End the run without its ranks: they cannot start, or end with this process."""
-        return self._finish(OwnerDecision("fail", message), RanksEnded(met=False))
+        return self._finish(OwnerDecision("fail", message), RanksEnded(met=False, step=self._saved))
 
     def _again(self, decision: OwnerDecision) -> None:
         """Another start follows."""
         counted = decision.so_far.restarts > self._so_far.restarts
         self._so_far, self._message = decision.so_far, f"{decision.reason}; all ranks restart"
+        if decision.word == "repeat":
+            self._waits(decision.reason)
+            with contextlib.suppress(InterruptedError):
+                self._pause(self._pause_s or 0.0)
+            return
         if counted:
             step = self._records.step()
             self._records.event("restart", reason=decision.reason, restarts=self._so_far.restarts, step=step)
-        if decision.word == "restart":
-            # A repeated start is still what the one before was for.
-            self._reason = decision.reason if counted else ""
+        # A repeated start is still what the one before was for.
+        self._reason = decision.reason if counted else ""
         self._records.status("restarting", self._message)
+
+    def _note(self, sentence: str) -> None:
+        log_line(sentence)
+        self._waits(sentence)
+
+    def _waits(self, sentence: str) -> None:
+        """Something cannot be done now."""
+        if not self._since:
+            self._since = time.strftime("%H:%M:%S")
+            self._records.event("cannot_now", reason=sentence)
+        self._message = f"waiting since {self._since}, for {self._limits.cannot_now_s:.0f} s at most: {sentence}"
+        self._status()
+
+    def _status(self) -> None:
+        """Renew a status that no rank 0 writes."""
+        self._status_at = time.monotonic()
+        self._records.status("restarting", self._message)
+
+    def _pause(self, seconds: float) -> None:
+        """Raises `InterruptedError` where a signal ends it, or the lease is lost."""
+
+        def keep_status() -> None:
+            if time.monotonic() - self._status_at > STATUS_S:
+                self._status()
+
+        pause(seconds, lambda: (len(self._signals), self._lease.taken), keep_status)
 
     def _finish(self, decision: OwnerDecision, ended: RanksEnded) -> int:
         """Nothing follows, or another start of the whole job."""
         message, record = decision.message or decision.reason, ended.record
-        step = self._records.step() if record is None else record.step
+        # Ranks that were refused a start know of no step.
+        step = (self._records.step() if record is None else record.step) or ended.step
         self._records.result(decision.state, message, step)
         self._spot.close()
         if decision.word == "requeue":
             log_line(f"requeue: {decision.reason}")
             self._records.requeue(decision.reason, ended.step)
             self._lease.release()
-            if not (refused := slurm_step.requeue(os.environ)):
+            if not (refused := self._requeue()):
                 return 0
             message = f"{message}; not queued again: {refused}"
             self._records.result(decision.state, message, step)
@@ -148,30 +199,24 @@ class RunOwner:
 
     def _start(self) -> RanksEnded:
         """Start all ranks once, unless a signal came before, and wait for their end."""
-        met, cause = False, ""
-        if not self._signals:
+        met, cause, fault = False, "", ""
+        try:
             self._records.clear()
-            so_far, last = self._so_far, self._so_far.restarts >= self._limits.restarts
-            spare = self._spare_nodes(slurm_step.job_now(os.environ) if self._options.slurm else [])
-            given = RanksStart(self._lease.nonce, self._lease.generation, so_far.restarts, self._reason, last, spare)
-            os.environ[START] = msgspec.json.encode(given).decode()
-            logs = self._run.logs(self._attempt)
-            sizes = {path.name: path.stat().st_size for path in logs.glob("agent-*.log")}
-            ranks = self._ranks(logs)
-            met, first = self._watch(ranks)
-            self._down |= ranks.down
-            codes = ranks.close()
-            if not self._options.slurm:
-                log_line(f"exit codes by rank: {' '.join(map(str, codes))}")
-            name = f"agent-{first}"
-            cause = telling_line([(name, tail(logs / f"{name}.log", sizes.get(f"{name}.log", 0)))])
-        record = self._records.end()
-        asked, step = self._records.position()
+            if not (self._signals or self._lease.taken):
+                met, cause, fault = self._run_ranks()
+        except CANNOT_NOW as error:
+            if isinstance(error, MISTAKES) and not self._so_far.met:
+                raise
+            fault = f"the ranks cannot be started: {reason_of(error)}"
+        record, asked, step = self._left()
+        self._may_pause(met)
         now = slurm_step.job_now(os.environ) if self._options.slurm else []
         down = "; ".join(self._down.values())
         return RanksEnded(
             record=record,
             met=met,
+            cannot="" if met else fault,
+            patient=self._pause_s is not None,
             signal=self._signals[-1] if self._signals else "",
             asked=asked,
             preempted=self._options.requeue and slurm_step.preempted(os.environ),
@@ -180,6 +225,65 @@ class RunOwner:
             broken=down if slurm_step.taken_apart(now) else "",
             step=step,
         )
+
+    def _run_ranks(self) -> tuple[bool, str, str]:
+        """Whether the ranks met, why not or why rank 0 ended as far as logs have it, and what could not be done."""
+        so_far, last = self._so_far, self._so_far.restarts >= self._limits.restarts
+        given = RanksStart(
+            self._lease.nonce,
+            self._lease.generation,
+            so_far.restarts,
+            self._reason,
+            last,
+            self._spare_nodes(slurm_step.job_now(os.environ) if self._options.slurm else []),
+            so_far.met,
+        )
+        os.environ[START] = msgspec.json.encode(given).decode()
+        logs = self._run.logs(self._attempt)
+        sizes = {path.name: path.stat().st_size for name in OUTPUTS for path in logs.glob(name)}
+        ranks = self._ranks(logs)
+        met, first = self._watch(ranks)
+        self._down |= ranks.down
+        codes = ranks.close()
+        if not self._options.slurm:
+            log_line(f"exit codes by rank: {' '.join(map(str, codes))}")
+        found = {name: tail(logs / name, sizes.get(name, 0)) for name in (f"agent-{first}.log", "slurm.out")}
+        silent = (line for line in found["slurm.out"] if any(sign in line for sign in TRANSIENT_FAILURES))
+        return met, telling_line([(name.partition(".")[0], lines) for name, lines in found.items()]), next(silent, "")
+
+    def _left(self) -> tuple[RanksStop | None, bool, int]:
+        """What rank 0 left, whether somebody wants the run to end, and the step of its newest checkpoint."""
+        try:
+            record, asked, self._saved = patiently(
+                lambda: (self._records.end(), *self._records.position()),
+                self._limits.cannot_now_s,
+                self._note,
+                answers=(),
+                pause=self._pause,
+            )
+        except InterruptedError:
+            return None, False, self._saved
+        except CANNOT_NOW as error:
+            return RanksStop("fatal", gives_up(cannot(error), self._saved, self._limits), 0), False, self._saved
+        return record, asked, self._saved
+
+    def _may_pause(self, met: bool) -> None:
+        """A start has ended: how long to wait before the next one."""
+        if met or self._signals:
+            self._patience, self._pause_s, self._since = None, 0.0, ""
+            return
+        now = time.monotonic()
+        self._patience = self._patience or Patience(self._limits.cannot_now_s, now)
+        self._pause_s = self._patience.failed(now)
+
+    def _requeue(self) -> str:
+        """Queue the job again; returns why that is refused."""
+        try:
+            return patiently(
+                lambda: slurm_step.requeue(os.environ), self._limits.cannot_now_s, self._note, pause=self._pause
+            )
+        except CANNOT_NOW as error:
+            return reason_of(error)
 
     def _spare_nodes(self, now: Sequence[slurm_step.ComponentNow]) -> int:
         """Nodes of the job that get no rank; negative where some are missing."""
@@ -192,7 +296,7 @@ class RunOwner:
 
     def _watch(self, ranks: Ranks) -> tuple[bool, int]:
         """Until all ranks have ended; returns whether they met, and the one whose end explains most."""
-        met, patience, passed_on, status_at = False, EndPatience(), 0, time.monotonic()
+        met, patience, passed_on, self._status_at = False, EndPatience(), 0, time.monotonic()
         while ranks.poll() and not self._gives_up(ranks):
             now = time.monotonic()
             self._tracking.keep(now)
@@ -205,10 +309,10 @@ class RunOwner:
                 ranks.kill()
             if (
                 (0 in ranks.gone or (self._message and not met))
-                and now - status_at > STATUS_S
+                and now - self._status_at > STATUS_S
                 and not self._lease.check()
             ):
-                status_at = now
+                self._status_at = now
                 lost = f"{PLANNER_LOST}; the others save and end" if met else self._message
                 self._records.status("" if recorded else "restarting", lost)
         return met or self._records.has(self._run.met(self._attempt)), patience.first
@@ -219,6 +323,65 @@ class RunOwner:
         if apart := apart and slurm_step.taken_apart(slurm_step.job_now(os.environ)):
             ranks.kill()
         return apart
+
+
+def limits_of(run: RunDir, options: argparse.Namespace) -> Limits:
+    """What the run file allows, and how the run is continued."""
+    deadlines: dict[str, Any] = run.read_json(run.config).get("deadlines", {})
+    longest_s = float(deadlines.get("cannot_now_s", CANNOT_NOW_S))
+    return Limits(options.restarts, options.requeues, options.requeue, longest_s, run.name)
+
+
+def pause(seconds: float, changes: Callable[[], object], meanwhile: Callable[[], object] = bool) -> None:
+    """Sleep; raises `InterruptedError` once ``changes`` returns something else."""
+    until, before = time.monotonic() + seconds, changes()
+    while (left_s := until - time.monotonic()) > 0.0:
+        time.sleep(min(left_s, PAUSE_S))
+        meanwhile()
+        if changes() != before:
+            raise InterruptedError(errno.EINTR, "a signal came")
+
+
+def taking(error: Exception) -> str:
+    """Why a run cannot be taken."""
+    return f"its lease cannot be taken: {reason_of(error)}"
+
+
+def own(run: RunDir, options: argparse.Namespace, signals: Sequence[str]) -> RunOwner:
+    """Take the run, for as long as that cannot be done now; raises `SystemExit`."""
+    limits, met = limits_of(run, options), met_before(run)
+    answers = (LeaseRefused, InterruptedError, *(() if met else MISTAKES))
+    lease: list[HeldLease] = []
+
+    def take() -> RunOwner:
+        try:
+            if not lease:
+                lease.append(acquire(run.leases, LEASE_S))
+            return RunOwner(run, options, lease[0], signals)
+        except RuntimeError as error:  # no thread can be started
+            raise BlockingIOError(errno.EAGAIN, str(error)) from error
+
+    def note(sentence: str) -> None:
+        log_line(sentence)
+        with contextlib.suppress(*CANNOT_NOW):
+            found = newest_lease(run.leases)[1]
+            if found is None or found.released or found.dead or lease:
+                OwnerRecords(run, options.attempt).status("restarting", sentence)
+
+    try:
+        return patiently(
+            take,
+            limits.cannot_now_s,
+            note,
+            words=taking,
+            answers=answers,
+            pause=lambda seconds: pause(seconds, lambda: len(signals)),
+        )
+    except (LeaseRefused, *CANNOT_NOW) as error:
+        why = taking(error) if isinstance(error, OSError) else str(error)
+        why = why if isinstance(error, answers) else gives_up(why, saved_step(run), limits)
+        refuse(run, options.attempt, f"the run does not start: {why}")
+        raise SystemExit(1) from None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -241,13 +404,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Ending before the ranks would make a stopping run appear dead.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: signals.append("USR1" if number == signal.SIGUSR1 else "TERM"))
-    run = RunDir(options.run)
-    try:
-        lease = acquire(run.leases, LEASE_S)
-    except (LeaseRefused, OSError) as error:
-        log_line(f"the run does not start: {error}")
-        raise SystemExit(1) from None
-    owner = RunOwner(run, options, lease, signals)
+    owner = own(RunDir(options.run), options, signals)
     try:
         raise SystemExit(owner.fail(options.unprepared) if options.unprepared else owner.serve())
     except Exception as error:

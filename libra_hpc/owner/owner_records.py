@@ -6,6 +6,7 @@ A file system that takes no writes ends nothing: status and result have reserved
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from pathlib import Path
@@ -19,17 +20,47 @@ from libra_hpc.facts.fact_writer import RESERVE_BYTES, RESULT_BYTES, Reserve
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import blank_status
+from libra_hpc.files import write_once
 from libra_hpc.process.alerts import Alerts
 from libra_hpc.protocol.ranks_stop import RanksStop, decode_end
-
-READ_TRIES, READ_PAUSE_S = 5, 2.0
-"""Tries to read what the ranks left in the run directory, and the seconds between them."""
 
 
 def log_line(line: str) -> None:
     """Print a line; a full disk or a closed terminal ends nothing."""
     with contextlib.suppress(OSError):
         os.write(1, f"{line}\n".encode())
+
+
+def newest_step(run: RunDir) -> int:
+    """Step of the newest checkpoint, 0 without one; raises `OSError`."""
+    try:
+        newest = run.latest_checkpoint()
+    except UserError as error:
+        raise PermissionError(errno.EACCES, "Permission denied", str(run.checkpoints)) from error
+    return 0 if newest is None else newest[0]
+
+
+def saved_step(run: RunDir) -> int:
+    """The same, 0 where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return newest_step(run)
+    return 0
+
+
+def met_before(run: RunDir) -> bool:
+    """Whether the ranks of a run have met, in any attempt."""
+    with contextlib.suppress(OSError):
+        return any(run.path.glob("logs/attempt-*/met*"))
+    return False
+
+
+def refuse(run: RunDir, attempt: int, message: str) -> None:
+    """Leave a result of a start that has not the run, unless there is one."""
+    log_line(message)
+    step = saved_step(run)
+    content = {"attempt": attempt, "message": message, "state": "failed", "step": step, "t": time.time()}
+    with contextlib.suppress(OSError):
+        write_once(run.result, msgspec.json.encode(content) + b"\n")
 
 
 class OwnerRecords:
@@ -42,17 +73,13 @@ class OwnerRecords:
         with contextlib.suppress(OSError):
             # A requeued job must not find the result of its previous start.
             run.result.unlink(missing_ok=True)
-        self.clear()
 
     def clear(self) -> None:
-        """Remove what an earlier start left for the owner."""
+        """Remove what an earlier start left for the owner; raises `OSError`."""
         run, attempt = self._run, self._attempt
-        for path in (
-            run.ended(attempt),
-            run.met(attempt),
-            *run.logs(attempt).glob("gone-*"),
-            *run.logs(attempt).glob("at-*"),
-        ):
+        with contextlib.suppress(FileNotFoundError):
+            run.met(attempt).replace(run.met_before(attempt))
+        for path in (run.ended(attempt), *run.logs(attempt).glob("gone-*"), *run.logs(attempt).glob("at-*")):
             path.unlink(missing_ok=True)
 
     def has(self, path: Path) -> bool:
@@ -61,27 +88,14 @@ class OwnerRecords:
         return False
 
     def end(self) -> RanksStop | None:
-        """Why rank 0 ended the ranks; None where it could not write it."""
-        for left in reversed(range(READ_TRIES)):
-            try:
-                return decode_end(self._run.ended(self._attempt).read_bytes())
-            except (FileNotFoundError, msgspec.DecodeError):
-                return None
-            except OSError as error:
-                why = f"the run directory cannot be read: {error}"
-                log_line(why)
-            if left:
-                time.sleep(READ_PAUSE_S)
-        return RanksStop("fatal", why, 0)
+        """Why rank 0 ended the ranks; None where it could not write it.  Raises `OSError`."""
+        with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+            return decode_end(self._run.ended(self._attempt).read_bytes())
+        return None
 
     def position(self) -> tuple[bool, int]:
-        """Whether somebody wants the run to end, and the step of its newest checkpoint."""
-        try:
-            newest = self._run.latest_checkpoint()
-            return self._run.stop.exists(), 0 if newest is None else newest[0]
-        except OSError as error:
-            log_line(f"the run directory cannot be read: {error}")
-            return True, 0
+        """Whether somebody wants the run to end, and the step of its newest checkpoint; raises `OSError`."""
+        return self._run.stop.exists(), newest_step(self._run)
 
     def idle(self) -> tuple[int, ...]:
         """Steps of the newest checkpoint at the requeues of this attempt."""

@@ -116,12 +116,19 @@ class LocalRanks:
         self._logs, self._note = logs, note
         self._selector = selectors.DefaultSelector()
         self.size, self.gone, self.down = size, set[int](), dict[str, str]()
-        started = [start_rank(rank, size, logs, argv) for rank in range(size)]
-        self._processes = [process for process, _ in started]
-        self._connections = [connection for _, connection in started]
+        self._processes, self._connections = list[subprocess.Popen[bytes]](), list[socket.socket]()
         self._unread = [b""] * size
-        for rank, connection in enumerate(self._connections):
-            self._selector.register(connection, selectors.EVENT_READ, rank)
+        try:
+            for rank in range(size):
+                process, connection = start_rank(rank, size, logs, argv)
+                self._processes.append(process)
+                self._connections.append(connection)
+                self._selector.register(connection, selectors.EVENT_READ, rank)
+        except BaseException:
+            # A part of the ranks would wait for the others.
+            self.kill()
+            self.close()
+            raise
 
     def poll(self) -> bool:
         """Serve the start-up for at most `POLL_S` and note new ends; returns whether any rank lives."""

@@ -19,10 +19,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
 from libra_hpc.protocol.ranks_stop import JOB_END, KILL_WAIT
 from libra_hpc.slurm.pmi import AT
+from libra_hpc.slurm.queue.command import TRANSIENT_FAILURES
 from libra_hpc.slurm.writer import STEP
 
 POLL_S = 0.5
@@ -91,7 +93,8 @@ class SlurmStep:
 
     def close(self) -> list[int]:
         """The exit code of srun, which is not 0 when any rank died; -1 where it has not ended."""
-        self._step.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._step.unlink(missing_ok=True)
         with contextlib.suppress(subprocess.TimeoutExpired):
             return [self._process.wait(CLOSE_S)]
         return [-1]
@@ -158,9 +161,11 @@ def preempted(environ: Mapping[str, str]) -> bool:
 
 
 def requeue(environ: Mapping[str, str]) -> str:
-    """Queue the job again; returns why Slurm refuses, else nothing."""
+    """Queue the job again; returns why Slurm refuses, else nothing.  Raises `SlurmUnreachable`."""
     code, text = ask_slurm("scontrol", "requeue", environ.get("SLURM_JOB_ID", ""))
     # It refuses this for components that it has itself queued again, and does it for the others.
     if code == 0 or all(component.state in QUEUED for component in job_now(environ) or [ComponentNow(0, "")]):
         return ""
+    if any(sign in text for sign in (*TRANSIENT_FAILURES, "timed out")):
+        raise SlurmUnreachable(" ".join(text.split()))
     return " ".join(text.split()) or f"scontrol ended with {code}"

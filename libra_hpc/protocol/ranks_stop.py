@@ -29,6 +29,7 @@ Why = Literal[
     "fatal",
     "orphaned",
     "taken",
+    "unmet",
 ]
 STATES: dict[Why, str] = {
     "completed": "completed",
@@ -43,6 +44,7 @@ STATES: dict[Why, str] = {
     "fatal": "failed",
     "orphaned": "failed",
     "taken": "failed",
+    "unmet": "restarting",
 }
 """State that the last status of rank 0 has, by why it ends."""
 
@@ -62,6 +64,8 @@ class RanksStart(msgspec.Struct, frozen=True):
     """No restart is left after this start."""
     spare: int = 0
     """Nodes of the job that have no rank; negative where some are missing."""
+    met: bool = False
+    """The ranks of this run have met before."""
 
 
 class RanksStop(msgspec.Struct, frozen=True):
@@ -70,7 +74,8 @@ class RanksStop(msgspec.Struct, frozen=True):
     why: Why
     """``paused``, ``broken``: learning broke; people are to look, or it ends.  ``storage``: the run directory takes no
     writes.  ``lost``: a part that the others cannot go on without.  ``defect``: an exception in an agent.
-    ``orphaned``: there is no owner.  ``taken``: another owner has the run."""
+    ``orphaned``: there is no owner.  ``taken``: another owner has the run.  ``unmet``: the ranks cannot go on together,
+    which is a mistake of the user only at the first start of a run."""
     sentence: str
     step: int
 

@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,17 @@ def test_a_planner_out_of_reach_is_named_with_what_was_tried() -> None:
         assert "node-3 has no network address" in _reach(planner, Endpoint("node-3", (), 1))
     why = "set slurm.interface to a network that all nodes share"
     assert _reach(planner, own) == f"node-3 cannot reach the planner's node node-0 (127.0.0.1 port {port}): {why}"
+
+
+def test_a_planner_out_of_reach_is_waited_for_where_the_ranks_have_met_before() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        own, planner = (Endpoint(name, ("127.0.0.1",), server.getsockname()[1]) for name in ("node-3", "node-0"))
+        assert "node-3 cannot reach" in _reach(planner, own, 0.2)
+        back = threading.Timer(1.0, server.listen)
+        back.start()
+        assert _reach(planner, own, 30.0) == ""
+        back.join()
 
 
 def test_loopback_is_no_address_for_others_unless_it_is_named() -> None:

@@ -81,6 +81,19 @@ CASES: dict[str, tuple[RanksEnded, SoFar, Limits, str, str]] = {
     "a broken job that is to stop": (left("cancelled", asked=True, broken=DOWN), SoFar(), ALLOWED, "stop", "cancelled"),
     "a broken job with the last step": (left("completed", broken=DOWN), SoFar(), ALLOWED, "stop", "completed"),
     "a broken job with a defective run": (left("fatal", broken=DOWN), SoFar(), ALLOWED, "fail", "failed"),
+    # What is not possible now.
+    "out of reach at the first start": (left("unmet", met=False), SoFar(), LIMITS, "fail", "failed"),
+    "out of reach, and once they met": (left("unmet", met=False), SoFar(9, met=True), LIMITS, "repeat", ""),
+    "no meeting, and once they met": (left(None, met=False), SoFar(9, met=True), LIMITS, "repeat", ""),
+    "no process can be started": (left(None, met=False, cannot="fork"), SoFar(9), LIMITS, "repeat", ""),
+    "no meeting for too long": (left(None, met=False, patient=False), SoFar(9, met=True), LIMITS, "fail", "failed"),
+    "no meeting, and cancelled": (
+        left("unmet", met=False, signal="TERM"),
+        SoFar(met=True),
+        LIMITS,
+        "stop",
+        "cancelled",
+    ),
     "no meeting again": (left(None, met=False), SoFar(tries=START_TRIES), LIMITS, "fail", "failed"),
 }
 
@@ -98,7 +111,17 @@ def test_only_a_loss_uses_up_a_restart_and_a_meeting_ends_the_row_of_tries() -> 
     assert decide(left("lost"), so_far, LIMITS).so_far == SoFar(1, 2)
     assert decide(left("defect"), so_far, LIMITS).so_far == SoFar(1, 2, DEFECT)
     assert decide(left("lost"), so_far._replace(defect=DEFECT), LIMITS).so_far.defect is None
-    assert decide(left(None, met=False), so_far, LIMITS).so_far == SoFar(3, 1)
+    unmet = "start 2: the agents did not meet"
+    assert decide(left(None, met=False), so_far, LIMITS).so_far == SoFar(3, 1, first=unmet)
+
+
+def test_who_gives_up_names_the_first_cause_what_is_saved_and_how_to_go_on() -> None:
+    so_far = decide(left("unmet", met=False), SoFar(met=True), LIMITS).so_far
+    limits = LIMITS._replace(cannot_now_s=90.0, run="grpo-001")
+    given_up = decide(left(None, met=False, patient=False, cause="agent-0: killed"), so_far, limits)
+    how = "for 90 s; step 40 is saved; continue with `libra-hpc submit --resume grpo-001`"
+    assert given_up.reason == f"{so_far.first}, {how}"
+    assert so_far.first.startswith("start 1: the agents did not meet; ")
 
 
 def test_sentences() -> None:

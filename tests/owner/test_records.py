@@ -11,7 +11,7 @@ from libra_hpc.facts import fact_writer
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import encode_status, read_status
 from libra_hpc.owner import owner_records as module
-from libra_hpc.owner.owner_records import OwnerRecords
+from libra_hpc.owner.owner_records import OwnerRecords, met_before
 from libra_hpc.protocol.ranks_stop import RanksStop
 from tests.facts import synthetic
 
@@ -44,8 +44,10 @@ def test_what_rank_0_left_is_read_and_an_earlier_start_leaves_nothing(run: RunDi
     run.ended(1).write_text('{"why": "lost", "sentence": "node 1 was lost", "step": 7}')
     run.met(1).touch()
     records = OwnerRecords(run, 1)
+    records.clear()
     assert records.end() is None
     assert not run.met(1).exists()
+    assert met_before(run)
     run.ended(1).write_text('{"why": "lost", "sentence": "node 1 was lost", "step": 7}')
     assert records.end() == RanksStop("lost", "node 1 was lost", 7)
     run.ended(1).write_text('{"why": "lo')

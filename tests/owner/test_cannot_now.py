@@ -1,0 +1,155 @@
+"""What an owner cannot do now is waited for: processes, files, a network, the lease."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.facts.status import read_status
+
+OWNER = """
+import os, sys
+from libra_hpc.facts import journal
+from libra_hpc.owner import owner, owner_records, ranks
+from libra_hpc.process import retry
+retry.Patience.FIRST_S = owner.EARLY_S = owner.PAUSE_S = 0.05
+owner.STATUS_S = 0.2
+place, number, times, argv = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+def failing(real, applies=lambda *arguments: True):
+    def call(*arguments, **options):
+        global times
+        if applies(*arguments) and times:
+            times -= 1
+            raise MemoryError if not number else RuntimeError("can't start new thread") if number < 0 else OSError(
+                number, os.strerror(number), "/a/file")
+        return real(*arguments, **options)
+    return call
+if place == "start":
+    ranks.start_rank = failing(ranks.start_rank, lambda rank, *rest: rank == 1)
+elif place == "lease":
+    owner.acquire = failing(owner.acquire)
+else:
+    setattr(owner_records.OwnerRecords, place, failing(getattr(owner_records.OwnerRecords, place)))
+owner.main(argv)
+"""
+"""An owner in which one operation fails some times: place, number of the error, how often."""
+WORLD = """
+cd "$0"; echo $PMI_RANK >> starts
+[ $PMI_RANK = 0 ] || { touch here; exec sleep 0.3; }
+while [ ! -e here ]; do sleep 0.02; done
+if [ $(grep -c 0 starts) -le $1 ]; then
+  echo '{"why": "unmet", "sentence": "node-3 cannot reach the planner", "step": 0}' > ended.json; exit 1
+fi
+touch met; echo '{"why": "completed", "sentence": "step 60 is saved", "step": 60}' > ended.json
+"""
+"""Two ranks: they cannot meet in so many starts, then they complete the run."""
+
+
+class Case:
+    """A run with a checkpoint of step 60."""
+
+    def __init__(self, folder: Path, met: bool, longest_s: float) -> None:
+        self.run = RunDir.create(folder, "run")
+        self.run.logs(1).mkdir(parents=True)
+        self.run.write_json(self.run.config, {"run": {"steps": 60}, "deadlines": {"cannot_now_s": longest_s}})
+        self.run.checkpoint(60).mkdir(parents=True)
+        (self.run.checkpoint(60) / "state.json").write_text("{}")
+        if met:
+            self.run.met(1).touch()
+
+    def own(self, place: str = "start", number: int = 0, times: int = 0, unmet: int = 0) -> subprocess.Popen[str]:
+        owner = ["--run", str(self.run.path), "--attempt", "1", "--size", "2", "--restarts", "0", "--"]
+        argv = [sys.executable, "-c", OWNER, place, str(number), str(times), *owner]
+        world = ["sh", "-c", WORLD, str(self.run.logs(1)), str(unmet)]
+        return subprocess.Popen([*argv, *world], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def events(self) -> list[dict[str, Any]]:
+        return [event for event in read_lines(self.run.events) if event["kind"] == "cannot_now"]
+
+    def result(self, owner: subprocess.Popen[str], code: int = 0) -> dict[str, Any]:
+        output = owner.communicate(timeout=60)[0]
+        assert owner.returncode == code, output
+        return self.run.read_json(self.run.result)
+
+
+NUMBERS = [errno.ENOSPC, errno.EAGAIN, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errno.EIO, errno.EROFS, 0]
+LATER = [errno.ENOENT, errno.EACCES]
+
+
+@pytest.mark.parametrize(("number", "met"), [*((one, False) for one in NUMBERS), *((one, True) for one in LATER)])
+def test_a_rank_that_cannot_be_started_now_is_started_later(tmp_path: Path, number: int, met: bool) -> None:
+    case = Case(tmp_path, met, 60.0)
+    assert case.result(case.own("start", number, 2))["state"] == "completed"
+    (event,) = case.events()
+    why = f"{os.strerror(number)} (/a/file)" if number else "MemoryError"
+    assert event["reason"] == f"the ranks cannot be started: {why}"
+    starts = (case.run.logs(1) / "starts").read_text().split()
+    assert (starts.count("1"), starts.count("0") <= 3) == (1, True), "ranks of a start that failed are ended"
+
+
+@pytest.mark.parametrize(("place", "number"), [("end", errno.ESTALE), ("position", errno.EIO), ("clear", errno.ESTALE)])
+def test_a_run_directory_that_cannot_be_read_or_written_now_is_waited_for(
+    tmp_path: Path, place: str, number: int
+) -> None:
+    case = Case(tmp_path, met=True, longest_s=60.0)
+    assert case.result(case.own(place, number, 3))["state"] == "completed"
+    assert os.strerror(number) in case.events()[0]["reason"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE, -1])
+def test_a_lease_that_cannot_be_taken_now_is_taken_later(tmp_path: Path, number: int) -> None:
+    case = Case(tmp_path, met=False, longest_s=60.0)
+    assert case.result(case.own("lease", number, 3))["state"] == "completed"
+
+
+def test_ranks_that_met_before_and_do_not_now_start_again_without_using_a_restart(tmp_path: Path) -> None:
+    case = Case(tmp_path, met=True, longest_s=60.0)
+    assert case.result(case.own(unmet=5))["state"] == "completed"
+    (event,) = case.events()
+    assert event["reason"] == "start 1: the agents did not meet; node-3 cannot reach the planner"
+
+
+def test_at_the_first_start_of_a_run_that_is_a_mistake(tmp_path: Path) -> None:
+    case = Case(tmp_path, met=False, longest_s=60.0)
+    assert case.result(case.own(unmet=5), 1)["message"] == "node-3 cannot reach the planner"
+    assert (case.run.logs(1) / "starts").read_text().split().count("0") == 1
+
+
+def test_what_stays_impossible_ends_the_run_with_its_cause_what_is_saved_and_how_to_go_on(tmp_path: Path) -> None:
+    how = "for 1 s; step 60 is saved; continue with `libra-hpc submit --resume run-001`"
+    for place, number, before in (
+        ("start", errno.EMFILE, "the ranks cannot be started: "),
+        ("end", errno.EIO, "/a/file cannot be read: "),
+        ("lease", errno.ENOSPC, "the run does not start: its lease cannot be taken: "),
+    ):
+        (tmp_path / place).mkdir()
+        case = Case(tmp_path / place, met=True, longest_s=1.0)
+        result = case.result(case.own(place, number, 1000), 1)
+        file = "" if place == "end" else " (/a/file)"
+        assert result["message"] == f"{before}{os.strerror(number)}{file}, {how}"
+        assert (result["state"], result["step"]) == ("failed", 60)
+
+
+def test_the_status_names_what_is_waited_for_and_a_signal_ends_the_wait(tmp_path: Path) -> None:
+    case = Case(tmp_path, met=True, longest_s=600.0)
+    owner, began = case.own("start", errno.EAGAIN, 1000), time.monotonic()
+    while (status := read_status(case.run, 1)) is None or time.time() - status.updated_at > 0.5:
+        assert time.monotonic() - began < 30.0
+        time.sleep(0.05)
+    assert status.state == "restarting"
+    assert status.message.startswith("waiting since ")
+    assert status.message.endswith(
+        ", for 600 s at most: the ranks cannot be started: Resource temporarily unavailable (/a/file)"
+    )
+    os.kill(owner.pid, signal.SIGTERM)
+    assert case.result(owner, 1)["state"] == "cancelled"
+    assert time.monotonic() - began < 60.0
