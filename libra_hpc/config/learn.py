@@ -84,7 +84,7 @@ class EvalPart(NamedTask):
     """``[[task.eval]]``: an evaluation during the run, on prompts of its own."""
 
     every: Steps = Field(20, ge=1)
-    """Steps between two evaluations; one is before the first step."""
+    """Steps between two evaluations; one is before the first step, one after the last."""
     prompts: int = Field(64, ge=1, le=1_000_000)
     """Prompts of an evaluation, the first ones of its data order."""
     samples: int = Field(1, ge=1, le=1024)

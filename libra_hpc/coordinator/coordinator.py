@@ -99,6 +99,8 @@ class Coordinator:
         self._gone: dict[int, Gone] = {}
         self._job_id = ""
         self._asked_to_stop = False
+        self._trained = False
+        """Training has ended, and its step is saved."""
         self._last_step = 0
         """The step after which training stops for the time limit; 0: none."""
         self._polls: set[asyncio.Task[None]] = set()
@@ -146,10 +148,19 @@ class Coordinator:
                 self._nodes.apply(states.StateArrived(rank))
                 self._nodes.apply(states.MemberOf(rank, generation))
             case wire.TrainingDone(step=step):
-                self._step = step
-                self._ending.finished(step, self._repartitioner.ordered)
+                self._step, self._trained = step, True
+                self._end_training()
             case wire.Fatal():
                 self._on_fatal(message)
+
+    def _end_training(self) -> None:
+        """End the run, once the last step is evaluated where the run file asks for that."""
+        if self._config.task.eval and self._step >= self._config.run.steps and not self._stopping:
+            report = self._observations.report
+            if report is None or report.evaluates:
+                self._ending.message = f"step {self._step} is saved; it is evaluated now"
+                return
+        self._ending.finished(self._step, self._repartitioner.ordered)
 
     def _on_checkpoint_event(self, kind: str, t: float, fields: dict[str, Any]) -> None:
         if kind == "checkpoint_saved" and isinstance(seconds := fields.get("seconds"), float):
@@ -300,6 +311,8 @@ class Coordinator:
             self._stop(fault, SAVE_S, "storage")
         self._check_time_limit(now)
         self._check_progress(now)
+        if self._trained and not self._ending.over:
+            self._end_training()
         self._settle()
 
     def _check_lost(self, now: float) -> None:
@@ -330,11 +343,15 @@ class Coordinator:
             least_s=least_s,
             waits_for=waits_for(nodes.pool, seen.report, notices),
         )
-        self._late = self._ladder.late(run, now - self._stepped_at)
+        self._late = "" if self._trained else self._ladder.late(run, now - self._stepped_at)
         if self._late and not was_late:
             self._event("step_late", step=self._step, reason=self._late)
         rung = self._ladder.evaluate(run, now)
         if rung is None:
+            return
+        if self._trained:
+            # An evaluation that hangs costs no saved run.
+            self._ending.finished(self._step, self._repartitioner.ordered)
             return
         for rank in rung.ranks:
             nodes.lose(LostNode(rank, rung.reason, now - nodes.contacts[rank].seen), now)

@@ -439,6 +439,8 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     """Newest step whose batch was sent."""
     running: tuple[tuple[int, int], ...] = ()
     """(rank, turns in flight) of the run's nodes."""
+    evaluates: bool = False
+    """Whether an evaluation goes on, or the last step is still to be evaluated."""
 
 
 # --- weights ---

@@ -1,6 +1,7 @@
 """Evaluations inside a run: prompts of their own, on engines that have room, while training goes on.
 
-- The weights on all engines are of a step that is due -> its evaluation begins; one of a task at a time.
+- The weights on all engines are of a step that is due -> its evaluation begins; one of a task at a time.  The last step
+  is always due, and the run ends once it is evaluated.
 - Its trajectories begin only where engines have room and no turn of training waits. They are in no batch.
 - A trajectory fails -> counted, never tried again. Its host is lost -> sampled again from its prompt.
 - All have ended -> one line of ``evaluations.jsonl``. A start that finds no line for a due step evaluates what it has.
@@ -53,11 +54,14 @@ class OpenEvaluation:
 class Evaluations:
     """``write`` gets the line of an evaluation that has ended, and its trajectories."""
 
-    def __init__(self, parts: Sequence[EvalPart], write: Callable[[dict[str, Any], list[Trajectory]], None]) -> None:
-        self._parts, self._write = parts, write
+    def __init__(
+        self, parts: Sequence[EvalPart], steps: int, write: Callable[[dict[str, Any], list[Trajectory]], None]
+    ) -> None:
+        self._parts, self._steps, self._write = parts, steps, write
         self._last: dict[str, int] = {}
         """By task, the step of its newest evaluation."""
         self._open: dict[str, OpenEvaluation] = {}
+        self._version = -1
 
     def restore(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Take what earlier starts have evaluated."""
@@ -66,11 +70,17 @@ class Evaluations:
 
     def on_version(self, step: int, now: float) -> None:
         """All engines have the weights of ``step``, or newer ones."""
+        self._version = step
         for place, part in enumerate(self._parts):
-            due = step // part.every * part.every
+            due = step if step >= self._steps else step // part.every * part.every
             if part.name not in self._open and self._last.get(part.name, -1) < due:
                 self._open[part.name] = OpenEvaluation(place, part, step, now)
                 self._last[part.name] = step
+
+    @property
+    def left(self) -> bool:
+        """Whether an evaluation goes on, or that of the last step has not begun."""
+        return bool(self._open) or any(self._last.get(part.name, -1) < self._steps for part in self._parts)
 
     def begin(self, inflight: int, capacity: int) -> list[Trajectory]:
         """Trajectories that begin now, with ``inflight`` of ``capacity`` turns at engines."""
@@ -97,6 +107,7 @@ class Evaluations:
         if not one.open and not one.left:
             del self._open[name]
             self._write(result_line(one, now - one.began), one.done)
+            self.on_version(self._version, now)
 
 
 def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:

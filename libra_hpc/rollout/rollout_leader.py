@@ -56,7 +56,7 @@ class RolloutLeader:
         rollout, algorithm = config.rollout, config.algorithm
         self._rules = LengthRules(algorithm.truncated, algorithm.overlong_soft, rollout.max_model_len)
         self._parts = [one.name for one in config.task.train]
-        self.evaluations = Evaluations(config.task.eval, surroundings.evaluated)
+        self.evaluations = Evaluations(config.task.eval, config.run.steps, surroundings.evaluated)
         self._scheduled = False
         self._lengths: list[Length] = []
 
@@ -345,4 +345,5 @@ class RolloutLeader:
             lent_gpus=engines.lent_gpus,
             composed=order.composed if order else 0,
             running=engines.running_on(),
+            evaluates=self.evaluations.left,
         )

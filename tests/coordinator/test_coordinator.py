@@ -25,6 +25,7 @@ from libra_hpc.protocol.agents import (
     Hello,
     MemberJoined,
     Roles,
+    RolloutReport,
     StartEngine,
     StopAgent,
     StopTraining,
@@ -127,6 +128,28 @@ def test_a_request_to_stop_saves_first_and_has_time_for_it(tmp_path: Path) -> No
 
     asyncio.run(asyncio.wait_for(asked(), 20.0))
     assert scene.end == RanksStop("cancelled", "step 7 is saved", 7)
+
+
+@pytest.mark.parametrize("how", ["evaluated", "cancelled", "hangs"])
+def test_a_run_ends_once_its_last_step_is_evaluated(tmp_path: Path, how: str) -> None:
+    sections = {"run": {"steps": 1}, "task": {"eval": [{"name": "held"}]}}
+    limits = {"floor_s": 0.1, "first_s": 0.1} if how == "hangs" else {}
+    scene = Scene(tmp_path, config=RunConfig.model_validate(sections | {"deadlines": limits}))
+    scene.hello()
+    scene.deliver((3, RolloutReport(evaluates=True)), (1, TrainingDone(1)))
+
+    async def play() -> None:
+        running = asyncio.create_task(scene.coordinator.run())
+        await asyncio.sleep(0.1)
+        if how == "cancelled":
+            scene.coordinator.on_signal("SIGTERM")
+        if how == "evaluated":
+            scene.deliver((3, RolloutReport()))
+        await running
+
+    assert scene.coordinator._ending.message == "step 1 is saved; it is evaluated now"
+    asyncio.run(asyncio.wait_for(play(), 20.0))
+    assert scene.end == RanksStop("completed", "step 1 is saved", 1)
 
 
 def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ async def test_a_lost_host_costs_no_trajectory_of_an_evaluation() -> None:
 
 def test_trajectories_begin_only_where_engines_have_room() -> None:
     lines: list[dict[str, Any]] = []
-    evaluations = Evaluations([AIME], lambda line, done: lines.append(line))
+    evaluations = Evaluations([AIME], 9, lambda line, done: lines.append(line))
     assert evaluations.begin(0, 100) == []
     evaluations.on_version(0, 5.0)
     assert evaluations.begin(int(ROOM * 8), 8) == []
@@ -85,16 +85,18 @@ def test_trajectories_begin_only_where_engines_have_room() -> None:
     assert evaluations.begin(0, 100) == []
 
 
-@pytest.mark.parametrize(("known", "steps"), [(-1, [0, 4]), (0, [4]), (2, [4]), (4, [])])
-def test_a_restart_evaluates_what_has_no_line(known: int, steps: list[int]) -> None:
+@pytest.mark.parametrize(("known", "steps"), [(-1, [0, 4, 5]), (0, [4, 5]), (2, [4, 5]), (4, [5]), (5, [])])
+def test_a_restart_evaluates_what_has_no_line_and_the_last_step_is_always_due(known: int, steps: list[int]) -> None:
     lines: list[dict[str, Any]] = []
-    evaluations = Evaluations([AIME], lambda line, done: lines.append(line))
+    evaluations = Evaluations([AIME], 5, lambda line, done: lines.append(line))
     evaluations.restore([{"task": "aime", "step": known}, {"task": "other", "step": 99}])
-    for step in (0, 1, 4):
+    for step in (0, 1, 4, 5):
+        assert evaluations.left == (known < 5)
         evaluations.on_version(step, 0.0)
         for trajectory in evaluations.begin(0, 100):
             evaluations.failed(trajectory, 1.0)
     assert [line["step"] for line in lines] == steps
+    assert not evaluations.left
 
 
 def test_pass_at_k_is_the_mean_over_all_draws_of_k_samples() -> None:
