@@ -27,6 +27,9 @@ from pathlib import Path
 PREFIX = "libra-"
 KEPT = f"{PREFIX}kept-"
 OWNER_FILE = "owner.lock"
+OTHERS = "not a folder of this user"
+NOBODY = 65534
+"""User id that stands for root's in a container that knows one user only."""
 KEPT_S = 900.0
 """All ranks restart within a minute or a few.  Half: a slow start finds no snapshot; double: a killed job's memory is
 taken for so much longer."""
@@ -44,8 +47,16 @@ def _bases() -> tuple[Path, Path]:
 
 
 def make_folders() -> tuple[Path, Path]:
-    """Make this agent's private and shared-memory folder, and remove those of own agents that were killed."""
+    """Make this agent's private and shared-memory folder, and remove those of own agents that were killed.
+
+    Raises `PermissionError` where the folder above, or that of the compilers' caches in it, is another user's.
+    """
     remove_orphans()
+    temporary, caches = _bases()[0], _bases()[0] / f"cache-{os.getuid()}"
+    if temporary.stat().st_uid not in (0, os.getuid(), NOBODY):
+        raise PermissionError(errno.EPERM, OTHERS, str(temporary))
+    if os.path.lexists(caches) and not _mine(caches):
+        raise PermissionError(errno.EPERM, OTHERS, str(caches))
     private, shared = (_make(base) for base in _bases())
     return private, shared
 
@@ -67,7 +78,7 @@ def own(folder: Path) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if not _mine(folder):
-        raise PermissionError(errno.EPERM, "not a folder of this user", str(folder))
+        raise PermissionError(errno.EPERM, OTHERS, str(folder))
     folder.chmod(0o700)
     if not owned(folder):
         handle, before = _lock(folder, os.O_CREAT), _locks.pop(folder, -1)

@@ -24,6 +24,8 @@ CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
 }
 """Variables of compilers, and their folders on the node's own disk.  By default all nodes share those of the home."""
+CACHE_FOLDER = "$TMPDIR/cache-$UID"
+"""Made with mode 0700 before an agent starts, which looks whose it is (`libra_hpc.process.agent_folders`)."""
 STRICT = """\
 # The first command below that fails, or leaves the script, ends the start and is named as its cause.
 set -eo pipefail
@@ -64,9 +66,12 @@ def set_up_lines(
 
 
 def local_exports(config: RunConfig) -> list[str]:
-    """Lines that put temporary files and caches into ``compute.local_dir``; a cache that has a place keeps it."""
+    """Lines that put temporary files and caches into ``compute.local_dir``; a cache that has a place keeps it.
+
+    Caches have code, so their folder is of one user (`CACHE_FOLDER`).
+    """
     local = config.compute.local_dir
-    caches = (f'export {name}="${{{name}:-$TMPDIR/cache/{folder}}}"' for name, folder in CACHES.items())
+    caches = (f'export {name}="${{{name}:-{CACHE_FOLDER}/{folder}}}"' for name, folder in CACHES.items())
     return [f'export TMPDIR="{local}"', *caches] if local else []
 
 

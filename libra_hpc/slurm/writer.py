@@ -25,7 +25,7 @@ from .fit import notice_s
 from .interpreter import in_container
 from .launch import Launch, NodeRequest, agent_variables, spot_options
 from .pmi import GONE
-from .set_up import local_exports, set_up_lines
+from .set_up import CACHE_FOLDER, local_exports, set_up_lines
 
 STEP = "step"
 """File in the log folder with the number of the step that the ranks are."""
@@ -93,6 +93,7 @@ def spot_script(launch: Launch) -> str:
         *spot_options(config),
     ]
     lines = set_up_lines(config, agent_variables(config, {}), first=local_exports(config))
+    lines += [f'mkdir -pm 700 "{CACHE_FOLDER}"'] if config.compute.local_dir else []
     head = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options)]
     return "\n".join([*head, *lines, shlex.join(["exec", *step, *join]), ""])
 

@@ -51,7 +51,7 @@ from .conftest import RUN, Cli, Queue, write_status
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
-OTHER = 65534
+OTHER = 65533
 OPTION = 918273645
 SECRET = "s3cr3t-of-the-owner"
 SHARED = f"""
@@ -350,3 +350,25 @@ def test_a_lender_takes_runs_of_its_own_user_only(put: Callable[[Path], None], o
 def test_a_run_that_others_can_write_gets_no_lender(open_place: Path) -> None:
     (open_place / "own-001").chmod(0o777)
     assert wanting(open_place) == []
+
+
+@pytest.mark.parametrize("planted", ["scratch/ada", f"scratch/cache-{os.getuid()}", f"scratch/cache-{os.getuid()}@"])
+def test_code_of_compilers_is_never_read_from_a_folder_of_another_user(
+    planted: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "scratch").mkdir()
+    (folder / "scratch").chmod(0o1777)
+    place = folder / planted.removesuffix("@")
+    local = place if place.name == "ada" else place.parent
+
+    def put() -> None:
+        place.symlink_to("/tmp") if planted.endswith("@") else place.mkdir(mode=0o777)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(local))
+    assert as_other(put) == ""
+    with pytest.raises(PermissionError, match="not a folder of this user"):
+        agent_folders.make_folders()
+    place.unlink() if place.is_symlink() else place.rmdir()
+    local.mkdir(exist_ok=True)
+    for made in agent_folders.make_folders():
+        agent_folders.remove(made)

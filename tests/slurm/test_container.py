@@ -169,5 +169,5 @@ def test_a_rank_starts_through_the_runtime_where_nothing_is_exported_and_set_up_
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--export=ALL " in (run.path / "srun").read_text()
     soft, hard, cache = (run.path / "inside").read_text().split()
-    assert (soft, cache) == (hard, f"{tmp_path}/local/ada/cache/triton")
+    assert (soft, cache) == (hard, f"{tmp_path}/local/ada/cache-{os.getuid()}/triton")
     assert (tmp_path / "local" / "ada").is_dir()

@@ -111,7 +111,7 @@ def test_caches_of_compilers_are_on_the_nodes_disk_unless_they_have_a_place(tmp_
     _, done = start(tmp_path, compute, USER="ada", CUDA_CACHE_PATH="/home/cuda")
     assert done.returncode == 0, done.stderr
     found = (tmp_path / "a run" / "environment").read_text().splitlines()
-    inductor, triton = (f"/scratch/ada/cache/{name}" for name in ("inductor", "triton"))
+    inductor, triton = (f"/scratch/ada/cache-{os.getuid()}/{name}" for name in ("inductor", "triton"))
     wanted = {f"TORCHINDUCTOR_CACHE_DIR={inductor}", f"TRITON_CACHE_DIR={triton}"}
     assert {*wanted, "VLLM_CACHE_ROOT=/lustre/vllm", "CUDA_CACHE_PATH=/home/cuda"} <= set(found)
 

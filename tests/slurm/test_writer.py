@@ -298,7 +298,7 @@ def test_facts_of_a_site_reach_the_script() -> None:
     assert lines.count("#SBATCH --account=rl") == 2
     assert lines.index("module load cuda/12.8") < lines.index("export NCCL_IB_HCA=mlx5")
     assert 'export TMPDIR="/scratch/$USER"' in lines
-    assert any('mkdir -p "$TMPDIR"; [ "$SLURM_PROCID" != 0 ]' in line for line in lines)
+    assert any('mkdir -pm 700 "$TMPDIR/cache-$UID"; [ "$SLURM_PROCID" != 0 ]' in line for line in lines)
 
 
 def test_a_component_may_leave_out_what_stands_above_it() -> None:
@@ -331,13 +331,16 @@ def test_options_are_read_as_getopt_reads_them() -> None:
 
 def test_a_job_of_spot_nodes_joins_the_run_with_a_node_as_those_that_roll_out() -> None:
     spot = {"nodes": 2, "partition": "spot", "time_limit": "00:30:00"}
-    config = RunConfig.model_validate({**FULL, "borrow": {"spot": spot}, "compute": {"env": {"A": "b"}}})
+    config = RunConfig.model_validate(
+        {**FULL, "borrow": {"spot": spot}, "compute": {"env": {"A": "b"}, "local_dir": "/x"}}
+    )
     launch = Launch(job_request(config), RunDir("/data/my runs/demo-001"), 2, interpreter="/opt/env/bin/python")
     lines = spot_script(launch).splitlines()
     options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
     assert {"--nodes=1", "--partition=spot", "--time=00:30:00", "--gres=gpu:4", "--constraint=nvlink"} <= options
     assert {"--job-name=demo-spot", "--no-requeue", "--mem=32G", "--account=rl"} <= options
     assert "export A=b" in lines
+    assert lines[-2] == 'mkdir -pm 700 "$TMPDIR/cache-$UID"'
     assert lines[-1] == "exec /opt/env/bin/python -m libra_hpc_cli.app join '/data/my runs/demo-001' --spot"
     assert "--spot=2" in het_script(launch)
     assert "--spot" not in script(FULL)
