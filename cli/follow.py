@@ -68,7 +68,7 @@ class Follower:
         known = jobs.records(self.run)
         newest = max(known.at, 0.0 if known.end is None else known.end.at)
         overtaken = newest > self._asked_at
-        quiet = known.status is None or known.end is not None or now - known.status.updated_at > QUIET_S
+        quiet = known.status is None or known.end is not None or jobs.clock(self.run, now) - known.at > QUIET_S
         if known.settled or (overtaken and not quiet):
             self._answer, self._pause = NoAnswer(), 0.0
         elif now >= self._poll_at or overtaken:
@@ -91,9 +91,8 @@ class Follower:
     def screen(self, lines: int) -> RenderableType:
         """The panel of the present state, for a terminal with so many lines."""
         if self.status is not None:
-            return StatusScreen(
-                with_state(self.status, self.state), now=self._clock(), rewards=rewards(self.run), lines=lines
-            )
+            now = jobs.clock(self.run, self._clock())
+            return StatusScreen(with_state(self.status, self.state), now=now, rewards=rewards(self.run), lines=lines)
         return Panel(Text(self.waiting()), title=Text(self.run.name, style="bold"), title_align="left", width=WIDTH)
 
     def line(self) -> str:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,13 +25,20 @@ from libra_hpc.slurm.queue import query
 from libra_hpc.slurm.queue.cause import with_cause
 from libra_hpc.slurm.queue.job_record import JobRecord, read_job
 from libra_hpc.slurm.queue.query import JobInfo, JobState
-from libra_hpc.slurm.queue.run_state import NoAnswer, RunRecords, RunState, run_end, run_state
+from libra_hpc.slurm.queue.run_state import SILENT_S, NoAnswer, RunRecords, RunState, run_end, run_state
 from libra_hpc.slurm.set_up import set_up_lines
 from libra_hpc.slurm.single import run_single
 from libra_hpc.slurm.site_commands import clean_environment, slurm_environment
 from libra_hpc.slurm.writer import het_script
 
 from .output import busy, print_note
+
+THREADS = 32
+"""Runs whose state is found at a time: most of it is waiting."""
+LOOK_S = 3.0
+"""Between two looks at a status that seems old; it is replaced once a second."""
+_offsets: dict[Path, tuple[float, float]] = {}
+"""By run: the snapshot that was looked at twice, and by how many seconds its machine's clock is ahead of this one's."""
 
 Environment = Mapping[str, str]
 
@@ -139,16 +147,37 @@ def state(run: RunDir, queue: JobQueue | None = None) -> RunState:
 def states(runs: Sequence[RunDir]) -> dict[str, RunState]:
     """The states of several runs by path."""
     answers = JobQueue().ask_all([run for run in runs if not records(run).settled])
-    return {str(run.path): judge(run, answers.get(str(run.path), NoAnswer()), time.time()) for run in runs}
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = pool.map(lambda run: judge(run, answers.get(str(run.path), NoAnswer()), time.time()), runs)
+        return {str(run.path): state for run, state in zip(runs, found, strict=True)}
 
 
 def judge(run: RunDir, answer: JobInfo | NoAnswer, now: float) -> RunState:
     """The state of a run by its records, which are read now, and an answer of before; a failure has its cause."""
+    ended = isinstance(answer, JobInfo) and answer.state.ended
+    now = now if ended or records(run).settled else clock(run, now)
     known = records(run)
     found = run_state(known, answer, now)
     if found.state != "failed" or known.job is None:
         return found
     return msgspec.structs.replace(found, reason=with_cause(found.reason, run.logs(known.job.attempt)))
+
+
+def clock(run: RunDir, now: float) -> float:
+    """``now`` by the clock of the machine that writes a run's status, where that differs from this one's by much.
+
+    A status that seems old, or of a time to come, is read again: a newer one proves that the run lives.
+    """
+    status, (looked, offset) = read_status(run, 0), _offsets.get(run.path, (0.0, 0.0))
+    seen = now if status is None else status.updated_at
+    if abs(now + offset - seen) > SILENT_S and seen != looked:
+        time.sleep(LOOK_S)
+        later = read_status(run, 0)
+        if later is not None and later.updated_at > seen:
+            seen = later.updated_at
+            offset = seen - now
+        _offsets[run.path] = seen, offset
+    return now + offset
 
 
 def run_folder(job_id: str) -> Path | None:

@@ -56,7 +56,7 @@ def status(
         return
     state, snapshot = jobs.state(found), read_status(found)
     if snapshot is not None:
-        show(StatusScreen(with_state(snapshot, state), now=time.time(), rewards=rewards(found)))
+        show(StatusScreen(with_state(snapshot, state), now=jobs.clock(found, time.time()), rewards=rewards(found)))
     if state.state == "never_queued":
         print_line(f"{found.name}: was never queued; files in {found.path}")
     elif snapshot is None or state.state != "running":

@@ -259,3 +259,25 @@ def test_the_line_of_a_run_that_is_over_has_no_present_speeds(site: Path, queue:
     follower.refresh()
     assert "completed  step 60/60  " in follower.line()
     assert "tok/s" not in follower.line()
+
+
+@pytest.mark.parametrize("hours", [-5.0, 5.0])
+def test_a_run_whose_machine_has_another_time_lives_while_its_status_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: float
+) -> None:
+    run, now, looks = make_run(tmp_path), time.time(), list[float]()
+    there = now + 3600.0 * hours
+    write_status(run, at=there)
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        write_status(run, at=there + seconds)
+
+    monkeypatch.setattr(jobs.time, "sleep", sleep)
+    running = JobInfo("4711", JobState.RUNNING)
+    assert [jobs.judge(run, running, now + later).state for later in (0.0, 1.0, 2.0)] == 3 * ["running"]
+    assert looks == [jobs.LOOK_S], "the difference of the clocks is known"
+    monkeypatch.setattr(jobs.time, "sleep", looks.append)
+    found = jobs.judge(run, running, now + 2.0 * SILENT_S)
+    assert (found.state, found.reason) == ("silent", "no status for 2:00")
+    assert jobs.judge(run, NoAnswer(), now).state == "running", "without Slurm too"
