@@ -81,7 +81,9 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     best_of: float | None
     """Mean of each prompt's best sample."""
     pass_at: dict[str, float] | None
-    """Pass@k by k = 1, 2, 4, ...; None: no trajectory ended."""
+    """Pass@k by k = 1, 2, 4, ...; None: no trajectory ended; empty: nobody knows what is solved."""
+    solved: str | None
+    """What pass@k counts, as ``reward >= 1``."""
     samples: int
     failed: int
 
@@ -94,8 +96,15 @@ class EvaluationResult(msgspec.Struct, frozen=True):
         if self.pass_at:
             # Where rewards are 0 or 1, pass@1 is the mean.
             best = "".join(f", pass@{k} {share:.3f}" for k, share in self.pass_at.items() if share != self.mean)
+            best += f" ({self.solved})" if best and self.solved else ""
+        elif best and self.solved:
+            best += f", no pass@k of {self.solved}"
         failed = f", {self.failed} failed" if self.failed else ""
         return f"{self.task} {first}{self.mean:.3f} +- {self.stderr:.3f} at step {self.step}{best}{failed}"
+
+
+KEPT = EvaluationResult.__struct_fields__[3:]
+"""Keys of a line that a result has."""
 
 
 def evaluation_results(run: RunDir) -> list[EvaluationResult]:
@@ -107,7 +116,7 @@ def evaluation_results(run: RunDir) -> list[EvaluationResult]:
     for task, own in lines.items():
         last = max(own, key=lambda line: line["step"])
         first = own[0].get("mean") if len(own) > 1 else None
-        numbers: list[Any] = [last.get(name) for name in ("mean", "stderr", "best_of", "pass_at", "samples", "failed")]
+        numbers: list[Any] = [last.get(name) for name in KEPT]
         found.append(EvaluationResult(task, last["step"], first, *numbers))
     return found
 

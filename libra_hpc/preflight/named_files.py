@@ -13,6 +13,7 @@ from typing import Any
 from libra_hpc.config.learn import GYM, MIXTURE, NamedTask, TaskSection, TaskTable
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text, invalid, nearest
+from libra_hpc.facts.columns import COLUMNS
 from libra_hpc.models.devices import device, devices
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.tasks.task_registry import GYM_TASK, TASKS, unknown_task
@@ -141,6 +142,8 @@ def _check_names(task: TaskSection) -> None:
             key = f"task.{section}.{place}"
             if not one.name or one.name in names:
                 raise invalid(f"{key}.name", one.name, "is not unique" if one.name else "not given", "a name")
+            if section == "eval" and one.name in {column.name for column in COLUMNS}:
+                raise invalid(f"{key}.name", one.name, "a column of metrics.jsonl has this name", "another name")
             names.add(one.name)
             if section == "eval" and one.data and os.path.realpath(one.data) in trained:
                 raise invalid(f"{key}.data", one.data, "these rows are trained on", "rows of its own")

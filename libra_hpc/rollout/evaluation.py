@@ -21,6 +21,8 @@ from libra_hpc.protocol.env import evaluation_index
 
 from .trajectory import Trajectory
 
+REWARD = "reward"
+"""The part that is the reward itself."""
 ROOM = 0.75
 """Share of all engines' turns up to which trajectories of evaluations begin. Half: they take longer than they need to;
 all of it: training's next turn would wait for one of theirs."""
@@ -114,15 +116,13 @@ def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:
     """The result of an evaluation; numbers of rewards are absent where every trajectory failed.
 
     ``stderr`` is that of the mean over prompts, whose samples are not independent. ``best_of``: the mean of each
-    prompt's best sample. ``pass_at``: `pass_at` of what ``solved`` and ``solved_at`` of the table call solved.
+    prompt's best sample. ``pass_at``: `pass_at` of those that are ``solved``; empty where rewards are not all from 0 to
+    1 and the table names no part of them, or one that no trajectory has.
     """
     by_prompt: dict[int, list[float]] = {}
-    solved: dict[int, list[bool]] = {}
     part = one.part
     for trajectory in one.done:
         by_prompt.setdefault(trajectory.index, []).append(trajectory.reward)
-        score = trajectory.info.get(part.solved, -inf) if part.solved else trajectory.reward
-        solved.setdefault(trajectory.index, []).append(score >= part.solved_at)
     means = [mean_and_std(rewards)[0] for rewards in by_prompt.values()]
     found: dict[str, Any] = {}
     if means:
@@ -133,7 +133,8 @@ def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:
             "mean": mean,
             "stderr": std / sqrt(max(1, len(means) - 1)),
             "best_of": sum(map(max, by_prompt.values())) / len(by_prompt),
-            "pass_at": pass_at(list(solved.values())),
+            "solved": f"{part.solved or REWARD} >= {part.solved_at:g}",
+            "pass_at": pass_at(solved(part, one.done)),
             "turns": sum(len(t.turns) for t in one.done) / len(one.done),
             "gen_tokens": sum(t.attained for t in one.done),
             "versions": [min(versions), max(versions)],
@@ -149,6 +150,17 @@ def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:
         "seconds": seconds,
         **found,
     }
+
+
+def solved(part: EvalPart, done: Sequence[Trajectory]) -> list[list[bool]]:
+    """By prompt, which samples are solved; empty where nobody can say."""
+    scores = [{REWARD: t.reward, **t.info}.get(part.solved or REWARD, -inf) for t in done]
+    if max(scores) == -inf or (not part.solved and not all(0.0 <= score <= 1.0 for score in scores)):
+        return []
+    found: dict[int, list[bool]] = {}
+    for trajectory, score in zip(done, scores, strict=True):
+        found.setdefault(trajectory.index, []).append(score >= part.solved_at)
+    return list(found.values())
 
 
 def pass_at(by_prompt: Sequence[Sequence[bool]]) -> dict[str, float]:

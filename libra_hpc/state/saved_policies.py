@@ -47,7 +47,7 @@ def chosen_policy(run: RunDir, option: str, which: str) -> tuple[int, Path]:
 def _best(run: RunDir, option: str, found: dict[int, Path]) -> int:
     evaluated = best_step(run, str(run.resolved().get("checkpoint", {}).get("best", "")))
     if evaluated >= 0:
-        before = [step for step in found if step <= evaluated]
+        before = [step for step in found if 0 < step <= evaluated or step == evaluated]
         if not before:
             why = f"the best evaluation is of step {evaluated}, and {run.name} has no checkpoint of it or before"
             raise invalid(option, BEST, why, LAST)

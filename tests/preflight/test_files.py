@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.config.learn import TaskSection
+from libra_hpc.config.learn import EvalPart, TaskSection
 from libra_hpc.errors import UserError
 from libra_hpc.preflight import named_files
 from libra_hpc.preflight.checks import check_files
@@ -105,3 +105,10 @@ def test_a_loop_of_links_as_data_is_one_sentence(tmp_path: Path) -> None:
     rows = {"name": "data", "data": f"{tmp_path}/loop", "reward": "r.py:f"}
     with pytest.raises(UserError, match=r"task\.data = '.*loop': no such file or folder"):
         named_files.check_tasks(configured(task=rows).task)
+
+
+@pytest.mark.parametrize("name", ["reward", "step_s"])
+def test_an_evaluation_has_no_name_of_a_metric(name: str) -> None:
+    task = TaskSection(name="keychain", eval=[EvalPart(name=name, task="keychain")])
+    with pytest.raises(UserError, match=rf"task\.eval\.0\.name = '{name}': a column of metrics\.jsonl has this name"):
+        named_files.check_tasks(task)

@@ -9,7 +9,8 @@ import pytest
 
 from libra_hpc.config.learn import EvalPart
 from libra_hpc.protocol.env import EVALUATIONS, OpenEpisode, evaluation_index
-from libra_hpc.rollout.evaluation import ROOM, Evaluations, pass_at
+from libra_hpc.rollout.evaluation import ROOM, Evaluations, OpenEvaluation, pass_at, result_line
+from libra_hpc.rollout.trajectory import Trajectory
 
 from .plant import Plant
 
@@ -111,11 +112,21 @@ def test_pass_at_k_is_the_mean_over_all_draws_of_k_samples() -> None:
 
 @pytest.mark.parametrize(
     ("part", "at_least", "shares"),
-    [("", 0.5, [0.5, 1.0]), ("solved", 0.5, [0.5, 1.0]), ("solved", 1.5, [0.0, 0.0]), ("other", 0.0, [0.0, 0.0])],
+    [("", 0.5, [0.5, 1.0]), ("reward", 0.5, [0.5, 1.0]), ("solved", 1.5, [0.0, 0.0]), ("other", 0.0, [])],
 )
 async def test_what_is_solved_is_a_part_of_the_reward_that_the_user_names(
     part: str, at_least: float, shares: list[float]
 ) -> None:
     plant = Plant(evals=[AIME.model_copy(update={"solved": part, "solved_at": at_least})]).start()
     await plant.run(lambda: plant.evaluated)
-    assert plant.evaluated[0]["pass_at"] == dict(zip("12", shares, strict=True))
+    assert plant.evaluated[0]["solved"] == f"{part or 'reward'} >= {at_least:g}"
+    assert plant.evaluated[0]["pass_at"] == dict(zip("12"[: len(shares)], shares, strict=True))
+
+
+def test_rewards_beyond_0_and_1_have_no_pass_at_k_but_of_what_the_user_names() -> None:
+    for name, found in (("", {}), ("reward", {"1": 1.0})):
+        one = OpenEvaluation(0, AIME.model_copy(update={"solved": name}), 0, 0.0)
+        trajectory = Trajectory(evaluation_index(0, 0), 0, 0)
+        trajectory.reward, trajectory.versions = 2.0, [(0, 1)]
+        one.done.append(trajectory)
+        assert result_line(one, 1.0)["pass_at"] == found

@@ -54,6 +54,9 @@ def test_the_policy_before_the_first_step_may_be_the_best(run: RunDir, tmp_path:
     run.write_json(run.config, run.resolved() | {"model": {"path": str(tmp_path)}})
     for which in ("best", "0"):
         assert chosen_policy(run, "--step", which) == (0, tmp_path)
+    run.evaluations.write_text('{"task": "held", "step": 10, "mean": 0.2}')
+    with pytest.raises(UserError, match="the best evaluation is of step 10"):
+        chosen_policy(run, "--step", "best")
 
 
 def test_without_checkpoints_it_is_the_exported_policy(run: RunDir) -> None:
