@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -16,6 +17,9 @@ OTHERS_WRITE = 0o022
 """Bits of a mode."""
 NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags to replace the content of a file, or make it, and never through a link."""
+
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+"""Numbers of errors by which a file system says that it has no hard links."""
 
 
 def cache_folder() -> Path:
@@ -62,15 +66,40 @@ def write_result(path: Path, data: bytes) -> None:
 
 def write_once(path: Path, data: bytes) -> bool:
     """Write like `write_atomic`, but return False and change nothing when ``path`` exists; of several writers one
-    wins."""
+    wins.
+
+    - The file system has no hard links -> exclusive creation; a reader may then see a part.
+    - ``path`` has this content -> True: the answer to the link was lost, as over NFS.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write_atomic(temporary, data)
         os.link(temporary, path)
     except FileExistsError:
-        return False
+        return path.read_bytes() == data
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        return _create(path, data)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return True
+
+
+def _create(path: Path, data: bytes) -> bool:
+    """Create a file with its content; returns whether there was none."""
+    try:
+        handle = path.open("xb")
+    except FileExistsError:
+        return False
+    try:
+        with handle:
+            handle.write(data)
+    except OSError:
+        # Nobody else would make it.
+        path.unlink(missing_ok=True)
+        raise
     return True
 
 

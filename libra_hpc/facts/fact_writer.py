@@ -63,7 +63,9 @@ class Reserve:
             os.fsync(file.fileno())
         replaced = spare.with_name(f"{spare.name}.kept")
         if _size(self._path) == self._size:
-            os.link(self._path, replaced)
+            # Without hard links, the next spare is made once there is room.
+            with contextlib.suppress(OSError):
+                os.link(self._path, replaced)
         spare.replace(self._path)
         if replaced.exists():
             replaced.replace(spare)

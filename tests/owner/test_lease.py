@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -11,10 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import pytest
 
+from libra_hpc.files import write_once
 from libra_hpc.owner import claim
 from libra_hpc.owner.claim import LeaseRefused, acquire, encode_lease
 from libra_hpc.process import lease as leases
@@ -100,7 +103,11 @@ def test_one_who_waits_gets_a_lease_that_is_released_meanwhile(folder: Path) -> 
 
 
 TAKES = """
-import pathlib, sys, time
+import errno, os, pathlib, sys, time
+def no_links(*arguments):
+    raise OSError(errno.EPERM, "Operation not permitted")
+if sys.argv[2] == "no links":
+    os.link = no_links
 from libra_hpc.owner.claim import LeaseRefused, acquire
 folder = pathlib.Path(sys.argv[1])
 print("ready", flush=True)
@@ -115,10 +122,10 @@ else:
 """
 
 
-def test_of_several_at_the_same_time_exactly_one_gets_it(folder: Path) -> None:
-    takers = [
-        subprocess.Popen([sys.executable, "-c", TAKES, str(folder)], stdin=-1, stdout=-1, text=True) for _ in range(4)
-    ]
+@pytest.mark.parametrize("how", ["links", "no links"])
+def test_of_several_at_the_same_time_exactly_one_gets_it(folder: Path, how: str) -> None:
+    command = [sys.executable, "-c", TAKES, str(folder), how]
+    takers = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(4)]
 
     def each(word: str) -> list[str]:
         for taker in takers:
@@ -131,6 +138,50 @@ def test_of_several_at_the_same_time_exactly_one_gets_it(folder: Path) -> None:
     assert sorted(each("\n")) == ["held", *["refused"] * 3]
     for taker in takers:
         taker.communicate()
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_lease_is_taken_where_there_are_no_hard_links(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(os, "link", failing(number))
+    with acquire(folder) as held:
+        assert held.generation == 1
+    assert newest_lease(folder)[1] == msgspec.structs.replace(held._lease, released=True)
+
+
+def failing(number: int, first: Callable[..., object] = lambda *arguments: None) -> Callable[..., None]:
+    """A call of the system that fails, after ``first``."""
+
+    def call(*arguments: object) -> None:
+        first(*arguments)
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def test_a_link_whose_answer_was_lost_is_the_own_one_and_that_of_another_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", failing(errno.EEXIST, os.link))
+    with acquire(folder) as held:
+        assert held.generation == 1
+    write(folder, 2, of(os.getpid()))
+    assert not write_once(lease_file(folder, 2), encode_lease(of(1)))
+
+
+def test_a_file_that_cannot_be_written_whole_is_not_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+
+    def full(path: Path, mode: str) -> IO[bytes]:
+        path.touch()
+        return open("/dev/full", "wb")
+
+    monkeypatch.setattr(os, "link", failing(errno.EPERM))
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_once(folder / "order", b"{}")
+    assert not list(folder.iterdir())
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -149,7 +149,7 @@ def test_an_agent_that_dies_before_the_ranks_meet_ends_that_start_with_its_cause
     assert "exit codes by rank: -9 -9 1 -9\n" in output
 
 
-def test_a_second_owner_is_refused_and_writes_nothing(run: RunDir) -> None:
+def test_a_second_owner_is_refused_and_writes_nothing_but_a_result(run: RunDir) -> None:
     start(run, "wait")
     wait_for(run, "rank-*", 4)
     pid = read_job(run).pid
@@ -163,6 +163,7 @@ def test_a_second_owner_is_refused_and_writes_nothing(run: RunDir) -> None:
     assert done.returncode == 1
     assert done.stdout.startswith(f"the run does not start: process {pid} on ")
     assert not run.logs(2).exists()
+    assert run.read_json(run.result)["message"] == done.stdout.strip()
     assert submit.cancel(run) is True
 
 
