@@ -1,4 +1,4 @@
-"""`libra-hpc eval`: evaluate a policy on a ``[[task.eval]]`` table, in a job of rollout nodes without trainers.
+"""`libra-hpc eval`: evaluate a policy on ``[[task.eval]]`` tables, in a job of rollout nodes without trainers.
 
 - Task, engines and hosts are those of the run file; the policy is a checkpoint of the run, or any model folder.
 - Everything is checked before the job is queued; a mistake leaves no folder.
@@ -43,7 +43,9 @@ def evaluate(
     what: Annotated[
         str, typer.Argument(metavar="RUN|FOLDER", help="A run, its name or job id; or a Hugging Face folder.")
     ],
-    task: Annotated[str, typer.Option("--task", metavar="NAME", help="Name of a table of task.eval.")],
+    task: Annotated[
+        str, typer.Option("--task", metavar="NAME[,NAME]", help="Tables of task.eval by name; default: all.")
+    ] = "",
     samples: Annotated[
         int | None, typer.Option("--samples", min=1, max=1024, metavar="N", help="Default: those of the table.")
     ] = None,
@@ -63,6 +65,7 @@ def evaluate(
     config = load_resolved(run.config) if run is not None and file is None else load(file or Path(), ())
     of_step, policy = (0, Path(what).absolute()) if run is None else chosen_policy(run, "--step", step or LAST)
     config = evaluation_config(config, task, samples, policy, nodes)
+    tasks = [part.name for part in config.task.eval]
     with busy("checking"):
         check_files(config)
         warnings = check_python(config)
@@ -70,17 +73,20 @@ def evaluate(
             warnings = [*warnings, *outcome().warnings]
     warn(warnings)
     with readable(config.run.share):
-        place, handle = queued(config, Path(config.run.dir) if run is None else run.path / "evaluations", task, of_step)
-    facts: dict[str, Any] = {"task": task, "step": of_step, "policy": str(policy), "path": str(place.path)}
+        place, handle = queued(config, Path(config.run.dir) if run is None else run.path / "evaluations", of_step)
+    facts: dict[str, Any] = {"tasks": tasks, "step": of_step, "policy": str(policy), "path": str(place.path)}
     facts["job_id"] = handle.job_id
     if wait:
-        facts["result"] = result_of(handle, place)
+        facts["results"] = results_of(handle, place)
     if json:
         print_json(facts)
     elif wait:
-        print_line(f"{evaluation_results(place)[0].words()}; files in {place.path}")
+        for result in evaluation_results(place):
+            print_line(result.words())
+        print_line(f"files in {place.path}")
     else:
-        print_line(f"job {handle.job_id} evaluates step {of_step} on {task}; its result will be in {place.evaluations}")
+        on = " and ".join(tasks)
+        print_line(f"job {handle.job_id} evaluates step {of_step} on {on}; its results will be in {place.evaluations}")
 
 
 def evaluated_run(what: str, step: str | None, file: Path | None, runs: Path) -> RunDir | None:
@@ -95,47 +101,52 @@ def evaluated_run(what: str, step: str | None, file: Path | None, runs: Path) ->
     return None
 
 
-def result_of(handle: Handle, place: RunDir) -> dict[str, Any]:
-    """Wait for the job; returns its line, raises `OperationError` where it has none."""
+def results_of(handle: Handle, place: RunDir) -> list[dict[str, Any]]:
+    """Wait for the job; returns its lines, raises `OperationError` where it has none."""
     wait_for(handle)
-    error, line = handle.of_task(0) or (f"Job {handle.job_id} ended as {handle.state().value}.", {})
+    error, lines = handle.of_task(0) or (f"Job {handle.job_id} ended as {handle.state().value}.", [])
     if error:
         raise OperationError(f"{error.rstrip('.')}; its files are in {place.path}.")
-    found: dict[str, Any] = line
+    found: list[dict[str, Any]] = lines
     return found
 
 
 def evaluation_config(config: RunConfig, task: str, samples: int | None, policy: Path, nodes: int) -> RunConfig:
-    """The configuration of the job: one evaluation, of ``policy``, on rollout nodes alone."""
-    parts = [part for part in config.task.eval if part.name == task]
-    if not parts:
-        names = [part.name for part in config.task.eval]
-        raise invalid("--task", task, "no such [[task.eval]]", names or "a name of one; the run file has none")
-    part = parts[0].model_copy(update={"samples": samples or parts[0].samples})
+    """The configuration of the job: evaluations of ``policy`` on these tasks, on rollout nodes alone."""
+    known = {part.name: part for part in config.task.eval}
+    wanted = [name.strip() for name in task.split(",")] if task else list(known)
+    if wrong := [name for name in wanted if name not in known] or ([] if wanted else [task]):
+        raise invalid(
+            "--task", wrong[0], "no such [[task.eval]]", list(known) or "a name of one; the run file has none"
+        )
+    parts = [
+        known[name].model_copy(update={"samples": samples or known[name].samples}) for name in dict.fromkeys(wanted)
+    ]
     tp, engines = config.rollout.on_node(config.components.hybrid.nodes)
     one = config.components.rollout.model_copy(update={"nodes": nodes})
     return config.changed(
         model={"path": str(policy) if config.run.engine == "real" else config.model.path},
-        task={"eval": [part]},
+        task={"eval": parts},
         checkpoint={"best": ""},
         components={"rollout": one},
         rollout={"tp": tp, "engines_per_node": engines},
     )
 
 
-def evaluate_here(folder: str, step: int) -> dict[str, Any]:
+def evaluate_here(folder: str, step: int) -> list[dict[str, Any]]:
     """The work of each node: a login node lacks its imports."""
     from libra_hpc.agent import evaluation_job
 
     return evaluation_job.evaluate(folder, step)
 
 
-def queued(config: RunConfig, parent: Path, task: str, step: int) -> tuple[RunDir, Handle]:
+def queued(config: RunConfig, parent: Path, step: int) -> tuple[RunDir, Handle]:
     """Make the folder of the evaluation and queue its job; a refused one leaves no folder."""
     local = config.slurm.executor == "local"
     env = dict(os.environ) if local else slurm_environment()
     parent.mkdir(parents=True, exist_ok=True)
-    place = RunDir.create(parent, f"{task}-step-{step}", MODES[config.run.share])
+    name = "+".join(part.name for part in config.task.eval)
+    place = RunDir.create(parent, f"{name}-step-{step}", MODES[config.run.share])
     try:
         place.write_config(config.model_dump())
         work, jobs = (evaluate_here, str(place.path), step), place.path / "job"

@@ -2,7 +2,7 @@
 
 - Every node has engines, rank 0 also the rollout leader. It gives the few answers that a coordinator or trainer would.
 - An engine is lost -> it is started again, as often as in a run. A node is lost -> the others have its turns.
-- The result is written -> all ranks end. A part ends too often, or rank 0 is lost -> they end with the reason.
+- All results are written -> all ranks end. A part ends too often, or rank 0 is lost -> they end with the reason.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ GOODBYE_S = 5.0
 KEEP_EVENTS = 10_000
 
 
-def evaluate(folder: str, step: int) -> dict[str, Any]:
-    """Carry out the evaluation of a folder, whose configuration names policy and task; one call on each node.
+def evaluate(folder: str, step: int) -> list[dict[str, Any]]:
+    """Carry out the evaluations of a folder, whose configuration names policy and tasks; one call on each node.
 
-    ``step``: of the weights. Returns the line of ``evaluations.jsonl``. Raises `OperationError` with the reason.
+    ``step``: of the weights. Returns the lines of ``evaluations.jsonl``. Raises `OperationError` with the reason.
     """
     run = RunDir(folder)
     config = load_resolved(run.config)
@@ -100,8 +100,8 @@ class EvaluationNode:
             add(wire.Log, lambda record: self._events.add({"t": record.t, "kind": record.kind, **record.fields}))
             add(wire.Fatal, lambda fatal: self._end(fatal.reason))
 
-    async def run(self) -> dict[str, Any]:
-        """Serve until the result is written; returns its line, which is empty where this is not rank 0."""
+    async def run(self) -> list[dict[str, Any]]:
+        """Serve until the results are written; returns their lines, none where this is not rank 0."""
         parts = [self._mesh.run(), self._engines.watch(), self._engines.start(), self._watch()]
         for part in parts if self._service is None else [*parts, self._service.run()]:
             self._spawn(part)
@@ -116,14 +116,15 @@ class EvaluationNode:
         await self._events.close()
         remove(self._context.private)
         remove(self._context.shared_memory)
-        lines = list(read_lines(self._run.evaluations)) if self._service is not None else [{}]
-        why = self._why or ("" if lines else f"{self._run.evaluations} cannot be written.")
+        lines, why = [], self._why
         if self._service is not None:
+            lines = list(read_lines(self._run.evaluations))
+            why = why or ("" if lines else f"{self._run.evaluations} cannot be written.")
             end = {"state": "failed" if why else "completed", "message": why, "attempt": 1, "t": time.time()}
             self._run.write_json(self._run.result, end)
         if why:
             raise OperationError(why)
-        return lines[-1]
+        return lines
 
     async def _watch(self) -> None:
         while True:
@@ -137,7 +138,8 @@ class EvaluationNode:
                     self._service.leader.on_rank_lost(rank)
             if self._service is not None:
                 await self._events.flush()
-                if await asyncio.to_thread(lambda: next(read_lines(self._run.evaluations), None)):
+                lines = await asyncio.to_thread(list, read_lines(self._run.evaluations))
+                if len(lines) == len(self._context.config.task.eval):
                     self._end("")
 
     def _on_engine_state(self, engine: EngineState) -> None:

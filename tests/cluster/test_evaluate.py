@@ -19,6 +19,11 @@ name = "held"
 task = "data"
 prompts = 12
 samples = 4
+
+[[task.eval]]
+name = "more"
+task = "data"
+prompts = 5
 """
 
 
@@ -29,13 +34,15 @@ def test_two_nodes_evaluate_a_model_folder_in_a_job_of_their_own(cluster: Cluste
     model.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (model / name).write_text("{}")
-    words = ("--file", str(case.run_file), "--task", "held", "--samples", "8", "--nodes", "2", "--wait", "--json")
+    words = ("--file", str(case.run_file), "--samples", "8", "--nodes", "2", "--wait", "--json")
     found = json.loads(case.cli("eval", str(model), *words).stdout)
     place = RunDir(found["path"])
     assert place.path.parent == tmp_path / "runs"
-    assert list(read_lines(place.evaluations)) == [found["result"]]
-    assert (found["result"]["step"], found["result"]["failed"], found["result"]["samples"]) == (0, 0, 8)
-    assert list(found["result"]["pass_at"]) == ["1", "2", "4", "8"]
+    assert list(read_lines(place.evaluations)) == found["results"]
+    assert {line["task"]: line["prompts"] for line in found["results"]} == {"held": 12, "more": 5}
+    for line in found["results"]:
+        assert (line["step"], line["failed"], line["samples"]) == (0, 0, 8)
+        assert list(line["pass_at"]) == ["1", "2", "4", "8"]
     engines = {line["engine"] for line in read_lines(place.decisions) if "engine" in line}
     assert engines == {"r0.0", "r1.0"}, "both nodes have turns"
     (row,) = json.loads(case.cli("list", "--json").stdout)
