@@ -75,6 +75,8 @@ REAP_S = 1.0
 """Between two searches for processes that were left behind."""
 DOOR_S = 10.0
 """Between two tries to write how to join."""
+SIGNAL_S = 2.0
+"""Until a signal is reported that rank 0 did not get: whoever stops a run signals all ranks."""
 GOODBYE_S = 5.0
 """For the last messages of a leaving agent to reach the kernel."""
 
@@ -378,8 +380,16 @@ class Agent:
         name = signal.Signals(number).name
         if self.coordinator is not None:
             self.coordinator.on_signal(name)
-        else:
+        elif self.rank == 0:
             self._early_signals.append(name)
+        else:
+            log.warning("%s: rank 0 alone acts on signals", name)
+            asyncio.get_running_loop().call_later(SIGNAL_S, self._say_ignored, name)
+
+    def _say_ignored(self, name: str) -> None:
+        if self.context is not None and not self._stop.is_set() and name == "SIGTERM":
+            reason = f"{name} is for rank 0; `libra-hpc cancel` ends the run, and SIGKILL this agent"
+            self.context.log("signal_ignored", rank=self.rank, signal=name, reason=reason)
 
     # --- messages
 

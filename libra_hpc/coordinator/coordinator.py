@@ -124,6 +124,8 @@ class Coordinator:
                 node.beat = message
             case wire.TurnsDrained(rank=rank) if is_guest(rank):
                 self._nodes.guests.on_drained(rank)
+            case wire.Log(kind="signal_ignored") if self._ending.saving_for is not None:
+                pass  # rank 0 got it as well
             case wire.Log(kind=kind, t=t, fields=fields):
                 self._records.record(kind, t, fields)
                 self._observations.on_event(kind, fields, node.seen)
@@ -180,6 +182,8 @@ class Coordinator:
         if self._ending.over or not (cancelled or self._limit.heeds_notice(now)):
             return
         orphaned = self._context.fence.orphaned()
+        if cancelled and not orphaned and self._ending.saving_for == "cancelled":
+            return  # the owner passes on what its group got as well
         reason = orphaned or f"Slurm sent {name}"
         self._event("stop_requested", signal=name, reason=reason)
         if orphaned:

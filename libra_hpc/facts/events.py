@@ -36,6 +36,7 @@ RUN = (
         "stop_requested", "The run saves and stops: a signal, a request, its time limit, or a guard", "signal reason"
     ),
     _fault("cannot_now", "The owner waits for what is not possible now, and tries it again", "reason"),
+    _fault("signal_ignored", "An agent got a signal that rank 0 did not", "rank signal reason", notice=True),
     _fault("step_late", "No step was committed for half of its limit", "step reason", alert="stalled"),
     _fault("job_finished", "The attempt ended", "state message step", alert="end"),
     EventKind("job_requeued", "Slurm queues the job again", "reason step"),

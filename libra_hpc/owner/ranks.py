@@ -4,7 +4,7 @@
 ranks when one is killed, announces a death by SIGUSR1, and listens on every network interface.  It implements MPICH's
 PMI-1 start-up protocol over a socket pair per rank and opens no port.
 
-- A signal to the process group -> the ranks get it.
+- A signal to this process alone, or to its group -> the ranks get it.
 - This process is killed -> the kernel sends its ranks SIGTERM.
 - A rank ends -> a file `RunDir.gone`, if asked for.
 """
@@ -160,7 +160,9 @@ class LocalRanks:
                     self._connections[target].sendall(reply.encode() + b"\n")
 
     def signal(self, name: str) -> None:
-        """The ranks got it with this process: they are of its group."""
+        """Pass a signal on; ranks that got it with this process, as of its group, take the second for the same."""
+        for process in self._processes:
+            process.send_signal(signal.Signals[f"SIG{name}"])
 
     def kill(self) -> None:
         for process in self._processes:

@@ -23,6 +23,7 @@ from libra_hpc.protocol.agents import (
     Fatal,
     FormGeneration,
     Hello,
+    Log,
     MemberJoined,
     Roles,
     RolloutReport,
@@ -155,11 +156,17 @@ def test_a_run_ends_once_its_last_step_is_evaluated(tmp_path: Path, how: str) ->
 def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.hello()
-    scene.coordinator.on_signal("SIGTERM")
+    ignored = {"rank": 2, "signal": "SIGTERM", "reason": "SIGTERM is for rank 0"}
+    scene.deliver((2, Log("signal_ignored", 1.0, ignored)))
+    for _ in range(2):  # the owner passes on what its group got as well
+        scene.coordinator.on_signal("SIGTERM")
+    scene.deliver((3, Log("signal_ignored", 2.0, {**ignored, "rank": 3})))
     assert [rank for rank, _ in scene.orders(StopTraining)] == [1]
     scene.deliver((1, TrainingDone(7)))
     run_until_over(scene)
     assert scene.end == RanksStop("cancelled", "step 7 is saved", 7)
+    said = [(event["kind"], event.get("rank")) for event in read_lines(scene.run.events) if "signal" in event]
+    assert said == [("signal_ignored", 2), ("stop_requested", None)]
 
 
 def test_a_run_near_its_time_limit_finishes_its_step_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ from libra_hpc.owner import owner, owner_records, ranks
 from libra_hpc.process import retry
 retry.Patience.FIRST_S = owner.EARLY_S = owner.PAUSE_S = 0.05
 owner.STATUS_S = 0.2
-place, number, times, argv = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+place, numbers, argv = sys.argv[1], eval(sys.argv[2]), sys.argv[3:]
 def failing(real, applies=lambda *arguments: True):
     def call(*arguments, **options):
-        global times
-        if applies(*arguments) and times:
-            times -= 1
+        if applies(*arguments) and numbers:
+            number = numbers.pop(0)
             raise MemoryError if not number else RuntimeError("can't start new thread") if number < 0 else OSError(
                 number, os.strerror(number), "/a/file")
         return real(*arguments, **options)
@@ -41,7 +41,7 @@ else:
     setattr(owner_records.OwnerRecords, place, failing(getattr(owner_records.OwnerRecords, place)))
 owner.main(argv)
 """
-"""An owner in which one operation fails some times: place, number of the error, how often."""
+"""An owner in which one operation fails some times: place, and numbers of the errors."""
 WORLD = """
 cd "$0"; echo $PMI_RANK >> starts
 [ $PMI_RANK = 0 ] || { touch here; exec sleep 0.3; }
@@ -52,6 +52,14 @@ fi
 touch met; echo '{"why": "completed", "sentence": "step 60 is saved", "step": 60}' > ended.json
 """
 """Two ranks: they cannot meet in so many starts, then they complete the run."""
+
+
+WAITS = """
+cd "$0"; trap 'kill $!; echo $PMI_RANK >> got; exit 0' TERM; echo $PMI_RANK >> starts
+[ $PMI_RANK = 1 ] || touch met
+sleep 60 & wait
+"""
+"""Two ranks that note SIGTERM and end."""
 
 
 class Case:
@@ -66,49 +74,48 @@ class Case:
         if met:
             self.run.met(1).touch()
 
-    def own(self, place: str = "start", number: int = 0, times: int = 0, unmet: int = 0) -> subprocess.Popen[str]:
+    def own(
+        self, place: str = "start", numbers: Sequence[int] = (), unmet: int = 0, world: str = WORLD
+    ) -> subprocess.Popen[str]:
         owner = ["--run", str(self.run.path), "--attempt", "1", "--size", "2", "--restarts", "0", "--"]
-        argv = [sys.executable, "-c", OWNER, place, str(number), str(times), *owner]
-        world = ["sh", "-c", WORLD, str(self.run.logs(1)), str(unmet)]
-        return subprocess.Popen([*argv, *world], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        argv = [sys.executable, "-c", OWNER, place, str(list(numbers)), *owner]
+        ranks = ["sh", "-c", world, str(self.run.logs(1)), str(unmet)]
+        return subprocess.Popen([*argv, *ranks], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def events(self) -> list[dict[str, Any]]:
         return [event for event in read_lines(self.run.events) if event["kind"] == "cannot_now"]
 
     def result(self, owner: subprocess.Popen[str], code: int = 0) -> dict[str, Any]:
-        output = owner.communicate(timeout=60)[0]
-        assert owner.returncode == code, output
+        self.output = owner.communicate(timeout=60)[0]
+        assert owner.returncode == code, self.output
         return self.run.read_json(self.run.result)
 
 
 NUMBERS = [errno.ENOSPC, errno.EAGAIN, errno.EMFILE, errno.ENOMEM, errno.ESTALE, errno.EIO, errno.EROFS, 0]
-LATER = [errno.ENOENT, errno.EACCES]
 
 
-@pytest.mark.parametrize(("number", "met"), [*((one, False) for one in NUMBERS), *((one, True) for one in LATER)])
-def test_a_rank_that_cannot_be_started_now_is_started_later(tmp_path: Path, number: int, met: bool) -> None:
+@pytest.mark.parametrize(("numbers", "met"), [(NUMBERS, False), ([errno.ENOENT, errno.EACCES], True)])
+def test_a_rank_that_cannot_be_started_now_is_started_later(tmp_path: Path, numbers: list[int], met: bool) -> None:
     case = Case(tmp_path, met, 60.0)
-    assert case.result(case.own("start", number, 2))["state"] == "completed"
+    assert case.result(case.own("start", numbers))["state"] == "completed"
+    for number in numbers:
+        why = f"{os.strerror(number)} (/a/file)" if number else "MemoryError"
+        assert f"repeat: the ranks cannot be started: {why}\n" in case.output
     (event,) = case.events()
-    why = f"{os.strerror(number)} (/a/file)" if number else "MemoryError"
-    assert event["reason"] == f"the ranks cannot be started: {why}"
-    starts = (case.run.logs(1) / "starts").read_text().split()
-    assert (starts.count("1"), starts.count("0") <= 3) == (1, True), "ranks of a start that failed are ended"
+    assert event["reason"] == f"the ranks cannot be started: {os.strerror(numbers[0])} (/a/file)"
+    assert (case.run.logs(1) / "starts").read_text().split().count("1") == 1, "ranks of a start that failed are ended"
 
 
-@pytest.mark.parametrize(("place", "number"), [("end", errno.ESTALE), ("position", errno.EIO), ("clear", errno.ESTALE)])
-def test_a_run_directory_that_cannot_be_read_or_written_now_is_waited_for(
-    tmp_path: Path, place: str, number: int
-) -> None:
+@pytest.mark.parametrize("place", ["end", "position", "clear"])
+def test_a_run_directory_that_cannot_be_read_or_written_now_is_waited_for(tmp_path: Path, place: str) -> None:
     case = Case(tmp_path, met=True, longest_s=60.0)
-    assert case.result(case.own(place, number, 3))["state"] == "completed"
-    assert os.strerror(number) in case.events()[0]["reason"]
+    assert case.result(case.own(place, [errno.ESTALE, errno.EIO, errno.ENOENT]))["state"] == "completed"
+    assert os.strerror(errno.ESTALE) in case.events()[0]["reason"]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE, -1])
-def test_a_lease_that_cannot_be_taken_now_is_taken_later(tmp_path: Path, number: int) -> None:
+def test_a_lease_that_cannot_be_taken_now_is_taken_later(tmp_path: Path) -> None:
     case = Case(tmp_path, met=False, longest_s=60.0)
-    assert case.result(case.own("lease", number, 3))["state"] == "completed"
+    assert case.result(case.own("lease", [errno.ENOSPC, errno.ESTALE, -1]))["state"] == "completed"
 
 
 def test_ranks_that_met_before_and_do_not_now_start_again_without_using_a_restart(tmp_path: Path) -> None:
@@ -133,7 +140,7 @@ def test_what_stays_impossible_ends_the_run_with_its_cause_what_is_saved_and_how
     ):
         (tmp_path / place).mkdir()
         case = Case(tmp_path / place, met=True, longest_s=1.0)
-        result = case.result(case.own(place, number, 1000), 1)
+        result = case.result(case.own(place, [number] * 1000), 1)
         file = "" if place == "end" else " (/a/file)"
         assert result["message"] == f"{before}{os.strerror(number)}{file}, {how}"
         assert (result["state"], result["step"]) == ("failed", 60)
@@ -141,7 +148,7 @@ def test_what_stays_impossible_ends_the_run_with_its_cause_what_is_saved_and_how
 
 def test_the_status_names_what_is_waited_for_and_a_signal_ends_the_wait(tmp_path: Path) -> None:
     case = Case(tmp_path, met=True, longest_s=600.0)
-    owner, began = case.own("start", errno.EAGAIN, 1000), time.monotonic()
+    owner, began = case.own("start", [errno.EAGAIN] * 1000), time.monotonic()
     while (status := read_status(case.run, 1)) is None or time.time() - status.updated_at > 0.5:
         assert time.monotonic() - began < 30.0
         time.sleep(0.05)
@@ -153,3 +160,14 @@ def test_the_status_names_what_is_waited_for_and_a_signal_ends_the_wait(tmp_path
     os.kill(owner.pid, signal.SIGTERM)
     assert case.result(owner, 1)["state"] == "cancelled"
     assert time.monotonic() - began < 60.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_owner_alone_is_one_to_the_run(tmp_path: Path, number: int) -> None:
+    case = Case(tmp_path, met=False, longest_s=60.0)
+    owner, starts = case.own(world=WAITS), case.run.logs(1) / "starts"
+    while not starts.exists() or len(starts.read_text().split()) < 2:
+        time.sleep(0.02)
+    os.kill(owner.pid, number)
+    assert case.result(owner, 1)["state"] == "cancelled"
+    assert sorted((case.run.logs(1) / "got").read_text().split()) == ["0", "1"]
