@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,253 +131,210 @@ def frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervised, "WATCH_S", 0.1)
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(work)
+async def test_a_stopped_engine_is_reported_ended_and_the_next_one_serves(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        await made.up()
+        await made.until(lambda: made.of(wire.EngineLoad), "counters")
+        stopped = made.pid()
+        os.kill(stopped, DUMP_SIGNAL)
+        log = made.context.logs / "r2.0.log"
+        await made.until(lambda: "most recent call first" in log.read_text(), "stacks on request")
+        os.kill(stopped, signal.SIGSTOP)
+        await made.until(lambda: made.states("lost"), "the stopped engine ends")
+        (slow,), (hung,) = made.events("slow"), made.events("hung")
+        assert (slow["part"], hung["part"], hung["rank"]) == ("r2.0", "r2.0", NODE)
+        assert "silence of the engine" in hung["reason"]
+        assert "silence of the engine" in made.states("lost")[0].reason
+        assert [(gone.engine, gone.state) for gone in made.gone()] == [("r2.0", "ending"), ("r2.0", "lost")]
+        await made.up(2)
+        assert made.pid() != stopped
+        made.node.on_turns(wire.Turns((("r2.0", Generate("t", pack_i32(tokens.prompt(0, 0, 100, 20)), 50)),)))
+        await made.until(lambda: made.of(wire.TurnsDone), "an answer")
+        ((_, answer),) = made.of(wire.TurnsDone)[0].items
+        assert (answer.rid, answer.finish) == ("t", "stop")
+        assert not made.of(wire.Fatal)
 
 
-def test_a_stopped_engine_is_reported_ended_and_the_next_one_serves(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with scene(tmp_path) as made:
-            await made.up()
-            await made.until(lambda: made.of(wire.EngineLoad), "counters")
-            stopped = made.pid()
-            os.kill(stopped, DUMP_SIGNAL)
-            log = made.context.logs / "r2.0.log"
-            await made.until(lambda: "most recent call first" in log.read_text(), "stacks on request")
-            os.kill(stopped, signal.SIGSTOP)
-            await made.until(lambda: made.states("lost"), "the stopped engine ends")
-            (slow,), (hung,) = made.events("slow"), made.events("hung")
-            assert (slow["part"], hung["part"], hung["rank"]) == ("r2.0", "r2.0", NODE)
-            assert "silence of the engine" in hung["reason"]
-            assert "silence of the engine" in made.states("lost")[0].reason
-            assert [(gone.engine, gone.state) for gone in made.gone()] == [("r2.0", "ending"), ("r2.0", "lost")]
-            await made.up(2)
-            assert made.pid() != stopped
-            made.node.on_turns(wire.Turns((("r2.0", Generate("t", pack_i32(tokens.prompt(0, 0, 100, 20)), 50)),)))
-            await made.until(lambda: made.of(wire.TurnsDone), "an answer")
-            ((_, answer),) = made.of(wire.TurnsDone)[0].items
-            assert (answer.rid, answer.finish) == ("t", "stop")
-            assert not made.of(wire.Fatal)
-
-    run(work())
-
-
-def test_an_engine_that_is_idle_for_longer_than_its_limit_lives_and_tells_the_leader_nothing_new(
+async def test_an_engine_that_is_idle_for_longer_than_its_limit_lives_and_tells_the_leader_nothing_new(
     tmp_path: Path,
 ) -> None:
-    async def work() -> None:
-        async with scene(tmp_path) as made:
-            await made.up()
-            began = time.monotonic()
-            await made.until(lambda: time.monotonic() - began > 1.5 * FLOOR_S, "time")
-            loads = [load.stats for load in made.of(wire.EngineLoad)]
-            assert len(set(loads)) == len(loads) == 1
-            assert not made.events("slow")
-
-    run(work())
+    async with scene(tmp_path) as made:
+        await made.up()
+        began = time.monotonic()
+        await made.until(lambda: time.monotonic() - began > 1.5 * FLOOR_S, "time")
+        loads = [load.stats for load in made.of(wire.EngineLoad)]
+        assert len(set(loads)) == len(loads) == 1
+        assert not made.events("slow")
 
 
-def test_the_turns_of_an_engine_that_outlives_its_sigkill_do_not_wait_for_it(
+async def test_the_turns_of_an_engine_that_outlives_its_sigkill_do_not_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervised, "KILL_S", 0.2)
     monkeypatch.setattr(supervised, "REPEAT_S", 0.2)
     kill = Child.kill
-
-    async def work() -> None:
-        async with scene(tmp_path) as made:
-            await made.up()
-            await made.until(lambda: made.of(wire.EngineLoad), "counters")
-            (child,) = made.node._engines["r2.0"].children
-            stuck = True
-            monkeypatch.setattr(Child, "kill", lambda self: None if stuck else kill(self))
-            try:
-                os.kill(made.pid(), signal.SIGSTOP)
-                await made.until(lambda: made.gone(), "the leader was informed")
-                await made.until(lambda: len(made.events("hung")) >= 4, "it is logged again and again")
-                await made.node.start()
-                assert (made.node._engines["r2.0"].children, made.states("lost")) == ([child], []), "no other beside it"
-                made.node.on_turns(wire.Turns((("r2.0", Generate("t", b"", 50)),)))
-                await made.until(lambda: made.of(wire.TurnsDone), "a turn that came too late is refused")
-                assert "after SIGKILL" in made.events("hung")[-1]["reason"]
-            finally:
-                stuck = False
-                child.kill()
-            await made.until(lambda: made.states("lost"), "it is gone")
-            assert [state.state for state in made.gone()] == ["ending", "lost"]
-            await made.up(2)
-
-    run(work())
+    async with scene(tmp_path) as made:
+        await made.up()
+        await made.until(lambda: made.of(wire.EngineLoad), "counters")
+        (child,) = made.node._engines["r2.0"].children
+        stuck = True
+        monkeypatch.setattr(Child, "kill", lambda self: None if stuck else kill(self))
+        try:
+            os.kill(made.pid(), signal.SIGSTOP)
+            await made.until(lambda: made.gone(), "the leader was informed")
+            await made.until(lambda: len(made.events("hung")) >= 4, "it is logged again and again")
+            await made.node.start()
+            assert (made.node._engines["r2.0"].children, made.states("lost")) == ([child], []), "no other beside it"
+            made.node.on_turns(wire.Turns((("r2.0", Generate("t", b"", 50)),)))
+            await made.until(lambda: made.of(wire.TurnsDone), "a turn that came too late is refused")
+            assert "after SIGKILL" in made.events("hung")[-1]["reason"]
+        finally:
+            stuck = False
+            child.kill()
+        await made.until(lambda: made.states("lost"), "it is gone")
+        assert [state.state for state in made.gone()] == ["ending", "lost"]
+        await made.up(2)
 
 
-def test_an_engine_with_weights_older_than_the_start_serves_only_once_it_has_newer_ones(
+async def test_an_engine_with_weights_older_than_the_start_serves_only_once_it_has_newer_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout_node, "ASK_AGAIN_S", 0.01)
-
-    async def work() -> None:
-        async with scene(tmp_path) as made:
-            made.context.resume_point = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
-            await made.node.start()
-            await made.until(lambda: len(made.of(wire.WeightsWanted)) > 3, "it asks again")
-            assert not made.served(), "the trainers have offered nothing yet"
-            made.write(4)
-            await made.until(lambda: made.served(), "the engine is ready")
-            assert made.served()[0].version == 4
-
-    run(work())
+    async with scene(tmp_path) as made:
+        made.context.resume_point = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
+        await made.node.start()
+        await made.until(lambda: len(made.of(wire.WeightsWanted)) > 3, "it asks again")
+        assert not made.served(), "the trainers have offered nothing yet"
+        made.write(4)
+        await made.until(lambda: made.served(), "the engine is ready")
+        assert made.served()[0].version == 4
 
 
 @pytest.mark.parametrize(("patience_s", "serves"), [(60.0, 3), (0.0, 2)])
-def test_a_woken_engine_waits_for_the_weights_its_node_trained_with_but_not_for_ever(
+async def test_a_woken_engine_waits_for_the_weights_its_node_trained_with_but_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience_s: float, serves: int
 ) -> None:
     monkeypatch.setattr(rollout_node, "NEWEST_S", patience_s)
     monkeypatch.setattr(rollout_node, "ASK_AGAIN_S", 0.01)
-
-    async def work() -> None:
-        async with scene(tmp_path) as made:
-            await made.up()
-            made.node.standby()
-            made.node.beside = cast(Any, SimpleNamespace(trained=3, _frees=set()))
-            made.write(2)
-            await made.node.start()
-            if patience_s:
-                asked = len(made.of(wire.WeightsWanted))
-                await made.until(lambda: len(made.of(wire.WeightsWanted)) > asked + 3, "it asks for newer ones")
-                assert made.of(wire.WeightsWanted)[-1].have == 2
-                made.write(3)
-            await made.until(lambda: len(made.served()) == 2, "the engine serves again")
-            assert made.served()[-1].version == serves
-
-    run(work())
+    async with scene(tmp_path) as made:
+        await made.up()
+        made.node.standby()
+        made.node.beside = cast(Any, SimpleNamespace(trained=3, _frees=set()))
+        made.write(2)
+        await made.node.start()
+        if patience_s:
+            asked = len(made.of(wire.WeightsWanted))
+            await made.until(lambda: len(made.of(wire.WeightsWanted)) > asked + 3, "it asks for newer ones")
+            assert made.of(wire.WeightsWanted)[-1].have == 2
+            made.write(3)
+        await made.until(lambda: len(made.served()) == 2, "the engine serves again")
+        assert made.served()[-1].version == serves
 
 
-def test_answers_to_several_engines_lead_to_one_round_of_requests(
+async def test_answers_to_several_engines_lead_to_one_round_of_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout_node, "ASK_AGAIN_S", 0.2)
-
-    async def work() -> None:
-        async with scene(tmp_path, engines=2) as made:
-            made.context.resume_point = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
-            await made.node.start()
-            await made.until(lambda: list(made.node.states.values()) == ["loading"] * 2, "both wait for weights")
-            before = len(made.of(wire.WeightsWanted))
-            for _ in range(20):
-                made.node.on_current(wire.WeightsCurrent(0))
-            await made.until(lambda: len(made.of(wire.WeightsWanted)) > before, "they ask again")
-            await asyncio.sleep(0.3)
-            assert len(made.of(wire.WeightsWanted)) < before + 20, "two engines, in a few rounds"
-
-    run(work())
+    async with scene(tmp_path, engines=2) as made:
+        made.context.resume_point = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
+        await made.node.start()
+        await made.until(lambda: list(made.node.states.values()) == ["loading"] * 2, "both wait for weights")
+        before = len(made.of(wire.WeightsWanted))
+        for _ in range(20):
+            made.node.on_current(wire.WeightsCurrent(0))
+        await made.until(lambda: len(made.of(wire.WeightsWanted)) > before, "they ask again")
+        await asyncio.sleep(0.3)
+        assert len(made.of(wire.WeightsWanted)) < before + 20, "two engines, in a few rounds"
 
 
-def test_an_engine_that_could_not_read_the_image_gets_the_next_version(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with scene(tmp_path) as made:
-            await made.up()
-            made.weights.write(1, made.weights.image.unlink)
-            made.node.on_image()
-            await made.until(lambda: made.events("engine_error"), "the engine refuses it")
-            assert made.node.version == 0
-            made.write(2)
-            await made.until(lambda: made.node.version == 2, "the weights are applied")
-            assert made.weights.told[-1] == 2
-
-    run(work())
+async def test_an_engine_that_could_not_read_the_image_gets_the_next_version(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        await made.up()
+        made.weights.write(1, made.weights.image.unlink)
+        made.node.on_image()
+        await made.until(lambda: made.events("engine_error"), "the engine refuses it")
+        assert made.node.version == 0
+        made.write(2)
+        await made.until(lambda: made.node.version == 2, "the weights are applied")
+        assert made.weights.told[-1] == 2
 
 
-def test_an_engine_that_cannot_take_new_weights_is_not_waited_for_and_the_next_begins_with_them(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with scene(tmp_path) as made:
-            await made.up()
-            made.write(1)
-            await made.until(lambda: made.node.version == 1, "the weights are applied")
-            first = made.pid()
-            made.node.received(made.node._engines["r2.0"], 0, EngineFailed("no memory for them", False, version=2))
-            assert [state.state for state in made.gone()] == ["ending"], "its turns go elsewhere at once"
-            await made.until(lambda: made.states("lost"), "it is ended")
-            assert "it cannot take version 2 of the weights: no memory for them" in made.states("lost")[0].reason
-            assert made.weights.told[-1] is None, "it needs no offer any more"
-            await made.up(2)
-            assert (made.served()[1].version, made.pid() == first) == (1, False)
-            assert not made.events("hung")
-
-    run(work())
-
-
-def test_an_engine_that_never_takes_new_weights_is_ended(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with scene(tmp_path) as made:
-            await made.up()
-            for version in (1, 2):
-                if version == 2:
-                    os.kill(made.pid(), signal.SIGSTOP)
-                made.write(version)
-                if version == 1:
-                    await made.until(lambda: made.node.version == 1, "the first weights are applied")
-            await made.until(lambda: made.states("lost"), "the engine ends")
-            assert "weight update of the engine" in made.events("hung")[0]["reason"]
-            await made.up(2)
-            assert made.served()[1].version == 2
-
-    run(work())
-
-
-def test_a_standby_engine_that_does_not_wake_is_ended(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with scene(tmp_path) as made:
-            await made.up()
-            made.write(1)
-            for count in (2, 3):
-                made.node.standby()
-                await made.up(count)
-            made.node.standby()
-            os.kill(made.pid(), signal.SIGSTOP)
-            await made.node.start()
-            await made.until(lambda: made.states("lost"), "the engine ends")
-            assert "waking of the engine" in made.events("hung")[0]["reason"]
-
-    run(work())
-
-
-def test_an_engine_that_ends_more_often_than_the_run_file_allows_ends_the_run_with_count_window_and_log(
+async def test_an_engine_that_cannot_take_new_weights_is_not_waited_for_and_the_next_begins_with_them(
     tmp_path: Path,
 ) -> None:
-    async def work() -> None:
-        async with scene(tmp_path, deadlines={"restarts": 1}) as made:
-            for count in (1, 2):
-                await made.up(count)
-                os.kill(made.pid(), signal.SIGKILL)
-                await made.until(lambda count=count: len(made.gone()) == count, "the engine ended")
-            await made.until(lambda: made.of(wire.Fatal), "the budget is spent")
-            assert len(made.states("lost")) == 1
-            log = made.context.logs / "r2.0.log"
-            expected = (
-                "engine r2.0 ended 2 times in 300 s, the last time because process r2.0 was killed by signal 9; see"
-                f" {log}"
-            )
-            assert made.of(wire.Fatal)[0].reason == expected
-
-    run(work())
+    async with scene(tmp_path) as made:
+        await made.up()
+        made.write(1)
+        await made.until(lambda: made.node.version == 1, "the weights are applied")
+        first = made.pid()
+        made.node.received(made.node._engines["r2.0"], 0, EngineFailed("no memory for them", False, version=2))
+        assert [state.state for state in made.gone()] == ["ending"], "its turns go elsewhere at once"
+        await made.until(lambda: made.states("lost"), "it is ended")
+        assert "it cannot take version 2 of the weights: no memory for them" in made.states("lost")[0].reason
+        assert made.weights.told[-1] is None, "it needs no offer any more"
+        await made.up(2)
+        assert (made.served()[1].version, made.pid() == first) == (1, False)
+        assert not made.events("hung")
 
 
-def test_a_reset_node_has_no_process_and_starts_again_with_its_image(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with scene(tmp_path, engines=2) as made:
-            await made.up(2)
-            made.write(5)
-            await made.until(lambda: made.node.version == 5, "the weights are applied")
-            before = set(made.node.pids.values())
-            made.sent.clear()
-            made.told.clear()
-            await made.node.reset()
-            assert not any(Path(f"/proc/{pid}").exists() for pid in before)
-            assert (made.node.states, made.node.pids, made.node.version) == ({}, {}, -1)
-            await made.up(2)
-            assert {up.version for up in made.served()} == {5}, "the image is still there"
-            assert not made.states("lost")
-            assert not made.gone()
+async def test_an_engine_that_never_takes_new_weights_is_ended(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        await made.up()
+        for version in (1, 2):
+            if version == 2:
+                os.kill(made.pid(), signal.SIGSTOP)
+            made.write(version)
+            if version == 1:
+                await made.until(lambda: made.node.version == 1, "the first weights are applied")
+        await made.until(lambda: made.states("lost"), "the engine ends")
+        assert "weight update of the engine" in made.events("hung")[0]["reason"]
+        await made.up(2)
+        assert made.served()[1].version == 2
 
-    run(work())
+
+async def test_a_standby_engine_that_does_not_wake_is_ended(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        await made.up()
+        made.write(1)
+        for count in (2, 3):
+            made.node.standby()
+            await made.up(count)
+        made.node.standby()
+        os.kill(made.pid(), signal.SIGSTOP)
+        await made.node.start()
+        await made.until(lambda: made.states("lost"), "the engine ends")
+        assert "waking of the engine" in made.events("hung")[0]["reason"]
+
+
+async def test_an_engine_that_ends_more_often_than_the_run_file_allows_ends_the_run_with_count_window_and_log(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path, deadlines={"restarts": 1}) as made:
+        for count in (1, 2):
+            await made.up(count)
+            os.kill(made.pid(), signal.SIGKILL)
+            await made.until(lambda count=count: len(made.gone()) == count, "the engine ended")
+        await made.until(lambda: made.of(wire.Fatal), "the budget is spent")
+        assert len(made.states("lost")) == 1
+        log = made.context.logs / "r2.0.log"
+        expected = (
+            f"engine r2.0 ended 2 times in 300 s, the last time because process r2.0 was killed by signal 9; see {log}"
+        )
+        assert made.of(wire.Fatal)[0].reason == expected
+
+
+async def test_a_reset_node_has_no_process_and_starts_again_with_its_image(tmp_path: Path) -> None:
+    async with scene(tmp_path, engines=2) as made:
+        await made.up(2)
+        made.write(5)
+        await made.until(lambda: made.node.version == 5, "the weights are applied")
+        before = set(made.node.pids.values())
+        made.sent.clear()
+        made.told.clear()
+        await made.node.reset()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+        assert (made.node.states, made.node.pids, made.node.version) == ({}, {}, -1)
+        await made.up(2)
+        assert {up.version for up in made.served()} == {5}, "the image is still there"
+        assert not made.states("lost")
+        assert not made.gone()
