@@ -9,12 +9,11 @@ import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-import msgspec
 import pytest
 
 from libra_hpc.mesh import links
 from libra_hpc.mesh import mesh as mesh_module
-from libra_hpc.mesh.links import HEADER, MAX_FRAME_BYTES, NONCE_BYTES, PROOF_BYTES, RANK, TAG_BYTES, Outgoing, accept
+from libra_hpc.mesh.links import HEADER, MAX_FRAME_BYTES, NONCE_BYTES, TAG_BYTES, Outgoing, accept
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.world import Endpoint, World
 from libra_hpc.protocol.agents import RankLost
@@ -123,47 +122,28 @@ RELAYED: dict[str, tuple[Callable[[Units, Units], Units], int]] = {
 @pytest.mark.parametrize("change", RELAYED)
 async def test_who_carries_a_stream_cannot_change_what_it_says(change: str) -> None:
     altered, arrive = RELAYED[change]
-    before: Units = []
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        own_reader, own_writer = await asyncio.open_connection("127.0.0.1", ranks[1].endpoints[1].port)
-        writer.write(await own_reader.readexactly(NONCE_BYTES))
-        own_writer.write(await reader.readexactly(RANK.size + NONCE_BYTES + PROOF_BYTES))
-        writer.write(await own_reader.readexactly(PROOF_BYTES))
-        units = [await reader.readexactly(UNIT) for _ in FRAMES]
-        if not before:
-            before.extend(units)
-            return
-        own_writer.write(b"".join(altered(units, before)))
-        own_writer.write_eof()
-        await own_reader.read()
-        ended.set()
-
     async with serving() as (ranks, received):
-        ended, server = asyncio.Event(), await asyncio.start_server(relay, "127.0.0.1", 0)
-        through = Endpoint("here", ("127.0.0.1",), server.sockets[0].getsockname()[1])
-        sender = msgspec.structs.replace(ranks[0], endpoints=(ranks[0].endpoints[0], through))
+        streams = list[Units]()
         for _ in range(2):
-            link = Outgoing(sender, 1, lambda rank: None)
+            stream, seal = await links._connect(ranks[0], 1)
+            streams.append([])
             for frame in FRAMES:
-                link.put(frame)
-            await until(lambda: before)
-        await ended.wait()
+                await seal.put(unit := bytearray(), frame)
+                streams[-1].append(bytes(unit))
+        await asyncio.get_running_loop().sock_sendall(stream, b"".join(altered(streams[1], streams[0])))
+        stream.shutdown(socket.SHUT_WR)
+        assert await asyncio.get_running_loop().sock_recv(stream, 1) == b""
         assert [frame for _, frame in received] == FRAMES[:arrive]
-        server.close()
 
 
 async def test_silent_callers_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "MOST_UNPROVEN", 8)
     async with serving() as (ranks, received):
-        port = ranks[1].endpoints[1].port
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+        silent = [await asyncio.open_connection("127.0.0.1", ranks[1].endpoints[1].port) for _ in range(40)]
         Outgoing(ranks[0], 1, lambda rank: None).put(b"good")
         async with asyncio.timeout(PROVE_S / 2):
             await until(lambda: received)
-            for reader, _ in silent[:20]:
-                await reader.readexactly(NONCE_BYTES)
-                assert await reader.read() == b"", "the oldest are disconnected"
+            assert len(await silent[0][0].read()) == NONCE_BYTES, "the oldest is disconnected"
 
 
 async def test_what_waits_for_a_rank_that_is_gone_is_dropped_and_a_new_one_is_reached_after_reopen() -> None:

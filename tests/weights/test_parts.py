@@ -113,9 +113,8 @@ def test_callers_without_the_secret_keep_no_carrier_out(folder: Path, monkeypatc
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         address = listener.getsockname()
         CarrierServer(listener, SECRET, OfferStore(0), cast(ImageSource, None), folder).start()
-        strangers = [socket.create_connection(address, timeout=PROVE_S / 2) for _ in range(40)]
-        for stranger in strangers:
-            stack.enter_context(stranger)
+        connected = (socket.create_connection(address, timeout=PROVE_S / 2) for _ in range(40))
+        strangers = [stack.enter_context(stranger) for stranger in connected]
         asked(Peer(1, ("127.0.0.1",), address[1]), f"{PART}own/{NAME}", -1)
         assert len(strangers[0].recv(100)) == NONCE_BYTES
         assert strangers[0].recv(1) == b"", "the oldest is disconnected"
