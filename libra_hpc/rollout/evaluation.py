@@ -39,7 +39,7 @@ class OpenEvaluation:
     began: float
     begun: int = 0
     """Trajectories that have begun, sample by sample of each prompt."""
-    failed: int = 0
+    failed: list[Trajectory] = field(default_factory=list)
     done: list[Trajectory] = field(default_factory=list)
 
     @property
@@ -50,7 +50,7 @@ class OpenEvaluation:
     @property
     def open(self) -> int:
         """Trajectories that have begun and not ended."""
-        return self.begun - self.failed - len(self.done)
+        return self.begun - len(self.failed) - len(self.done)
 
 
 class Evaluations:
@@ -101,14 +101,14 @@ class Evaluations:
         self._ended(trajectory.evaluation, now)
 
     def failed(self, trajectory: Trajectory, now: float) -> None:
-        self._open[trajectory.evaluation].failed += 1
+        self._open[trajectory.evaluation].failed.append(trajectory)
         self._ended(trajectory.evaluation, now)
 
     def _ended(self, name: str, now: float) -> None:
         one = self._open[name]
         if not one.open and not one.left:
             del self._open[name]
-            self._write(result_line(one, now - one.began), one.done)
+            self._write(result_line(one, now - one.began), [*one.done, *one.failed])
             self.on_version(self._version, now)
 
 
@@ -146,7 +146,7 @@ def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:
         "step": one.step,
         "prompts": part.prompts,
         "samples": part.samples,
-        "failed": one.failed,
+        "failed": len(one.failed),
         "seconds": seconds,
         **found,
     }

@@ -64,6 +64,11 @@ class RolloutLeader:
     def resubmitted(self) -> int:
         return self._turns.resubmitted
 
+    @property
+    def composed(self) -> int:
+        """Newest step whose batch was sent."""
+        return self._order.composed if self._order else 0
+
     # --- data order
 
     def on_position(
@@ -192,6 +197,7 @@ class RolloutLeader:
         """End a failed attempt: try again later, or leave the trajectory out, or give up the whole prompt."""
         now, order, index = self._clock(), self._order, trajectory.index
         assert order is not None
+        trajectory.error = error
         self._environments.close(trajectory)
         self._drop(trajectory, now)
         if trajectory.evaluation:
@@ -200,6 +206,7 @@ class RolloutLeader:
             )
             self.evaluations.failed(trajectory, now)
             return
+        self._around.failed(trajectory)
         prompt = trajectory.prompt_id or f"number {index} of the data order"
         if self._attempts.failed(trajectory, Failure(kind, self._config.task.name, prompt, error), now):
             order.groups[index].retried += 1
@@ -343,7 +350,7 @@ class RolloutLeader:
             guest_tokens=sum(one.tokens for one in engines.lenders.values()),
             lenders=tuple(one.report() for one in engines.lenders.values()),
             lent_gpus=engines.lent_gpus,
-            composed=order.composed if order else 0,
+            composed=self.composed,
             running=engines.running_on(),
             evaluates=self.evaluations.left,
         )

@@ -26,6 +26,9 @@ class Surroundings(Protocol):
     def ended(self, end: TrajectoryEnd) -> None:
         """Record a finished trajectory."""
 
+    def failed(self, trajectory: Trajectory) -> None:
+        """Record a failed attempt of a trajectory."""
+
     def composed(self, step: int, trajectories: list[Trajectory], groups: tuple[Group, ...]) -> None:
         """Record what a step is trained on."""
 

@@ -79,6 +79,8 @@ class Trajectory:
         """When the newest turn went to the environment; 0.0 before the first."""
         self.reward = 0.0
         self.info: dict[str, float] = {}
+        self.error = ""
+        """Why it failed."""
 
     def again(self) -> Trajectory:
         """Its next attempt."""

@@ -42,6 +42,22 @@ def test_the_worst_and_the_best_of_a_step(submitted: RunDir, cli: Cli) -> None:
     assert [part["who"] for part in record["text"]] == ["prompt", "policy"]
 
 
+def test_an_evaluation_and_what_failed(submitted: RunDir, cli: Cli) -> None:
+    group, writer = _group([0.5, -1.0]), TranscriptWriter(submitted.transcripts, "toy", 10**6)
+    group.done[1].error = "ValueError: no"
+    writer.write(4, group.done, [])
+    for trajectory in group.done:
+        trajectory.evaluation, trajectory.reward = "held", 0.25
+    writer.write(2, group.done, [], "held")
+    shown = cli("show")
+    assert "== step 4, toy-7, sample 0: reward 0.5, " in shown.out
+    assert "the least reward of 1 trajectories; others: --worst, --best, --prompt, --failed" in shown.err
+    shown = cli("show", "--failed")
+    assert "== step 4, toy-7, sample 1: failed, 1 turns, 3 tokens, weights 3\n   ValueError: no\n" in shown.out
+    assert "1 of 2 trajectories failed" in shown.err
+    assert "== step 2, toy-7, sample 0: reward 0.25, " in cli("show", "--task", "held").out
+
+
 def test_a_file_that_was_cut_off_is_shown_to_its_last_whole_trajectory(submitted: RunDir, cli: Cli) -> None:
     group = _group([0.5, -1.0, 2.0])
     TranscriptWriter(submitted.transcripts, "toy", 10**6).write(4, group.done, [group.to_group(group_mean)])

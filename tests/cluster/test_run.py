@@ -95,7 +95,7 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     assert found["step"] == STEPS
     assert found["result"]["failed"] == 0, "vLLM serves the exported policy"
     assert -0.2 <= found["result"]["mean"] <= 1.0
-    assert transcripts.steps(Path(found["path"]) / "transcripts").keys() == {STEPS}
+    assert transcripts.steps(Path(found["path"]) / "transcripts", "held").keys() == {STEPS}
     summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
     assert summary["steps"] == STEPS
     assert run.summary_picture.stat().st_size > 10_000

@@ -129,6 +129,8 @@ class Plant:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.lines: list[dict[str, Any]] = []
         self.evaluated: list[dict[str, Any]] = []
+        self.failed: list[Trajectory] = []
+        self.of_evaluations: list[Trajectory] = []
         self.composed: list[tuple[int, list[Trajectory], tuple[Group, ...]]] = []
         self.ended: list[Trajectory] = []
         self.decisions: list[dict[str, Any]] = []
@@ -164,7 +166,8 @@ class Plant:
                 send=self.send,
                 to_host=lambda host, message: self.host.append(message),
                 ended=self.on_ended,
-                evaluated=lambda line, trajectories: self.evaluated.append(line),
+                failed=self.failed.append,
+                evaluated=self.on_evaluated,
                 composed=lambda *batch: self.composed.append(batch),
                 routed=lambda routed: self.decisions.append(decision_line(routed)),
                 log=lambda kind, **fields: self.events.append((kind, fields)),
@@ -187,6 +190,10 @@ class Plant:
         return self
 
     # --- what the leader sends
+
+    def on_evaluated(self, line: dict[str, Any], trajectories: list[Trajectory]) -> None:
+        self.evaluated.append(line)
+        self.of_evaluations += trajectories
 
     def on_ended(self, ended: TrajectoryEnd) -> None:
         self.lines.append(trace_line(ended))

@@ -51,6 +51,7 @@ async def test_a_failure_is_counted_and_training_goes_on() -> None:
     assert [(line["failed"], line["mean"], line["prompts"]) for line in plant.evaluated] == [(2, 0.5, 3)] * 2
     assert [fields["error"] for fields in plant.kinds("evaluation_failed")] == ["ValueError: no"] * 4
     assert not plant.kinds("trajectory_failed")
+    assert [t.error for t in plant.of_evaluations] == ["", "", "", "", "ValueError: no", "ValueError: no"] * 2
 
 
 async def test_where_all_fail_a_line_says_so() -> None:

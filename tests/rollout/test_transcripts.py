@@ -14,6 +14,7 @@ import pytest
 from libra_hpc.agent.hosting.transcript_log import TranscriptLog
 from libra_hpc.config.load import validate
 from libra_hpc.rollout.records import transcripts
+from libra_hpc.rollout.trajectory import Trajectory
 
 from .plant import Plant, sampling
 
@@ -116,6 +117,15 @@ async def test_beyond_the_room_the_oldest_steps_go_and_a_full_disk_costs_no_step
         kept.add(*batch)
     await kept.flush()
     assert list(transcripts.steps(tmp_path / "kept")) == [2, 3]
+
+    kept.failed(lost := Trajectory(9, 0, 0))
+    lost.error = "ValueError: no"
+    kept.end(4)
+    kept.add(3, trajectories, (), "held")
+    await kept.flush()
+    assert list(transcripts.files(tmp_path / "kept")) == [(3, ""), (3, "held"), (4, "")]
+    (record,) = transcripts.read(transcripts.steps(tmp_path / "kept")[4])
+    assert (record.error, list(record.segments())) == ("ValueError: no", [])
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

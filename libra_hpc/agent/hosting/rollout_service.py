@@ -156,11 +156,12 @@ class RolloutService:
     def composed(self, step: int, trajectories: list[Trajectory], groups: tuple[wire.Group, ...]) -> None:
         self._transcripts.add(step, trajectories, groups)
 
+    def failed(self, trajectory: Trajectory) -> None:
+        self._transcripts.failed(trajectory)
+
     def evaluated(self, line: dict[str, Any], trajectories: list[Trajectory]) -> None:
         self._evaluations.add(line)
-        if not self._context.layout.core:
-            # Where nothing is trained, the transcripts are those of the evaluation.
-            self._transcripts.add(line["step"], trajectories, ())
+        self._transcripts.add(line["step"], trajectories, (), line["task"])
 
     def ended(self, end: TrajectoryEnd) -> None:
         self._trajectories.add(end)
@@ -180,6 +181,7 @@ class RolloutService:
         # Before anything slow, for which whoever ends the job may not wait.  Unfinished trajectories are written as
         # they are now: they may go on meanwhile.
         self._unwritten += [SavedTrajectory.of(trajectory) for trajectory in self.leader.unfinished()]
+        self._transcripts.end(self.leader.composed + 1)
         await self._flush()
         await self._hosts.stop()
         # What ended meanwhile: its line is in `trajectories.jsonl`, and the next start must not let it end once more.

@@ -19,6 +19,9 @@ from .storage import StorageFaults
 GB = 1_000_000_000
 MOST_WAITING = 64
 """Steps in memory: those of a second, or while the file system does not answer; older ones are left out."""
+MOST_FAILED = 64
+"""Failed attempts of a step that are retained, the newest.  Half: a rare error may be missing; double: 64 long contexts
+more in memory."""
 
 
 class TranscriptLog:
@@ -30,13 +33,27 @@ class TranscriptLog:
         self._wanted = budget > 0 and config.run.engine == "real"
         # Made by the first write, because it reads the folder.
         self._writer = cache(partial(TranscriptWriter, folder, "" if config.task.train else config.task.name, budget))
-        self._waiting: deque[tuple[int, list[Trajectory], tuple[Group, ...]]] = deque()
+        self._waiting: deque[tuple[int, list[Trajectory], tuple[Group, ...], str]] = deque()
+        self._failed: deque[Trajectory] = deque(maxlen=MOST_FAILED)
         self._log, self._faults, self._dropped, self._removed = log, StorageFaults(log), 0, False
 
-    def add(self, step: int, trajectories: list[Trajectory], groups: tuple[Group, ...]) -> None:
-        """Record what a step is trained on; written by the next `flush`."""
+    def failed(self, trajectory: Trajectory) -> None:
+        """Record a failed attempt, beside the next step."""
         if self._wanted:
-            self._waiting.append((step, trajectories, groups))
+            self._failed.append(trajectory)
+
+    def end(self, step: int) -> None:
+        """Record the attempts that failed since the last step as those of ``step``, which was not composed."""
+        if self._failed:
+            self.add(step, [], ())
+
+    def add(self, step: int, trajectories: list[Trajectory], groups: tuple[Group, ...], evaluation: str = "") -> None:
+        """Record what a step is trained on, or its evaluation; written by the next `flush`."""
+        if not evaluation:
+            trajectories = [*trajectories, *self._failed]
+            self._failed.clear()
+        if self._wanted:
+            self._waiting.append((step, trajectories, groups, evaluation))
         if len(self._waiting) > MOST_WAITING:
             self._waiting.popleft()
             self._dropped += 1

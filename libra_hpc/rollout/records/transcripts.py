@@ -1,5 +1,7 @@
 """The text of the policy: ``transcripts/step-N.jsonl.zst`` has the trajectories that step N was trained on.
 
+It also has attempts that failed meanwhile. ``step-N-NAME.jsonl.zst`` has the trajectories of the evaluation ``NAME``.
+
 One Zstandard frame per trajectory, each one line of JSON (`Transcript`); a file is complete when it is there. A step
 that is trained again replaces its file. Beyond the run's budget the oldest files go, so that the newest are kept.
 """
@@ -19,7 +21,7 @@ from libra_hpc.protocol.agents import Group
 from libra_hpc.protocol.trace import TurnRecord
 from libra_hpc.rollout.trajectory import Trajectory
 
-_NAME = re.compile(r"^step-(\d+)\.jsonl\.zst$")
+_NAME = re.compile(r"^step-(\d+)(?:-(.*))?\.jsonl\.zst$")
 LEVEL = 3
 """Level of compression: a token id takes about two bytes; 9 saves a tenth for five times the time."""
 CHUNK_BYTES = 1 << 14
@@ -27,7 +29,7 @@ CHUNK_BYTES = 1 << 14
 
 
 class Transcript(msgspec.Struct, frozen=True):
-    """A trajectory as it was trained."""
+    """A trajectory as it was trained, or evaluated, or failed."""
 
     step: int
     uid: str
@@ -45,6 +47,8 @@ class Transcript(msgspec.Struct, frozen=True):
     samples follow one another.
     """
     tokens: tuple[int, ...]
+    error: str = ""
+    """Why it failed."""
 
     def segments(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(who, token ids) in order: ``prompt``, ``policy``, and what a turn's ``new_tokens`` came from.
@@ -52,6 +56,8 @@ class Transcript(msgspec.Struct, frozen=True):
         The prompt of another sample is ``new sample``.
         """
         at = self.prompt_tokens
+        if not self.tokens:
+            return
         yield "prompt", self.tokens[:at]
         tool = ""
         for turn in self.turns:
@@ -77,13 +83,19 @@ def transcript(step: int, task: str, trajectory: Trajectory, advantage: float) -
         prompt_tokens=trajectory.prompt_tokens,
         turns=tuple(trajectory.turns),
         tokens=tuple(trajectory.tokens),
+        error=trajectory.error,
     )
 
 
-def steps(folder: Path) -> dict[int, Path]:
-    """Transcripts by step, in order."""
-    found = {int(match[1]): path for path in folder.glob("step-*") if (match := _NAME.match(path.name))}
-    return dict(sorted(found.items()))
+def files(folder: Path) -> dict[tuple[int, str], Path]:
+    """All transcripts by step and evaluation, in order; empty: of training."""
+    named = ((_NAME.match(path.name), path) for path in folder.glob("step-*"))
+    return dict(sorted(((int(match[1]), match[2] or ""), path) for match, path in named if match))
+
+
+def steps(folder: Path, evaluation: str = "") -> dict[int, Path]:
+    """Transcripts of training, or of an evaluation, by step, in order."""
+    return {step: path for (step, name), path in files(folder).items() if name == evaluation}
 
 
 def read(path: Path, torn: Callable[[str], None] = lambda why: None) -> Iterator[Transcript]:
@@ -118,12 +130,17 @@ class TranscriptWriter:
     def __init__(self, folder: Path, task: str, budget: int) -> None:
         """``task``: of all trajectories; empty: of each its part of the mixture."""
         self._folder, self._task, self._budget = folder, task, budget
-        self._sizes = {step: path.stat().st_size for step, path in steps(folder).items()}
+        self._sizes = {key: path.stat().st_size for key, path in files(folder).items()}
         for unfinished in folder.glob(".step-*"):  # of a writer that was killed
             unfinished.unlink(missing_ok=True)
 
-    def write(self, step: int, trajectories: Sequence[Trajectory], groups: Iterable[Group]) -> int:
-        """Write a step's file; returns how many older files were removed for it.  Raises `OSError`."""
+    def write(
+        self, step: int, trajectories: Sequence[Trajectory], groups: Iterable[Group], evaluation: str = ""
+    ) -> int:
+        """Write the file of a step, or of its evaluation; returns how many older files were removed for it.
+
+        Raises `OSError`.
+        """
         compress = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress
         encode = msgspec.json.Encoder().encode
         samples = [sample for group in groups for sample in group.samples]
@@ -132,16 +149,16 @@ class TranscriptWriter:
         records = [transcript(step, t.evaluation or self._task or t.part, t, advantage) for t, advantage in counted]
         data = b"".join(compress(encode(record) + b"\n") for record in records)
         self._folder.mkdir(exist_ok=True)
-        removed = 0
-        self._sizes.pop(step, None)
+        removed, key = 0, (step, evaluation)
+        self._sizes.pop(key, None)
         while self._sizes and sum(self._sizes.values()) + len(data) > self._budget:
             oldest = min(self._sizes)
-            self._path(oldest).unlink(missing_ok=True)
+            self._path(*oldest).unlink(missing_ok=True)
             del self._sizes[oldest]
             removed += 1
-        write_atomic(self._path(step), data)
-        self._sizes[step] = len(data)
+        write_atomic(self._path(*key), data)
+        self._sizes[key] = len(data)
         return removed
 
-    def _path(self, step: int) -> Path:
-        return self._folder / f"step-{step:06d}.jsonl.zst"
+    def _path(self, step: int, evaluation: str) -> Path:
+        return self._folder / f"step-{step:06d}{'-' * bool(evaluation)}{evaluation}.jsonl.zst"
