@@ -19,6 +19,8 @@ import argparse
 import asyncio
 import contextlib
 import math
+import os
+import selectors
 import sys
 import threading
 import traceback
@@ -265,7 +267,10 @@ async def serve(path: str, config: HostConfig) -> int:
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
     """`asyncio.run`, but a step that refuses its cancellation does not delay the exit."""
-    loop = asyncio.new_event_loop()
+    selector = selectors.DefaultSelector()
+    loop = asyncio.SelectorEventLoop(selector)
+    # A process that a task forks and that comes back to this loop would take messages and answer them again.
+    os.register_at_fork(after_in_child=lambda: setattr(selector, "select", lambda timeout: os._exit(1)))
     try:
         code = loop.run_until_complete(serving)
         left = asyncio.all_tasks(loop)

@@ -65,6 +65,14 @@ def test_a_thread_that_a_step_leaves_behind_keeps_no_host(keychain_folder: Path)
     assert leader.process.returncode == 0
 
 
+def test_a_process_that_a_step_forks_answers_nothing(keychain_folder: Path) -> None:
+    with Leader(host(keychain_folder)) as leader:
+        leader.open("a")
+        for token in (18, 30, 30, 18, 30):
+            assert isinstance(leader.step("a", [token]), EpisodeStepped)
+    assert leader.process.returncode == 0
+
+
 def test_a_host_shows_that_its_loop_runs_and_its_stacks_when_asked(keychain_folder: Path) -> None:
     with Leader(host(keychain_folder)) as leader:
         assert leader.ready.step_limit_s == math.inf, "it ends overdue steps itself, and a queue for tools is no hang"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tempfile
 import threading
@@ -60,6 +61,8 @@ class Scripted(Episode):
             sys.exit(3)
         if turn.tokens[0] == 16:
             raise BaseException("no")
+        if turn.tokens[0] == 18:
+            os.fork()
         if turn.tokens[0] == 17:
             threading.Thread(target=time.sleep, args=(600.0,)).start()
         return Turn([7, 8])
