@@ -7,6 +7,8 @@ traceback.
 from __future__ import annotations
 
 import difflib
+import errno
+import resource
 from collections.abc import Iterable
 
 LONGEST_VALUE = 120
@@ -33,6 +35,8 @@ class SlurmUnreachable(OperationError):
 
 def error_text(error: Exception) -> str:
     """The message of an exception; of an `OSError` without its number and file name."""
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return f"{error.strerror} (ulimit -f: {resource.getrlimit(resource.RLIMIT_FSIZE)[0]} bytes)"
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 

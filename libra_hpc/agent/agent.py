@@ -47,6 +47,7 @@ from libra_hpc.process.child import Child
 from libra_hpc.process.code_stamp import other_code
 from libra_hpc.process.lease import CHECK_S, Fence
 from libra_hpc.process.leave import leave
+from libra_hpc.process.log_limit import raise_file_limit
 from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.process.retry import cannot
 from libra_hpc.process.visible_devices import VARIABLE, own_devices
@@ -460,7 +461,7 @@ def main() -> None:
     arguments = parser.parse_args()
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    run, problem = RunDir(arguments.run), other_code(os.environ)
+    run, problem = RunDir(arguments.run), raise_file_limit() or other_code(os.environ)
     try:
         config = load_resolved(run.config)
         layout = RankLayout.of(config)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import time
-from collections import deque
 from typing import Any
 
 import msgspec
@@ -29,21 +29,34 @@ NOTICE_S = 120.0
 """An older notice explains nothing any more, unless it is repeated."""
 NOTICES = 8
 """Most notices remembered."""
+MEASURED = re.compile(r"\d+(?:\.\d+)? ?(?:s|ms|bytes|MiB|GiB)\b")
+"""Numbers with a unit, by which the sentences of one fault differ."""
 
 
 class Notices:
-    """The last things that went wrong, as sentences; ``t`` and ``now`` are epoch seconds."""
+    """The last things that went wrong, as sentences; ``t`` and ``now`` are epoch seconds.
+
+    Equal but for measured numbers -> one notice, the last, with a count.
+    """
 
     def __init__(self) -> None:
-        self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
+        self._notices: dict[tuple[Any, ...], tuple[float, str, int]] = {}
 
     def add(self, kind: str, t: float, fields: dict[str, Any]) -> None:
-        if kind in EVENTS and EVENTS[kind].notice:
-            where = f"node {fields['rank']}: " if "rank" in fields else ""
-            self._notices.append((t, f"{where}{in_words(kind)}: {fields.get('reason', '')}".rstrip(": ")))
+        if kind not in EVENTS or not EVENTS[kind].notice:
+            return
+        reason = str(fields.get("reason", ""))
+        key = (kind, *(fields.get(name) for name in ("rank", "engine", "part", "host")), MEASURED.sub("", reason))
+        last_t, _, count = self._notices.pop(key, (t, "", 0))
+        where = f"node {fields['rank']}: " if "rank" in fields else ""
+        sentence = f"{where}{in_words(kind)}: {reason}".rstrip(": ")
+        self._notices[key] = t, sentence, 1 + (count if t - last_t <= NOTICE_S else 0)
+        if len(self._notices) > NOTICES:
+            del self._notices[next(iter(self._notices))]
 
     def recent(self, now: float) -> list[str]:
-        return [sentence for t, sentence in reversed(self._notices) if now - t <= NOTICE_S]
+        found = [(sentence, count) for t, sentence, count in reversed(self._notices.values()) if now - t <= NOTICE_S]
+        return [f"{sentence} ({count} times)" if count > 1 else sentence for sentence, count in found]
 
 
 class Records:

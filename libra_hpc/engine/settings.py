@@ -20,6 +20,7 @@ import msgspec
 
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.gate.gated_steps import GateConfig
+from libra_hpc.process.node_topology import loopback
 
 if TYPE_CHECKING:
     from libra_hpc.config.run import RunConfig
@@ -159,8 +160,8 @@ def environment(config: EngineConfig) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(config.threads),
         # The workers of one engine share a node: they listen on no other address.
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_LOOPBACK_IP": "127.0.0.1",
+        "VLLM_HOST_IP": loopback(),
+        "VLLM_LOOPBACK_IP": loopback(),
     }
     if config.device == "cpu":
         # Execution on the CPU is eager: dynamo would only cost time.

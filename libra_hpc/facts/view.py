@@ -199,7 +199,7 @@ def _nodes(nodes: Sequence[NodeStatus]) -> Table:
         version = f"v{node.version}" if node.version >= 0 else "-"
         table.add_row(
             str(node.rank),
-            node.host,
+            Text(node.host),
             node.component,
             _role(node.role),
             _named(node) or Text("-", style="dim"),

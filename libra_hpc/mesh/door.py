@@ -35,7 +35,7 @@ from libra_hpc.protocol.joining import (
 from .links import call_door
 from .world import Endpoint, World, listen, own_addresses
 
-LOOPBACK = ("127.0.0.1",)
+LOOPBACK = (("127.0.0.1",), ("::1",))
 BACKLOG = 64
 """Callers that may wait; only leaders call a guest."""
 
@@ -112,7 +112,7 @@ async def ask_to_join(run: RunDir, record: DoorRecord, interface: str) -> Joined
     """Be admitted as a guest of the run; see the module docstring for what it raises."""
     host = socket.gethostname()
     # Ranks that share a machine listen nowhere else.
-    addresses = LOOPBACK if record.addresses == LOOPBACK else tuple(own_addresses(interface))
+    addresses = record.addresses if record.addresses in LOOPBACK else tuple(own_addresses(interface))
     listener = listen(addresses[0] if len(addresses) == 1 else "", BACKLOG)
     secret = bytes.fromhex(record.secret)
     caller = World(AT_THE_DOOR, (Endpoint(record.host, record.addresses, record.port),), secret, listener)

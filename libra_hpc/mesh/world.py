@@ -27,6 +27,7 @@ import msgspec
 import psutil
 
 from libra_hpc.errors import OperationError
+from libra_hpc.process.node_topology import loopback
 from libra_hpc.process.retry import Patience
 from libra_hpc.protocol.codec import LENGTH
 from libra_hpc.protocol.joining import guest_secret
@@ -149,7 +150,7 @@ def meet(
     if interface:
         addresses = addresses[:1]
     elif len({place.machine for place in places}) == 1 and not guests:
-        addresses = ["127.0.0.1"]
+        addresses = [loopback()]
     listener = listen(addresses[0] if len(addresses) == 1 else "", comm.Get_size())
     own = Endpoint(socket.gethostname(), tuple(addresses), listener.getsockname()[1], parts(comm.Get_rank()))
     endpoints = _exchange(comm, own)

@@ -4,12 +4,16 @@
   others often belong to storage or management.
 - The job has all CPUs of the NUMA node of a process's GPUs -> the process stays on them.
 - The machine names no difference, or does not answer -> nothing is chosen.
+
+And the address by which processes of a node reach each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -77,3 +81,11 @@ def beside_gpus(argv: Sequence[str], gpus: str, topology: NodeTopology, allowed:
 def _numbers(cpus: str) -> set[int]:
     ends = ([int(end) for end in part.split("-")] for part in cpus.split(","))
     return {number for first, *last in ends for number in range(first, (last or [first])[0] + 1)}
+
+
+def loopback() -> str:
+    """The address by which processes of this machine reach each other; that of IPv6 where IPv4 has none."""
+    with contextlib.suppress(OSError):
+        socket.create_server(("127.0.0.1", 0)).close()
+        return "127.0.0.1"
+    return "::1"

@@ -278,8 +278,9 @@ class Carrier:
 
 def _listener(address: str, port: int) -> socket.socket:
     """At ``address``, or at all addresses; raises `OSError`."""
-    family = socket.AF_INET6 if ":" in address or not address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=CALLERS, dualstack_ipv6=not address)
+    both = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ":" in address or both else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=CALLERS, dualstack_ipv6=both)
 
 
 def _serve_outside(config: CarrierConfig, weights: ServedWeights) -> str:

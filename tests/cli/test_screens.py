@@ -110,6 +110,14 @@ def test_what_a_run_wrote_commands_no_terminal(words: list[str], site: Path, cli
     assert not re.search(r"[^\n -~]", mistake.err)
 
 
+def test_markup_in_the_name_of_a_host_is_text(site: Path, cli: Cli, queue: Queue) -> None:
+    run = RunDir(site / "runs" / "quick-001")
+    status = synthetic.make_status(run)
+    nodes = [msgspec.structs.replace(node, host="[red]n1[/]") for node in status.nodes]
+    write_atomic(run.status, encode_status(msgspec.structs.replace(status, nodes=nodes)))
+    assert "[red]n1[/]" in cli("status", "quick-001").out
+
+
 @pytest.mark.parametrize(
     "screen", [*SCREENS, "list", "status quick-001", "summary quick-001", "submit run.toml --dry-run"]
 )

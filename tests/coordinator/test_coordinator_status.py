@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.coordinator.records import NOTICE_S, NOTICES, Notices
 from libra_hpc.facts.estimate import StageEstimate, StepAccuracy
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
@@ -95,3 +96,19 @@ def test_a_late_step_is_an_event_and_an_alert_once(tmp_path: Path) -> None:
     assert [(fact["alert"], fact["t"]) for fact in read_lines(sent)] == [("stalled", late[0]["t"])]
     scene.deliver((1, Fatal(3, "gone")))
     run_until_over(scene)
+
+
+def test_a_notice_that_comes_again_is_counted_and_leaves_room_for_others() -> None:
+    notices = Notices()
+    notices.add("host_lost", 10.0, {"reason": "killed", "host": "host0"})
+    for number in range(2 * NOTICES):
+        notices.add("node_lost", 11.0 + number, {"rank": 2, "reason": f"no message for {number + 12.5} s"})
+    notices.add("node_lost", 40.0, {"rank": 3, "reason": "no message for 12.0 s"})
+    last = 2 * NOTICES + 11.5
+    assert notices.recent(41.0) == [
+        "node 3: node lost: no message for 12.0 s",
+        f"node 2: node lost: no message for {last} s ({2 * NOTICES} times)",
+        "host lost: killed",
+    ]
+    notices.add("node_lost", 41.0 + NOTICE_S, {"rank": 3, "reason": "no message for 13.0 s"})
+    assert notices.recent(42.0 + NOTICE_S) == ["node 3: node lost: no message for 13.0 s"], "that was long ago"

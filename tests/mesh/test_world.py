@@ -101,3 +101,18 @@ def test_a_planner_out_of_reach_is_waited_for_where_the_ranks_have_met_before() 
 def test_loopback_is_no_address_for_others_unless_it_is_named() -> None:
     assert not {"127.0.0.1", "::1"} & set(own_addresses())
     assert "127.0.0.1" in own_addresses("lo")
+
+
+ALONE = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo; exec "
+
+
+def test_ranks_of_a_machine_without_ipv4_meet(tmp_path: Path) -> None:
+    net = ["unshare", "--map-root-user", "--net", "sh", "-ec"]
+    if subprocess.run([*net, f"{ALONE} true"], capture_output=True).returncode:
+        pytest.skip("no network without IPv4 can be made here")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    ranks = f"{sys.executable} -m libra_hpc.owner.ranks --size 2 --logs {tmp_path} --"
+    program = f"{sys.executable} {tmp_path}/program.py {tmp_path} '' ''"
+    subprocess.run([*net, f"{ALONE} {ranks} {program}"], check=True, timeout=120)
+    facts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [one["addresses"] for one in facts] == 2 * [[["::1"], ["::1"]]]

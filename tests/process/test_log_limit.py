@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,3 +28,28 @@ def test_a_long_log_is_emptied_and_its_end_kept(tmp_path: Path, monkeypatch: pyt
 
 def test_a_log_that_is_missing_is_short(tmp_path: Path) -> None:
     assert not log_limit.cut(tmp_path / "none.log")
+
+
+LIMITED = """
+import resource, sys
+from libra_hpc.errors import error_text
+from libra_hpc.process.log_limit import raise_file_limit
+resource.setrlimit(resource.RLIMIT_FSIZE, tuple(map(int, sys.argv[2:])))
+print(raise_file_limit())
+try:
+    open(sys.argv[1], "wb", buffering=0).write(bytes(2048)) < 2048 and open(sys.argv[1], "ab", buffering=0).write(b"more")
+except OSError as error:
+    print(error_text(error))
+"""
+
+
+def test_a_limit_of_files_is_raised_and_one_that_cannot_be_is_named(tmp_path: Path) -> None:
+    def said(soft: int, hard: int) -> list[str]:
+        command = [sys.executable, "-c", LIMITED, str(tmp_path / "file"), str(soft), str(hard)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    assert said(1024, -1) == [""]
+    assert said(1024, log_limit.LEAST_LIMIT) == [""]
+    first, second = said(1024, 1024)
+    assert first == f"ulimit -f allows files of 1024 bytes on {os.uname().nodename}, too few for logs and checkpoints"
+    assert second == "File too large (ulimit -f: 1024 bytes)"
