@@ -41,8 +41,11 @@ def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
             handle.flush()
             os.fsync(handle.fileno())
         temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        # A write names no file, and who reads of the temporary one does not know it.
+        error.filename = str(path)
         raise
 
 

@@ -35,8 +35,9 @@ from libra_hpc.coordinator.coordinator import Coordinator
 from libra_hpc.coordinator.guard_watch import read_guards
 from libra_hpc.coordinator.nodes import NodePool
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.facts.fact_writer import RESULT_BYTES, Reserve
+from libra_hpc.facts.fact_writer import RESERVE_BYTES, RESULT_BYTES, Reserve
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import renewed_status
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.door import close_door, open_door
 from libra_hpc.mesh.mesh import Mesh
@@ -155,6 +156,7 @@ class Agent:
                 core=self.layout.core,
                 parts=parts,
                 from_step=self._from_step,
+                waits_for=self._waits_for,
             )
             self._enter(msgspec.structs.replace(point, pid=os.getpid()))
             assert self.context is not None
@@ -174,6 +176,13 @@ class Agent:
         await self._stop.wait()
         await self._leave()
         return self.coordinator is None or self.coordinator.state in ("completed", "restarting")
+
+    def _waits_for(self, sentence: str) -> None:
+        """Rank 0: show what the start waits for in the status that the owner left, also on a full disk."""
+        log.warning("%s", sentence)
+        with contextlib.suppress(OSError):
+            if content := renewed_status(self.run_dir, self.attempt, state="starting", message=sentence):
+                Reserve(self.run_dir.status, RESERVE_BYTES).write(content)
 
     def _hello(self) -> None:
         self.mesh.send(0, wire.Hello(self.rank, socket.gethostname(), os.getpid(), self.layout.components[self.rank]))

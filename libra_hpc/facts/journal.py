@@ -76,9 +76,10 @@ class LineLog:
             while lines:
                 # A full disk takes a part, and raises at the rest.
                 lines = lines[self._handle.write(lines) :]
-        except OSError:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._handle.fileno(), end)
+            error.filename = str(self._path)
             raise
         self._torn = False
 

@@ -6,11 +6,13 @@ Units: seconds, tokens, tokens per second; times ``*_at`` are epoch seconds.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
 
+from libra_hpc.errors import UserError
 from libra_hpc.protocol.agents import LenderReport
 from libra_hpc.protocol.plan import PlanDecision
 
@@ -128,6 +130,18 @@ class Status(msgspec.Struct, frozen=True):
     """How many times faster than the clock a dry run passes; all seconds and rates are those of the clock."""
     spot_nodes: int = -1
     """Nodes of ``borrow.spot`` that the planner wants; -1: it has not decided since the ranks started."""
+
+
+def renewed_status(run: RunDir, attempt: int, **changes: str) -> bytes:
+    """The last status with changes, true now, while no coordinator writes it; empty where it cannot be composed."""
+    found, now = run.read_json(run.status), time.time()
+    if found.get("attempt") != attempt:
+        try:
+            steps, job = int(run.resolved()["run"]["steps"]), str(run.read_json(run.job).get("job_id", ""))
+        except (UserError, KeyError):
+            return b""
+        found = blank_status(run, attempt, job_id=job, step=int(found.get("step", 0)), steps=steps, now=now)
+    return msgspec.json.encode({**found, **changes, "updated_at": now}) + b"\n"
 
 
 def blank_status(run: RunDir, attempt: int, *, job_id: str, step: int, steps: int, now: float) -> dict[str, Any]:

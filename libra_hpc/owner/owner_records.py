@@ -19,7 +19,7 @@ from libra_hpc.facts.events import alert_of
 from libra_hpc.facts.fact_writer import RESERVE_BYTES, RESULT_BYTES, Reserve
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir, read_lines
-from libra_hpc.facts.status import blank_status
+from libra_hpc.facts.status import renewed_status
 from libra_hpc.files import write_once
 from libra_hpc.process.alerts import Alerts
 from libra_hpc.protocol.ranks_stop import RanksStop, decode_end
@@ -127,30 +127,22 @@ class OwnerRecords:
 
     def status(self, state: str = "", message: str = "") -> None:
         """Write a status that is true now; without a state that of rank 0 stands."""
-        run, now = self._run, time.time()
-        found = run.read_json(run.status)
-        if found.get("attempt") != self._attempt:
-            try:
-                steps, job = int(run.resolved()["run"]["steps"]), str(run.read_json(run.job).get("job_id", ""))
-            except (UserError, KeyError):
-                return
-            found = blank_status(run, self._attempt, job_id=job, step=int(found.get("step", 0)), steps=steps, now=now)
         changes = {"state": state, "message": message} if state else {}
-        self._write(self._status, {**found, **changes, "updated_at": now})
+        if content := renewed_status(self._run, self._attempt, **changes):
+            self._write(self._status, content)
 
     def result(self, state: str, message: str, step: int) -> None:
         now = time.time()
-        self._write(
-            self._result, {"attempt": self._attempt, "message": message, "state": state, "step": step, "t": now}
-        )
+        content = {"attempt": self._attempt, "message": message, "state": state, "step": step, "t": now}
+        self._write(self._result, msgspec.json.encode(content) + b"\n")
         found = self._run.read_json(self._run.status)
         if found.get("attempt") == self._attempt:
-            self._write(self._status, {**found, "state": state, "message": message})
+            self._write(self._status, msgspec.json.encode({**found, "state": state, "message": message}) + b"\n")
         self.event("job_finished", state=state, message=message, step=step)
 
-    def _write(self, reserve: Reserve, content: dict[str, Any]) -> None:
+    def _write(self, reserve: Reserve, content: bytes) -> None:
         try:
-            reserve.write(msgspec.json.encode(content) + b"\n")
+            reserve.write(content)
         except OSError as error:
             log_line(f"{'the result' if reserve is self._result else 'the status'} cannot be written: {error}")
 

@@ -91,10 +91,10 @@ def patiently(
 ) -> Result:
     """Call ``work`` until it raises none of `CANNOT_NOW`, for ``longest_s``; then that is raised.
 
-    For ``answers`` nobody waits. ``note`` gets a sentence for each file and reason, in ``words``. ``pause`` sleeps,
+    For ``answers`` nobody waits. ``note`` gets a sentence before each pause, in ``words``. ``pause`` sleeps,
     and may raise.
     """
-    patience, noted = Patience(longest_s, time.monotonic()), set[str]()
+    patience = Patience(longest_s, time.monotonic())
     while True:
         try:
             return work()
@@ -104,8 +104,5 @@ def patiently(
             pause_s = patience.failed(time.monotonic())
             if pause_s is None:
                 raise
-            sentence = f"{words(error)}; it is tried again for {longest_s:.0f} s"
-            if sentence not in noted:
-                noted.add(sentence)
-                note(sentence)
+            note(f"{words(error)}; it is tried again for {longest_s:.0f} s")
             (pause or time.sleep)(pause_s)

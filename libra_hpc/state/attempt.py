@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ from . import state_folders as folders
 from .snapshot_start import OTHER_LAYOUT, keep_listed, newer_snapshot
 from .store import SavedState, checkpoint_damage, newest_until, newest_whole, position_damage, states
 
+log = logging.getLogger("libra_hpc.state")
 BEGINNING = Welcome(0, "", 0, ())
 Event = tuple[str, dict[str, Any]]
 """Kind and fields of an event that rank 0 logs once it can."""
@@ -94,15 +97,19 @@ def newest_point(
     core: Sequence[int],
     parts: Sequence[Sequence[str]],
     from_step: int | None = None,
+    waits_for: Callable[[str], object] = log.warning,
 ) -> tuple[Welcome, list[Event]]:
     """Where an attempt starts, and what is to be logged; ``parts``: the parts of snapshots on every rank's node.
 
-    For rank 0 alone, before anybody writes; takes minutes for large checkpoints. Raises `OperationError`.
+    ``waits_for`` gets what cannot be read or written, before each pause. For rank 0 alone, before anybody writes; takes
+    minutes for large checkpoints. Raises `OperationError`.
     """
     waits: list[Event] = []
 
     def note(sentence: str) -> None:
-        waits.append(_event("storage_fault", part="checkpoints", reason=sentence))
+        waits_for(sentence)
+        if (event := _event("storage_fault", part="checkpoints", reason=sentence)) not in waits:
+            waits.append(event)
 
     def decide() -> _Resumption:
         base = _from_step(run, attempt, from_step) or _newest_checkpoint(run)
@@ -115,12 +122,14 @@ def newest_point(
         passed = [_event("snapshot_failed", step=s.step, reason=why) for s, why in found.damaged if why != OTHER_LAYOUT]
         return base._replace(welcome=point, events=[*base.events, *passed], metrics=metrics_until(run, point))
 
-    longest_s = config.deadlines.storage_s
+    longest_s, words = config.deadlines.storage_s, cannot
     try:
         chosen = patiently(decide, longest_s, note)
-        patiently(lambda: _carry_out(run, attempt, chosen, from_step), longest_s, note)
+        words = partial(cannot, operation="written")
+        patiently(lambda: _carry_out(run, attempt, chosen, from_step), longest_s, note, words=words)
     except OSError as error:
-        raise OperationError(f"{cannot(error)}, for {longest_s:.0f} s; the start was given up.") from error
+        how = f"the start was given up; continue with `libra-hpc submit --resume {run.name}`"
+        raise OperationError(f"{words(error)}, for {longest_s:.0f} s; {how}") from error
     return chosen.welcome, [*waits, *chosen.events]
 
 

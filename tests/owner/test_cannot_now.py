@@ -127,7 +127,8 @@ def test_ranks_that_met_before_and_do_not_now_start_again_without_using_a_restar
 
 def test_at_the_first_start_of_a_run_that_is_a_mistake(tmp_path: Path) -> None:
     case = Case(tmp_path, met=False, longest_s=60.0)
-    assert case.result(case.own(unmet=5), 1)["message"] == "node-3 cannot reach the planner"
+    result = case.result(case.own(unmet=5), 1)
+    assert (result["message"], result["step"]) == ("node-3 cannot reach the planner", 60)
     assert (case.run.logs(1) / "starts").read_text().split().count("0") == 1
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +147,35 @@ def test_a_checkpoint_that_stays_unreadable_ends_the_start_and_changes_nothing(
     unreadable(monkeypatch, newest / WEIGHTS, 10_000)
     with pytest.raises(OperationError) as caught:
         start(run)
-    sentence = f"{newest / WEIGHTS} cannot be read: Stale file handle, for 900 s; the start was given up."
+    how = f"continue with `libra-hpc submit --resume {run.name}`"
+    sentence = f"{newest / WEIGHTS} cannot be read: Stale file handle, for 900 s; the start was given up; {how}"
     assert str(caught.value) == sentence
     assert now == [900.0], "deadlines.storage_s"
     assert (names(run), steps(run)[-1]) == (["step-000020", "step-000030"], 35)
+
+
+def test_a_start_that_waits_for_a_full_disk_names_the_write_and_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path)
+    checkpoint(run, 20)
+    trained(run, 25)
+    waits, left = list[str](), [errno.ENOSPC, errno.ENOSPC, errno.EIO]
+    replace = Path.replace
+
+    def full(path: Path, target: Path) -> Path:
+        if left:
+            raise OSError(number := left.pop(0), os.strerror(number))  # a write names no file
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(retry.time, "sleep", lambda seconds: None)
+    welcome, events = newest_point(run, RunConfig(), 1, core=(1,), parts=((), ()), waits_for=waits.append)
+    assert welcome == at(run, 20)
+    again = "it is tried again for 900 s"
+    full_disk = f"{run.metrics} cannot be written: No space left on device; {again}"
+    assert waits == [full_disk] * 2 + [f"{run.metrics} cannot be written: Input/output error; {again}"]
+    assert [fields["reason"] for _, fields in events] == [full_disk, waits[2]], "each once"
 
 
 def test_an_attempt_begins_once_at_the_step_that_its_user_chose(tmp_path: Path) -> None:
