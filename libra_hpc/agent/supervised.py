@@ -1,5 +1,6 @@
 """What a node agent supervises: an engine or an environment host, made of processes that live and end together.
 
+- A process ends by itself -> the telling line of its own log is the reason.
 - It is late -> event ``slow``; it hangs -> event ``hung``, stacks into its logs, SIGKILL (`Supervised.end_hung`).
 - A process lives `KILL_S` after that (a call into a device or file system) -> ``hung`` again every `REPEAT_S`.
 - It ends more often than `RestartBudget` allows, or `MAX_STARTS` times before it was ready -> all ranks restart; the
@@ -11,6 +12,8 @@ It outlives its processes: what is restarted keeps its name and its budget. Time
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -26,6 +29,7 @@ from libra_hpc.process.visible_devices import MAX_STARTS
 from libra_hpc.protocol.agents import Fatal
 from libra_hpc.protocol.codec import Codec
 from libra_hpc.protocol.engine_state import StateName
+from libra_hpc.slurm.queue.cause import tail, telling_line
 
 WATCH_S = 1.0
 """Between two checks of the deadlines; the shortest deadline is a minute."""
@@ -34,6 +38,8 @@ KILL_S = 10.0
 NO_START_S = 5.0
 """Until the next start where the system refuses a process or its log: a full disk has 75 s to get room before the
 budget is spent."""
+CAUSE_S = 2.0
+"""For the last lines of a log.  Half: a slow file system hides the cause; double: turns wait for another engine."""
 REPEAT_S = 60.0
 """Between two events about a process that does not end."""
 
@@ -81,6 +87,8 @@ class Supervised:
         """Logs that were cut."""
         self._logged_at = float("-inf")
         """When an event last named one that does not."""
+        self._ends: set[asyncio.Task[None]] = set()
+        """Ends whose cause is being read."""
 
     @property
     def alive(self) -> bool:
@@ -195,8 +203,22 @@ class Supervised:
             return
         self._blamed = self._blamed or child.name
         how = f"ended with {code}" if code >= 0 else f"was killed by signal {-code}"
-        why = f": {self.hung or child.fault}" if self.hung or child.fault else ""
-        self._supervisor.exited(self, child, f"process {child.name} {how}{why}")
+        said, how = self.hung or child.fault, f"process {child.name} {how}"
+        if said or child.stopping or code in (0, -signal.SIGKILL):
+            self._supervisor.exited(self, child, f"{how}: {said}" if said else how)
+            return
+        task = asyncio.get_running_loop().create_task(self._exited_by_itself(child, how))
+        self._ends.add(task)
+        task.add_done_callback(self._ends.discard)
+
+    async def _exited_by_itself(self, child: Child, how: str) -> None:
+        """Report an end with its cause from the process's own log, which a file system may be slow to show."""
+        log, cause = self._context.logs / f"{child.name}.log", ""
+        with contextlib.suppress(TimeoutError):
+            lines = await asyncio.wait_for(asyncio.to_thread(tail, log, child.log_start), CAUSE_S)
+            cause = telling_line([("", lines)])
+        if child in self.children:
+            self._supervisor.exited(self, child, f"{how}{cause}")
 
 
 E = TypeVar("E", bound=Supervised)

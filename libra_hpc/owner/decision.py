@@ -15,7 +15,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from libra_hpc.protocol.ranks_stop import RanksStop
 
@@ -138,7 +141,7 @@ def _in_this_job(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecis
         reason = "the ranks start in another layout"
         return OwnerDecision("restart", reason, so_far=so_far._replace(tries=1, defect=None))
     if record is not None and why == "defect":
-        if record == so_far.defect:
+        if so_far.defect is not None and _alike(record) == _alike(so_far.defect):
             return OwnerDecision("fail", f"{sentence}, a second time at step {record.step}")
         return _restart(sentence, so_far._replace(defect=record), limits)
     if ended.met or why == "lost":
@@ -168,6 +171,11 @@ def gives_up(first: str, step: int, limits: Limits) -> str:
 
 def _with(sentence: str, cause: str) -> str:
     return f"{sentence}; {cause}" if cause else sentence
+
+
+def _alike(record: RanksStop) -> RanksStop:
+    """A defect without its numbers, such as process ids and free bytes, but with its step."""
+    return msgspec.structs.replace(record, sentence=re.sub(r"\d+", "", record.sentence))
 
 
 def _restart(reason: str, so_far: SoFar, limits: Limits) -> OwnerDecision:

@@ -69,6 +69,8 @@ class Child:
         self._task: asyncio.Task[None] | None = None
         self.fault = ""
         """Why it was killed for what it sent."""
+        self.log_start = 0
+        """Bytes of its log before its start."""
         self.ended = False
         self.stopping = False
         """True once the agent itself asked the child to leave."""
@@ -88,6 +90,7 @@ class Child:
         Child.starting += 1
         try:
             with log.open("ab", buffering=0) as output:
+                self.log_start = output.tell()
                 self._process = await asyncio.create_subprocess_exec(
                     *argv,
                     "--socket",

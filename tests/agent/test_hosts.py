@@ -32,7 +32,7 @@ class FakeChild:
         on_exit: Callable[..., None],
     ) -> None:
         self.name, self.message, self.exited = name, on_message, on_exit
-        self.ends, self.fault = 0, ""
+        self.ends, self.fault, self.stopping, self.log_start = 0, "", False, 0
         self.got: list[Any] = []
         self.starting = FakeChild.slow_start
 

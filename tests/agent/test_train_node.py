@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,40 @@ def test_a_replica_that_never_becomes_ready_fails_the_run_in_one_sentence(here: 
         await scene.ready()
         scene.node._trainer.starts = supervised.MAX_STARTS
         scene.node._trainer._exited(scene.node._trainer.children[0], 1)
+        await scene.until(lambda: scene.of(Fatal))
 
     scene.play(script)
     assert scene.of(Fatal)[0].reason == (
         "engine t1 ended 3 times before it was ready, the last time because process t1.0 ended with 1; see"
         f" {scene.run.logs(1)}/t1.0.log"
     )
+
+
+@pytest.mark.parametrize("storage", ["quick", "slow"])
+def test_a_process_that_ends_by_itself_is_lost_for_the_reason_in_its_own_log(
+    here: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    scene, seen = Scene(here), list[float]()
+    log = scene.run.logs(1) / "t1.0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("ValueError: of an earlier start\n")
+    if storage == "slow":
+        monkeypatch.setattr(supervised, "CAUSE_S", 0.05)
+        monkeypatch.setattr(supervised, "tail", lambda *_: time.sleep(0.5) or ["OSError: too late"])
+
+    async def script() -> None:
+        await scene.ready()
+        with log.open("a") as file:
+            file.write("Traceback\nOSError: the model folder has changed\nleaving\n")
+        began = time.monotonic()
+        scene.node._trainer._exited(scene.node._trainer.children[0], 1)
+        seen.append(time.monotonic() - began)
+        await scene.until(lambda: scene.states("lost"))
+
+    scene.play(script)
+    why = ": OSError: the model folder has changed" if storage == "quick" else ""
+    assert scene.states("lost")[0].reason == f"process t1.0 ended with 1{why}"
+    assert seen[0] < 0.05, "the loop does not wait"
 
 
 def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(here: Path) -> None:

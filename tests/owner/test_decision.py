@@ -15,6 +15,7 @@ LOST = "node 1 was lost"
 DOWN = "Slurm set node a800-3 down: a broken fan, since 2026-11-24 09:26:36"
 SAID = {"lost": LOST, "defect": "node 3: MemoryError", "fatal": "node 2: engine r2.0 ended 5 times"}
 DEFECT = RanksStop("defect", SAID["defect"], 40)
+OTHER = RanksStop("defect", "node 17: MemoryError", 40)
 
 
 def left(why: Why | None, step: int = 40, **seen: Any) -> RanksEnded:
@@ -62,6 +63,7 @@ CASES: dict[str, tuple[RanksEnded, SoFar, Limits, str, str]] = {
     "a defect": (left("defect"), SoFar(), LIMITS, "restart", ""),
     "a defect, once too often": (left("defect"), SoFar(restarts=3), LIMITS, "fail", "failed"),
     "the same defect at the same step": (left("defect"), SoFar(defect=DEFECT), LIMITS, "fail", "failed"),
+    "the same defect of another node": (left("defect"), SoFar(defect=OTHER), LIMITS, "fail", "failed"),
     "the same defect later": (left("defect", 41), SoFar(defect=DEFECT), LIMITS, "restart", ""),
     "no meeting": (left(None, met=False), SoFar(), LIMITS, "repeat", ""),
     # Slurm has taken a node from the job.

@@ -37,7 +37,8 @@ from libra_hpc.process.log_limit import raise_file_limit
 resource.setrlimit(resource.RLIMIT_FSIZE, tuple(map(int, sys.argv[2:])))
 print(raise_file_limit())
 try:
-    open(sys.argv[1], "wb", buffering=0).write(bytes(2048)) < 2048 and open(sys.argv[1], "ab", buffering=0).write(b"more")
+    for _ in range(2):
+        open(sys.argv[1], "ab", buffering=0).write(bytes(2048))
 except OSError as error:
     print(error_text(error))
 """
