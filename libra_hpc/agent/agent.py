@@ -51,6 +51,7 @@ from libra_hpc.process.leave import leave
 from libra_hpc.process.log_limit import raise_file_limit
 from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.process.retry import cannot
+from libra_hpc.process.storage_watch import StorageWatch
 from libra_hpc.process.visible_devices import VARIABLE, own_devices
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import FrameError
@@ -214,6 +215,8 @@ class Agent:
             # Of an earlier start, in which it was of the core.
             self._spawn(asyncio.to_thread(shutil.rmtree, self.kept, ignore_errors=True))
         self._spawn(self._keep_folders(context))
+        storage = StorageWatch(self.run_dir.config, lambda why: context.log("storage_slow", rank=self.rank, reason=why))
+        self._spawn(storage.run())
         if context.component != "planner":
             self.carrier = NodeCarrier(context, self._on_image)
             self.rollout_node = RolloutNode(context, self.carrier)

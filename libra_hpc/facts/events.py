@@ -157,6 +157,7 @@ STORAGE = (
     _fault(
         "storage_fault", "The run directory, or a part, cannot be read or takes no writes", "part reason", notice=True
     ),
+    _fault("storage_slow", "The run directory takes seconds to answer on a node", "rank reason", notice=True),
     _fault("lease_fault", "The owner's lease is not renewed, or cannot be read", "reason", notice=True),
     _fault("storage_ok", "It takes writes again", "part reason dropped"),
 )

@@ -42,6 +42,8 @@ class Reserve:
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._size = path, size
         self._spares = [path.with_name(f".{path.name}.reserve-{number}") for number in range(2)]
+        self._whole = False
+        """Whether both were made, and none was used since: no write needs to look at them."""
         self._make()
 
     def write(self, data: bytes) -> None:
@@ -52,9 +54,11 @@ class Reserve:
             spare = next((spare for spare in self._spares if _size(spare) == self._size), None)
             if len(data) > self._size or spare is None:
                 raise
+            self._whole = False
             self._write_spare(spare, data)
         else:
-            self._make()
+            if not self._whole:
+                self._make()
 
     def _write_spare(self, spare: Path, data: bytes) -> None:
         with spare.open("r+b") as file:
@@ -76,6 +80,7 @@ class Reserve:
             with contextlib.suppress(OSError):
                 if _size(spare) != self._size:
                     write_atomic(spare, b" " * self._size)
+        self._whole = all(_size(spare) == self._size for spare in self._spares)
 
     def close(self) -> None:
         """Remove the spare files."""

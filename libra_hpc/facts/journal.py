@@ -64,11 +64,12 @@ class LineLog:
 
     def append(self, lines: bytes) -> None:
         """Append whole lines."""
-        if not os.fstat(self._handle.fileno()).st_nlink:
+        state = os.fstat(self._handle.fileno())
+        if not state.st_nlink:
             # Somebody removed the file; its folder may still be there.
             removed, self._handle = self._handle, self._path.open("a+b", buffering=0)
             removed.close()
-        end = self.size
+        end = state.st_size if state.st_nlink else self.size
         if self._torn and end and os.pread(self._handle.fileno(), 1, end - 1) != b"\n":
             lines = b"\n" + lines
         self._torn = True
