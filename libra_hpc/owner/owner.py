@@ -111,6 +111,9 @@ class RunOwner:
         self._reason = self._message = self._since = ""
         """Why the next start is a restart, what the status shows until then, and since when this process waits."""
         self._status_at = float("-inf")
+        self._alone = False
+        """Whether no rank 0 lives, or has left a record: the status is then this process's."""
+        slurm_step.on_wait[:] = [self._slurm_waits]
         if options.slurm:
             os.environ.update({**slurm_step.job_facts(os.environ), OUTPUT: str(OUTPUT_FD)})
 
@@ -166,6 +169,11 @@ class RunOwner:
         self._status_at = time.monotonic()
         self._records.status("restarting", self._message)
 
+    def _slurm_waits(self, sentence: str) -> None:
+        log_line(sentence)
+        if self._alone and not self._lease.taken:
+            self._records.status("restarting", f"{self._message or PLANNER_LOST}; {sentence}")
+
     def _pause(self, seconds: float) -> None:
         """Raises `InterruptedError` where a signal ends it, or the lease is lost."""
 
@@ -199,7 +207,7 @@ class RunOwner:
 
     def _start(self) -> RanksEnded:
         """Start all ranks once, unless a signal came before, and wait for their end."""
-        met, cause, fault = False, "", ""
+        met, cause, fault, self._alone = False, "", "", True
         try:
             self._records.clear()
             if not (self._signals or self._lease.taken):
@@ -209,6 +217,7 @@ class RunOwner:
                 raise
             fault = f"the ranks cannot be started: {reason_of(error)}"
         record, asked, step = self._left()
+        self._alone = record is None
         self._may_pause(met)
         now = slurm_step.job_now(os.environ) if self._options.slurm else []
         down = "; ".join(self._down.values())
@@ -298,7 +307,7 @@ class RunOwner:
         """Until all ranks have ended; returns whether they met, and the one whose end explains most."""
         met, patience, passed_on, self._status_at = False, EndPatience(), 0, time.monotonic()
         while ranks.poll() and not self._gives_up(ranks):
-            now = time.monotonic()
+            now, self._alone = time.monotonic(), 0 in ranks.gone
             self._tracking.keep(now)
             for name in self._signals[passed_on:]:
                 ranks.signal(name)

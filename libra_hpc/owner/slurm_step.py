@@ -15,7 +15,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +35,10 @@ CLOSE_S = 2.0
 """For srun to end with the ranks of a job that Slurm takes apart; at all other times it has ended."""
 COMMAND_S = 60.0
 """For a command of Slurm, while its controller is busy."""
+WAIT_S = 5.0
+"""Between two notes of a command that has not answered; its status is silent after a minute."""
+on_wait: list[Callable[[str], object]] = []
+"""Who gets a sentence while a command of Slurm does not answer."""
 QUEUED = ("PENDING", "COMPLETING", "REQUEUED")
 """States of a component that is being queued again."""
 _FAILED = re.compile(r"srun: error: Node failure on (\S+)")
@@ -101,14 +105,23 @@ class SlurmStep:
 
 
 def ask_slurm(*argv: str) -> tuple[int, str]:
-    """Exit code and output of a command of Slurm."""
+    """Exit code and output of a command of Slurm; see `on_wait`."""
+    began = time.monotonic()
     try:
-        done = subprocess.run(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=COMMAND_S
+        process = subprocess.Popen(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
         )
-    except (OSError, subprocess.SubprocessError) as error:
+    except OSError as error:
         return 127, str(error)
-    return done.returncode, done.stdout
+    while (waited_s := time.monotonic() - began) < COMMAND_S:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            text, _ = process.communicate(timeout=WAIT_S)
+            return process.returncode, text
+        for note in on_wait:
+            note(f"Slurm has not answered `{argv[0]}` for {waited_s + WAIT_S:.0f} s")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return 127, f"{argv[0]} did not end within {COMMAND_S:.0f} s"
 
 
 def job_facts(environ: Mapping[str, str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,23 @@ def test_a_refusal_for_components_that_slurm_has_queued_itself_is_none(monkeypat
     assert asked == ["requeue", "show"]
     answer(monkeypatch, ("PENDING", "1"), ("RUNNING", "2"), code=1)
     assert requeue({"SLURM_JOB_ID": "7"}) == "Job is pending execution for job 7"
+
+
+def test_a_controller_that_does_not_answer_is_said_while_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, script in {"scontrol": "sleep 60", "squeue": "echo late; sleep 0.5"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    said: list[str] = []
+    monkeypatch.setattr(module, "on_wait", [said.append])
+    monkeypatch.setattr(module, "WAIT_S", 0.2)
+    assert module.ask_slurm("squeue") == (0, "late\n"), "what was read before a pause is not lost"
+    assert 2 <= len(said) <= 3
+    monkeypatch.setattr(module, "COMMAND_S", 0.5)
+    began = time.monotonic()
+    assert job_now({"SLURM_JOB_ID": "7"}) == []
+    assert time.monotonic() - began < 5.0, "also where the command has children"
+    assert "Slurm has not answered `scontrol` for " in said[-1]
+    assert module.ask_slurm("nothing-there")[0] == 127
