@@ -83,6 +83,7 @@ class Supervised:
         """Its process that ended first, whose log has the cause."""
         self._killed_at: float | None = None
         """When all its processes were to end."""
+        self._limits: asyncio.Task[None] | None = None
         self._cut: set[Path] = set()
         """Logs that were cut."""
         self._logged_at = float("-inf")
@@ -100,6 +101,7 @@ class Supervised:
 
     async def start(self, commands: Sequence[ChildCommand]) -> None:
         """Start its processes; raises `OSError` where the system refuses one or its log."""
+        self.limit_logs()
         self.children, self.hung, self._blamed, self._killed_at = [], "", "", None
         self.starts += 1
         for command in commands:
@@ -127,6 +129,9 @@ class Supervised:
             if farewell is not None:
                 child.send(farewell)
         await asyncio.gather(*(child.stop() for child in self.children))
+        with contextlib.suppress(TimeoutError):
+            # What they wrote last stays.
+            await asyncio.wait_for(self._limit_logs([child.name for child in self.children]), CAUSE_S)
 
     async def reset(self) -> None:
         """End all processes unreported."""
@@ -140,13 +145,19 @@ class Supervised:
             child.kill()
 
     def limit_logs(self) -> None:
-        """Cut logs that have grown too long; the first cut of each is an event."""
-        for child in self.children:
-            path = self._context.logs / f"{child.name}.log"
-            if cut(path) and path not in self._cut:
+        """Begin to cut logs that have grown too long, unless that is going on."""
+        if self._limits is None or self._limits.done():
+            names = [child.name for child in self.children]
+            self._limits = asyncio.get_running_loop().create_task(self._limit_logs(names))
+
+    async def _limit_logs(self, names: Sequence[str]) -> None:
+        """Cut long logs, in a thread: a shared file system may hang; the first cut of each is an event."""
+        for name in names:
+            path = self._context.logs / f"{name}.log"
+            if await asyncio.to_thread(cut, path) and path not in self._cut:
                 self._cut.add(path)
                 reason = f"it wrote more than {MOST_BYTES >> 20} MiB; the last part of that is in {path.name}.old"
-                self._context.log("log_cut", rank=self._context.rank, part=child.name, reason=reason)
+                self._context.log("log_cut", rank=self._context.rank, part=name, reason=reason)
 
     def slow(self, reason: str) -> None:
         self._context.log("slow", rank=self._context.rank, part=self.name, reason=reason)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from libra_hpc.agent import supervised
+from libra_hpc.process import log_limit
 from libra_hpc.process.child import Child
 from libra_hpc.protocol.agents import (
     Fatal,
@@ -146,6 +147,25 @@ def test_a_process_that_ends_by_itself_is_lost_for_the_reason_in_its_own_log(
     why = ": OSError: the model folder has changed" if storage == "quick" else ""
     assert scene.states("lost")[0].reason == f"process t1.0 ended with 1{why}"
     assert seen[0] < 0.05, "the loop does not wait"
+
+
+def test_a_log_that_grew_in_one_write_before_the_end_is_cut_all_the_same(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_limit, "MOST_BYTES", 1 << 16)
+    monkeypatch.setattr(log_limit, "KEPT_BYTES", 1 << 10)
+    scene = Scene(here)
+    log = scene.run.logs(1) / "t1.0.log"
+
+    async def script() -> None:
+        await scene.ready()
+        with log.open("ab") as file:
+            file.write(bytes(1 << 20))
+
+    scene.play(script)
+    assert log.stat().st_size < 1 << 16
+    assert log.with_name("t1.0.log.old").stat().st_size == 1 << 10
+    assert [one.fields["part"] for one in scene.of(Log) if one.kind == "log_cut"] == ["t1.0"]
 
 
 def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(here: Path) -> None:

@@ -165,3 +165,22 @@ async def test_a_file_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> No
     path.parent.mkdir()
     await journal.flush()
     assert (journal.fault, numbers(path)) == ("", [1])
+
+
+def test_a_log_that_was_removed_is_made_again_and_one_whose_folder_is_gone_fails(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    log = LineLog(folder / "events.jsonl")
+    log.write({"step": 1})
+    (folder / "events.jsonl").unlink()
+    log.write({"step": 2})
+    assert [line["step"] for line in read_lines(folder / "events.jsonl")] == [2]
+    (folder / "events.jsonl").unlink()
+    folder.rmdir()
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            log.write({"step": 3})
+    assert not folder.exists()
+    folder.mkdir()
+    log.write({"step": 4})
+    assert [line["step"] for line in read_lines(folder / "events.jsonl")] == [4]
