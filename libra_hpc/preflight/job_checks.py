@@ -158,6 +158,8 @@ def set_up_parses(config: RunConfig) -> Iterator[UserError]:
         if LEAVES.match(line):
             why = "the script would end here, before the run"
             yield invalid(f"compute.setup[{index}]", line, why, "lines after which the script goes on")
+        if line.startswith("#SBATCH"):
+            yield invalid(f"compute.setup[{index}]", line, "sbatch reads options above it only", "slurm.extra")
     # A shell option that a line sets does not count yet, and extended patterns need one.
     done = subprocess.run(
         ["bash", "--norc", "-O", "extglob", "-n"],

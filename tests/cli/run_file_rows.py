@@ -73,6 +73,10 @@ RUN_FILE = [
     ("run.dir=", "run.dir = '': not given; valid: a writable folder"),
     ('run.dir=a"b', """run.dir = 'a"b': sbatch cannot write logs there; valid: a folder without " and \\."""),
     (r"run.dir=a\b", r"sbatch cannot write logs there"),
+    (
+        'compute.setup=["#SBATCH --x=1"]',
+        "compute.setup[0] = '#SBATCH --x=1': sbatch reads options above it only; valid",
+    ),
     ("run.dir=$NOWHERE/x", "run.dir = '$NOWHERE/x': a variable in it is not set"),
     ("slurm.time_limit=0", "slurm.time_limit = '0': no time at all; valid: minutes, "),
     ("slurm.time_limit=1; slurm.notice_s=120", "begins to save slurm.notice_s = 120 s before it"),

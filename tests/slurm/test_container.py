@@ -122,6 +122,8 @@ def test_what_is_missing_is_refused_before_the_queue(tmp_path: Path) -> None:
     Path(here["image"]).touch()
     refused(r"compute\.container = 'apptainer': it is not on PATH here, and compute\.setup has no line", binds=[])
     assert check_container(configured(compute={**here, "binds": [], "setup": ["module load apptainer"]}), environ) == []
+    (unused,) = check_container(configured(compute={"image": here["image"], "container": "none"}), environ)
+    assert "nothing starts in it" in unused
     for name, answer in (("apptainer", ""), ("srun", "--container=BUNDLE")):
         program(programs / name, f"echo '{answer}'")
     far = ["/nowhere/data", "/nowhere2"]

@@ -122,7 +122,8 @@ def check_container(config: RunConfig, environ: Mapping[str, str] | None) -> lis
     """
     compute, kind, image = config.compute, config.compute.container, config.compute.image
     if kind == "none" or config.slurm.executor == "local":
-        return []
+        unused = f"compute.image = {image!r}: nothing starts in it, as compute.container is {kind!r}"
+        return [unused] if image and kind == "none" else []
     if not image:
         raise invalid("compute.image", "", f"compute.container is {kind!r}", "a container image")
     if kind == "apptainer" and "://" in image:
