@@ -61,7 +61,7 @@ def all_runs(parent: Path) -> list[RunDir]:
         raise invalid("--runs", str(parent), error_text(error), "a folder that you may read") from error
     # os.path, unlike Path, skips the private run of another user without an error.  A hidden one is being removed.
     named = (name for name in names if not name.startswith("."))
-    found = (RunDir(parent / name) for name in named if os.path.isfile(parent / name / "config.json"))
+    found = (RunDir(parent / name) for name in named if is_run(parent / name))
     return sorted(found, key=lambda run: (created(run), run.name))
 
 

@@ -12,6 +12,7 @@ import pytest
 from libra_hpc.facts.sweep_record import SweepMember, write_member
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from tests.facts import synthetic
+from tests.preflight.test_checks import write_model
 
 from .conftest import Cli, Queue, one_line, write_status
 
@@ -25,6 +26,7 @@ def listed(cli: Cli, *options: str) -> list[str]:
 def test_a_list_has_the_runs_of_one_folder(site: Path, queue: Queue, cli: Cli) -> None:
     synthetic.make_run(site / "runs")
     synthetic.make_run(site / "paper", "other")
+    write_model(site / "paper" / "model")
     assert listed(cli) == ["quick-001"]
     assert listed(cli, "--runs", "paper") == ["other-001"]
     assert cli("list", "--runs", "none").err == "no runs below none/\n"
