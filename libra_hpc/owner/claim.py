@@ -58,7 +58,7 @@ class HeldLease:
             if found is not None and generation >= self.generation and found.nonce != self.nonce:
                 self.taken = f"another owner has taken the run: {_whose(found)}"
             self.taken = self.taken or self._place.gone(generation >= self.generation)
-            if generation < self.generation and not self._place.doubted:
+            if generation < self.generation and not self._place.doubts:
                 self._folder.mkdir(mode=0o700, exist_ok=True)
                 write_once(lease_file(self._folder, self.generation), encode_lease(self._lease))
         return self.taken

@@ -99,8 +99,9 @@ class RunFolder:
     """A run directory by its inode, which it keeps for life; a file system that fails proves nothing."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._inode = folder, _inode(folder)
-        self._since, self._readings = 0.0, 0
+        self._folder, self._inode, self._since = folder, 0, 0.0
+        self.doubts = 0
+        """Readings in a row that did not find it."""
 
     def gone(self, seen: bool) -> str:
         """That the folder was removed or renamed, as a sentence, once that is proven; raises `OSError`.
@@ -108,30 +109,20 @@ class RunFolder:
         ``seen``: it is there, by what was just read in it.
         """
         if seen or self._there():
-            self._readings = 0
+            self._inode, self.doubts = self._inode or os.stat(self._folder).st_ino, 0
             return ""
         now = time.monotonic()
-        self._since = self._since if self._readings else now
-        self._readings += 1
-        if self._readings < GONE_READINGS or now - self._since < GONE_S:
+        self._since = self._since if self.doubts else now
+        self.doubts += 1
+        if self.doubts < GONE_READINGS or now - self._since < GONE_S:
             return ""
         return f"the run directory {self._folder} was removed or renamed; nothing more is saved"
 
     def _there(self) -> bool:
-        inode = _inode(self._folder)
-        return inode == self._inode or (inode is None and self._folder.name in os.listdir(self._folder.parent))
-
-    @property
-    def doubted(self) -> bool:
-        """Whether the folder was not there at the last reading."""
-        return self._readings > 0
-
-
-def _inode(folder: Path) -> int | None:
-    try:
-        return os.stat(folder).st_ino
-    except FileNotFoundError:
-        return None
+        try:
+            return os.stat(self._folder).st_ino == self._inode or not self._inode
+        except FileNotFoundError:
+            return self._folder.name in os.listdir(self._folder.parent)
 
 
 class Fence:

@@ -41,8 +41,8 @@ class StorageWatch:
         now = time.monotonic()
         if now - self._reported_at >= REPEAT_S:
             self._reported_at = now
-            total = f"{self.waited_s + so_far_s:.0f} s in all"
-            self._report(f"waiting for storage: opening {self._file} takes {so_far_s:.0f} s so far, {total}")
+            sentence = f"waiting for storage: opening {self._file} takes {so_far_s:.0f} s so far"
+            self._report(f"{sentence}, {self.waited_s + so_far_s:.0f} s in all")
 
     def _open(self) -> None:
         # That it cannot be opened is found, and said, by those who need it.

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from libra_hpc.facts.rundir import RunDir
 from libra_hpc.owner.claim import encode_lease
 from libra_hpc.process.lease import lease_file, newest_lease
 from libra_hpc.slurm import local
@@ -90,25 +89,6 @@ def test_a_world_that_finds_another_owner_stops_and_writes_nothing_more(tmp_path
 
 
 @pytest.mark.chaos
-@pytest.mark.nightly
-def test_a_run_whose_folder_was_renamed_ends_by_itself_and_says_so(tmp_path: Path) -> None:
-    case = Chaos(tmp_path, steps=400)
-    run = case.submit()
-    case.reach(6)
-    renamed = run.path.with_name("kept-aside")
-    run.path.rename(renamed)
-    end = RunDir(renamed)
-    case.wait(lambda: local.state(end).state.ended, "the owner has ended")
-    nothing_left(run)
-    assert not run.path.exists(), "no torso of it was made again"
-    shown = case.cli("cancel", str(renamed)).stdout
-    assert f"the run directory {run.path} was removed or renamed" in " ".join(shown.split()), shown
-    renamed.rename(run.path)
-    case.resume()
-    case.reach(12)
-    case.cli("cancel", str(run.path))
-
-
 def test_a_planner_killed_on_a_full_disk_leaves_a_result_all_the_same(tmp_path: Path, disk: Path) -> None:
     case = Chaos(tmp_path, steps=4000)
     run = case.submit("-o", "slurm.restarts=0")
