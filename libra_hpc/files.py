@@ -82,6 +82,7 @@ def write_once(path: Path, data: bytes) -> bool:
         return path.read_bytes() == data
     except OSError as error:
         if error.errno not in NO_LINKS:
+            error.filename = str(path)
             raise
         return _create(path, data)
     finally:

@@ -151,6 +151,8 @@ def _in_this_job(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecis
 
 def _not_met(sentence: str, ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecision:
     """Whether the start is repeated; ``sentence``: why the ranks do not go on together, where they found that."""
+    if ended.asked:
+        return OwnerDecision("stop", "a request to stop", "cancelled")
     if sentence and not so_far.met:
         return OwnerDecision("fail", sentence)
     waits = bool(so_far.met or ended.cannot)

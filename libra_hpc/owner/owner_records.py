@@ -48,9 +48,9 @@ def saved_step(run: RunDir) -> int:
 
 
 def met_before(run: RunDir) -> bool:
-    """Whether the ranks of a run have met, in any attempt."""
+    """Whether the ranks of a run have met, in any attempt; a checkpoint proves it, too."""
     with contextlib.suppress(OSError):
-        return any(run.path.glob("logs/attempt-*/met*"))
+        return any(run.path.glob("logs/attempt-*/met*")) or newest_step(run) > 0
     return False
 
 

@@ -63,16 +63,15 @@ sleep 60 & wait
 
 
 class Case:
-    """A run with a checkpoint of step 60."""
+    """A run of 60 steps; with a checkpoint where its ranks have ``met``."""
 
     def __init__(self, folder: Path, met: bool, longest_s: float) -> None:
         self.run = RunDir.create(folder, "run")
         self.run.logs(1).mkdir(parents=True)
         self.run.write_json(self.run.config, {"run": {"steps": 60}, "deadlines": {"cannot_now_s": longest_s}})
-        self.run.checkpoint(60).mkdir(parents=True)
-        (self.run.checkpoint(60) / "state.json").write_text("{}")
         if met:
-            self.run.met(1).touch()
+            self.run.checkpoint(60).mkdir(parents=True)
+            (self.run.checkpoint(60) / "state.json").write_text("{}")
 
     def own(
         self, place: str = "start", numbers: Sequence[int] = (), unmet: int = 0, world: str = WORLD
@@ -128,7 +127,7 @@ def test_ranks_that_met_before_and_do_not_now_start_again_without_using_a_restar
 def test_at_the_first_start_of_a_run_that_is_a_mistake(tmp_path: Path) -> None:
     case = Case(tmp_path, met=False, longest_s=60.0)
     result = case.result(case.own(unmet=5), 1)
-    assert (result["message"], result["step"]) == ("node-3 cannot reach the planner", 60)
+    assert (result["message"], result["step"]) == ("node-3 cannot reach the planner", 0)
     assert (case.run.logs(1) / "starts").read_text().split().count("0") == 1
 
 

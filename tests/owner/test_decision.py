@@ -96,6 +96,7 @@ CASES: dict[str, tuple[RanksEnded, SoFar, Limits, str, str]] = {
         "stop",
         "cancelled",
     ),
+    "no meeting, and a request": (left(None, met=False, asked=True), SoFar(met=True), LIMITS, "stop", "cancelled"),
     "no meeting again": (left(None, met=False), SoFar(tries=START_TRIES), LIMITS, "fail", "failed"),
 }
 
