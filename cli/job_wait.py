@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,12 @@ def job_folder(config: RunConfig, name: str) -> Path:
         raise invalid("run.dir", str(parent), why, "a writable folder") from error
 
 
-def wait_for(handle: Handle) -> None:
-    """Return when the job has ended, in whatever way; an interrupt cancels it first."""
-    printed = ""
+def wait_for(handle: Handle, news: Callable[[], Sequence[str]] = tuple) -> None:
+    """Return when the job has ended, in whatever way; an interrupt cancels it first.
+
+    ``news``: sentences about it so far.
+    """
+    printed, known = "", 0
     try:
         with busy("waiting for the job"):
             while not handle.done():
@@ -80,6 +83,9 @@ def wait_for(handle: Handle) -> None:
                 if state != printed:
                     print_note(f"job {handle.job_id}: {state}")
                     printed = state
+                for sentence in (found := news())[known:]:
+                    print_note(sentence)
+                known = len(found)
                 time.sleep(POLL_S)
     except KeyboardInterrupt:
         handle.cancel()

@@ -55,6 +55,9 @@ def status(
         print_json(facts(found))
         return
     state, snapshot = jobs.state(found), read_status(found)
+    if found.policies.exists():
+        # An evaluation has nothing of the screen of a run.
+        snapshot = None
     if snapshot is not None:
         show(StatusScreen(with_state(snapshot, state), now=jobs.clock(found, time.time()), rewards=rewards(found)))
     if state.state == "never_queued":

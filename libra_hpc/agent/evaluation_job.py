@@ -1,8 +1,12 @@
-"""An evaluation as a job of its own: engines and environment hosts of a run, without trainers and a coordinator.
+"""Evaluations as a job of their own: engines and environment hosts of a run, without trainers and a coordinator.
+
+- Policies are evaluated one after the other, each on all tasks, with engines of its own.
+- A result is in ``evaluations.jsonl`` once it is there, so that another job goes on with what is left.
 
 - Every node has engines, rank 0 also the rollout leader. It gives the few answers that a coordinator or trainer would.
 - An engine is lost -> it is started again, as often as in a run. A node is lost -> the others have its turns.
-- All results are written -> all ranks end. A part ends too often, or rank 0 is lost -> they end with the reason.
+- All results of a policy are written -> all ranks go on to the next.
+- A part ends too often, or rank 0 is lost -> they end with the reason.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from libra_hpc.config.load import load_resolved
@@ -18,6 +22,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.journal import Journal
 from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.facts.status import blank_status
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.rank_layout import RankLayout, check_world
@@ -40,10 +45,10 @@ GOODBYE_S = 5.0
 KEEP_EVENTS = 10_000
 
 
-def evaluate(folder: str, step: int) -> list[dict[str, Any]]:
-    """Carry out the evaluations of a folder, whose configuration names policy and tasks; one call on each node.
+def evaluate(folder: str, policies: Sequence[tuple[int, str]]) -> list[dict[str, Any]]:
+    """Carry out the evaluations of a folder, whose configuration names the tasks; one call on each node.
 
-    ``step``: of the weights. Returns the lines of ``evaluations.jsonl``. Raises `OperationError` with the reason.
+    ``policies``: steps and folders. Returns the lines of ``evaluations.jsonl``. Raises `OperationError` with a reason.
     """
     run = RunDir(folder)
     config = load_resolved(run.config)
@@ -52,19 +57,50 @@ def evaluate(folder: str, step: int) -> list[dict[str, Any]]:
     world = meet(config.slurm.interface)
     check_world(world.size, layout, os.environ)
     run.logs(1).mkdir(parents=True, exist_ok=True)
-    return asyncio.run(EvaluationNode(world, layout, config, run, step).run())
+    why = ""
+    try:
+        return asyncio.run(evaluate_all(world, layout, config, run, policies))
+    except BaseException as error:
+        why = str(error) or type(error).__name__
+        raise
+    finally:
+        if world.rank == 0:
+            end = {"state": "failed" if why else "completed", "message": why, "attempt": 1, "t": time.time()}
+            run.write_json(run.result, end)
+
+
+async def evaluate_all(
+    world: World, layout: RankLayout, config: RunConfig, run: RunDir, policies: Sequence[tuple[int, str]]
+) -> list[dict[str, Any]]:
+    """Evaluate one policy after the other; returns the lines, none where this is not rank 0."""
+    routes = Routes()
+
+    def on_message(source: int, message: Any) -> None:
+        routes.deliver(message)
+
+    # One for all: a peer may call before this node begins with the same policy.
+    mesh = Mesh(world, on_message)
+    accepting = asyncio.get_running_loop().create_task(mesh.run())
+    for step, policy in policies:
+        own = config.changed(model={"path": policy}) if config.run.engine == "real" else config
+        await EvaluationNode(mesh, routes, layout, own, run, step).run()
+    accepting.cancel()
+    return list(read_lines(run.evaluations)) if world.rank == 0 else []
 
 
 class EvaluationNode:
     """One node of the job."""
 
-    def __init__(self, world: World, layout: RankLayout, config: RunConfig, run: RunDir, step: int) -> None:
-        self._mesh, self._run, self._routes = Mesh(world, self._on_message), run, Routes()
+    def __init__(
+        self, mesh: Mesh, routes: Routes, layout: RankLayout, config: RunConfig, run: RunDir, step: int
+    ) -> None:
+        self._mesh, self._run, self._routes, self._step = mesh, run, routes, step
+        self._began = time.time()
         private, shared = make_folders()
         # No step is left, so that no prompt of training is admitted; what earlier runs measured is not needed either.
         own = in_wall_time(config).changed(run={"steps": step}, checkpoint={"experience": False})
         self._context = AgentContext(
-            rank=world.rank,
+            rank=mesh.rank,
             layout=layout,
             config=own.changed(rollout={"warm_start": ""}),
             run=run,
@@ -76,7 +112,7 @@ class EvaluationNode:
         )
         # No version follows that of the start: the carrier is never started.
         self._engines = RolloutNode(self._context, NodeCarrier(self._context, lambda: None))
-        self._service = RolloutService(self._context) if world.rank == 0 else None
+        self._service = RolloutService(self._context) if mesh.rank == 0 else None
         self._events: Journal[dict[str, Any]] = Journal(run.events, dict, KEEP_EVENTS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = asyncio.Event()
@@ -100,9 +136,9 @@ class EvaluationNode:
             add(wire.Log, lambda record: self._events.add({"t": record.t, "kind": record.kind, **record.fields}))
             add(wire.Fatal, lambda fatal: self._end(fatal.reason))
 
-    async def run(self) -> list[dict[str, Any]]:
-        """Serve until the results are written; returns their lines, none where this is not rank 0."""
-        parts = [self._mesh.run(), self._engines.watch(), self._engines.start(), self._watch()]
+    async def run(self) -> None:
+        """Serve until the results of this policy are written."""
+        parts = [self._engines.watch(), self._engines.start(), self._watch()]
         for part in parts if self._service is None else [*parts, self._service.run()]:
             self._spawn(part)
         await self._over.wait()
@@ -116,15 +152,8 @@ class EvaluationNode:
         await self._events.close()
         remove(self._context.private)
         remove(self._context.shared_memory)
-        lines, why = [], self._why
-        if self._service is not None:
-            lines = list(read_lines(self._run.evaluations))
-            why = why or ("" if lines else f"{self._run.evaluations} cannot be written.")
-            end = {"state": "failed" if why else "completed", "message": why, "attempt": 1, "t": time.time()}
-            self._run.write_json(self._run.result, end)
-        if why:
-            raise OperationError(why)
-        return lines
+        if self._why:
+            raise OperationError(self._why)
 
     async def _watch(self) -> None:
         while True:
@@ -138,9 +167,22 @@ class EvaluationNode:
                     self._service.leader.on_rank_lost(rank)
             if self._service is not None:
                 await self._events.flush()
-                lines = await asyncio.to_thread(list, read_lines(self._run.evaluations))
-                if len(lines) == len(self._context.config.task.eval):
+                if await asyncio.to_thread(self._write_status):
                     self._end("")
+
+    def _write_status(self) -> bool:
+        """Say how far it is; returns whether every task has a result of this step."""
+        assert self._service is not None
+        lines, tasks = list(read_lines(self._run.evaluations)), self._context.config.task.eval
+        here = {line["task"] for line in lines if line["step"] == self._step}
+        ended, wanted = self._service.leader.evaluations.progress
+        job_id = str(self._run.read_json(self._run.job).get("job_id", ""))
+        steps = len(tasks) * len(self._run.read_json(self._run.policies))
+        blank = blank_status(self._run, 1, job_id=job_id, step=len(lines), steps=steps, now=time.time())
+        message = f"evaluates step {self._step}: {len(here)} of {len(tasks)} tasks, {ended} of {wanted} trajectories"
+        own = {"state": "running", "message": message, "started_at": self._began}
+        self._run.write_json(self._run.status, blank | own)
+        return len(here) == len(tasks)
 
     def _on_engine_state(self, engine: EngineState) -> None:
         assert self._service is not None
@@ -149,9 +191,6 @@ class EvaluationNode:
             self._service.on_message(engine)
         if engine.state == "lost":
             self._mesh.send(engine.rank, wire.StartEngine(engine.rank, "rollout"))
-
-    def _on_message(self, source: int, message: Any) -> None:
-        self._routes.deliver(message)
 
     def _end(self, why: str) -> None:
         self._why = self._why or why

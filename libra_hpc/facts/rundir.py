@@ -102,6 +102,8 @@ class RunDir:
     """Folder of the trajectories that each step was trained on (`libra_hpc.rollout.records.transcripts`)."""
     evaluations = _Part("evaluations.jsonl")
     """One line per evaluation (`libra_hpc.rollout.evaluation.result_line`)."""
+    policies = _Part("policies.json")
+    """Folders of the policies that an evaluation of its own has, by step."""
     experience = _Part("experience")
     """Folder of the recovery log (`libra_hpc.rollout.recovery.recovery_log`)."""
     status = _Part("status.json")

@@ -108,16 +108,16 @@ KEPT = EvaluationResult.__struct_fields__[3:]
 
 
 def evaluation_results(run: RunDir) -> list[EvaluationResult]:
-    """Return the evaluations of each task, in the order of their first lines."""
-    lines: dict[str, list[dict[str, Any]]] = {}
+    """Evaluations of each task, in the order of their first lines; of a job of its own, those of each step."""
+    trains, lines = not run.policies.exists(), dict[Any, list[dict[str, Any]]]()
     for line in read_lines(run.evaluations):
-        lines.setdefault(line["task"], []).append(line)
+        lines.setdefault(line["task"] if trains else (line["step"], line["task"]), []).append(line)
     found = []
-    for task, own in lines.items():
+    for own in lines.values():
         last = max(own, key=lambda line: line["step"])
         first = own[0].get("mean") if len(own) > 1 else None
         numbers: list[Any] = [last.get(name) for name in KEPT]
-        found.append(EvaluationResult(task, last["step"], first, *numbers))
+        found.append(EvaluationResult(last["task"], last["step"], first, *numbers))
     return found
 
 

@@ -84,6 +84,13 @@ class Evaluations:
         """Whether an evaluation goes on, or that of the last step has not begun."""
         return bool(self._open) or any(self._last.get(part.name, -1) < self._steps for part in self._parts)
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Trajectories of the evaluations in progress that have ended, and all of them."""
+        open_now = self._open.values()
+        wanted = sum(one.part.prompts * one.part.samples for one in open_now)
+        return wanted - sum(one.left + one.open for one in open_now), wanted
+
     def begin(self, inflight: int, capacity: int) -> list[Trajectory]:
         """Trajectories that begin now, with ``inflight`` of ``capacity`` turns at engines."""
         begun: list[Trajectory] = []

@@ -54,16 +54,29 @@ def test_the_job_has_the_checkpoint_the_task_and_rollout_nodes_alone(
         return SimpleNamespace(job_id="77")
 
     monkeypatch.setattr("libra_hpc_cli.evaluate.submit_on_nodes", submit)
-    done = cli("eval", run.name, "--task", "held", "--samples", "16", "--step", "20", "--nodes", "3", "--json")
+    done = cli("eval", run.name, "--task", "held", "--samples", "16", "--step", "last,20", "--nodes", "3", "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out)
-    assert (found["step"], found["job_id"], found["policy"]) == (20, "77", str(run.checkpoint(20) / "policy"))
+    policies = {str(step): str(run.checkpoint(step) / "policy") for step in (20, 60)}
+    assert (found["policies"], found["job_id"]) == (policies, "77")
     place = RunDir(found["path"])
-    assert place.path == run.path / "evaluations" / "held-step-20-001"
+    assert place.path == run.path / "evaluations" / "held-step-20+60-001"
     config = load_resolved(place.config)
     assert [(part.name, part.samples) for part in config.task.eval] == [("held", 16)]
     assert (config.rollout.tp, config.rollout.engines_per_node, config.components.rollout.nodes) == (2, 4, 3)
     assert (jobs[0]["component"], jobs[0]["nodes"]) == ("rollout", 3)
+    assert "its job 77 is " in one_line(cli("eval", found["path"]))
+    place.write_json(place.result, {"state": "failed", "message": "no", "t": 1.0})
+    place.evaluations.write_text('{"task": "held", "step": 20, "mean": 0.5}\n')
+    left = json.loads(cli("eval", found["path"], "--json").out)
+    assert (left["policies"], left["path"]) == ({"60": policies["60"]}, found["path"])
+    assert not place.result.exists()
+    assert "--step = '60': held-step-20+60-001 is an evaluation to go on with; valid: no --step." in one_line(
+        cli("eval", found["path"], "--step", "60")
+    )
+    place.write_json(place.result, {"state": "completed", "message": "", "t": 1.0})
+    place.evaluations.write_text("".join(f'{{"task": "held", "step": {step}}}\n' for step in (20, 60)))
+    assert "has all its results" in one_line(cli("eval", found["path"]))
 
 
 def test_a_job_that_slurm_refuses_leaves_no_folder(run: RunDir, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,5 +47,16 @@ def test_two_nodes_evaluate_a_model_folder_in_a_job_of_their_own(cluster: Cluste
     assert engines == {"r0.0", "r1.0"}, "both nodes have turns"
     (row,) = json.loads(case.cli("list", "--json").stdout)
     assert (row["run"], row["state"]) == (place.name, "completed")
+    policies = place.read_json(place.policies)
+    place.write_json(place.policies, policies | {"3": str(model), "7": str(model)})
+    found = json.loads(case.cli("eval", str(place.path), "--wait", "--json").stdout)
+    assert found["path"] == str(place.path), "it goes on with what is left, in one job"
+    assert sorted((line["step"], line["task"]) for line in found["results"]) == [
+        (step, task) for step in (0, 3, 7) for task in ("held", "more")
+    ]
+    assert all(line["failed"] == 0 for line in found["results"])
+    status = case.cli("status", str(place.path)).stdout
+    assert "evaluation held " in status
+    print(status)
     shown = case.cli("summary", str(place.path)).stdout
     assert "held " in shown

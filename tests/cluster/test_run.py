@@ -92,9 +92,9 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     assert AutoModelForCausalLM.from_pretrained(run.policy).config.num_hidden_layers == 2
     words = ("--task", "held", "--samples", "6", "--wait", "--json")
     found = json.loads(case.cli("eval", str(run.path), *words).stdout)
-    assert found["step"] == STEPS
-    assert found["result"]["failed"] == 0, "vLLM serves the exported policy"
-    assert -0.2 <= found["result"]["mean"] <= 1.0
+    assert list(found["policies"]) == [str(STEPS)]
+    assert found["results"][0]["failed"] == 0, "vLLM serves the exported policy"
+    assert -0.2 <= found["results"][0]["mean"] <= 1.0
     assert transcripts.steps(Path(found["path"]) / "transcripts", "held").keys() == {STEPS}
     summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
     assert summary["steps"] == STEPS
