@@ -67,6 +67,8 @@ class Patience:
 
 def cannot(error: Exception, operation: str = "read") -> str:
     """Which file cannot be read, or written, and why."""
+    if not isinstance(error, OSError):
+        return reason_of(error)
     return f"{_file(error) or 'a file'} cannot be {operation}: {error_text(error)}"
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.process import retry
-from libra_hpc.process.retry import Patience, patiently
+from libra_hpc.process.retry import Patience, cannot, patiently
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.store import SavedState, newest_whole, resolve, states
 
@@ -76,6 +77,7 @@ def test_what_cannot_be_read_is_tried_again_and_noted(monkeypatch: pytest.Monkey
     with pytest.raises(FileNotFoundError):
         patiently(missing, 60.0, notes.append)
     assert len(pauses) == 4, "a missing file is an answer"
+    assert cannot(SlurmUnreachable("no controller")) == "no controller", "no file is named where there is none"
 
 
 def test_patience_ends_when_its_time_is_used() -> None:
