@@ -75,6 +75,8 @@ class Cancelled(NamedTuple):
             return f"{name}: {job_line(job, self.before)}; nothing to cancel"
         resume = f"`libra-hpc submit --resume {name}`"
         further = f"{resume} continues" if self.run.latest_checkpoint() else "it has no checkpoint"
+        if self.run.policies.exists():
+            further = f"`libra-hpc eval {self.run.path}` goes on"
         return f"{name}: job {job} cancelled; {f'{self.message}; ' if self.message else ''}{further}"
 
 
