@@ -92,8 +92,9 @@ def cancel(run: RunDir) -> bool:
 
 
 def _signal_group(record: JobRecord, number: signal.Signals) -> None:
+    """An evaluation leads no group; what it started ends with it."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(record.pid, number)
+        (os.killpg if os.getpgid(record.pid) == record.pid else os.kill)(record.pid, number)
 
 
 def _alive(record: JobRecord) -> bool:
