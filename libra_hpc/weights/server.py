@@ -97,6 +97,8 @@ class CarrierServer:
                 threading.Thread(target=self._serve, args=(stream, address), daemon=True).start()
             except (OSError, RuntimeError) as error:
                 # Too many open files or threads; others are served later.
+                if self._listener.fileno() < 0:
+                    return
                 log.warning("a caller was not accepted: %s", error)
                 time.sleep(WAITING_S)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import msgspec
 import pytest
 
 from libra_hpc.agent import supervised
-from libra_hpc.process import log_limit
 from libra_hpc.process.child import Child
 from libra_hpc.protocol.agents import (
     Fatal,
@@ -120,52 +118,6 @@ def test_a_replica_that_never_becomes_ready_fails_the_run_in_one_sentence(here: 
         "engine t1 ended 3 times before it was ready, the last time because process t1.0 ended with 1; see"
         f" {scene.run.logs(1)}/t1.0.log"
     )
-
-
-@pytest.mark.parametrize("storage", ["quick", "slow"])
-def test_a_process_that_ends_by_itself_is_lost_for_the_reason_in_its_own_log(
-    here: Path, monkeypatch: pytest.MonkeyPatch, storage: str
-) -> None:
-    scene, seen = Scene(here), list[float]()
-    log = scene.run.logs(1) / "t1.0.log"
-    log.parent.mkdir(parents=True)
-    log.write_text("ValueError: of an earlier start\n")
-    if storage == "slow":
-        monkeypatch.setattr(supervised, "CAUSE_S", 0.05)
-        monkeypatch.setattr(supervised, "tail", lambda *_: time.sleep(0.5) or ["OSError: too late"])
-
-    async def script() -> None:
-        await scene.ready()
-        with log.open("a") as file:
-            file.write("Traceback\nOSError: the model folder has changed\nleaving\n")
-        began = time.monotonic()
-        scene.node._trainer._exited(scene.node._trainer.children[0], 1)
-        seen.append(time.monotonic() - began)
-        await scene.until(lambda: scene.states("lost"))
-
-    scene.play(script)
-    why = ": OSError: the model folder has changed" if storage == "quick" else ""
-    assert scene.states("lost")[0].reason == f"process t1.0 ended with 1{why}"
-    assert seen[0] < 0.05, "the loop does not wait"
-
-
-def test_a_log_that_grew_in_one_write_before_the_end_is_cut_all_the_same(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log_limit, "MOST_BYTES", 1 << 16)
-    monkeypatch.setattr(log_limit, "KEPT_BYTES", 1 << 10)
-    scene = Scene(here)
-    log = scene.run.logs(1) / "t1.0.log"
-
-    async def script() -> None:
-        await scene.ready()
-        with log.open("ab") as file:
-            file.write(bytes(1 << 20))
-
-    scene.play(script)
-    assert log.stat().st_size < 1 << 16
-    assert log.with_name("t1.0.log.old").stat().st_size == 1 << 10
-    assert [one.fields["part"] for one in scene.of(Log) if one.kind == "log_cut"] == ["t1.0"]
 
 
 def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(here: Path) -> None:

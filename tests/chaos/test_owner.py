@@ -104,6 +104,47 @@ def test_a_planner_killed_on_a_full_disk_leaves_a_result_all_the_same(tmp_path: 
     assert not list(run.path.glob(".*.reserve-*"))
 
 
+@pytest.mark.chaos
+def test_a_signal_to_the_owner_saves_and_stops_the_run(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, steps=400)
+    run = case.submit()
+    case.reach(8)
+    os.kill(case.agent(ROLLOUT), signal.SIGTERM)
+    case.wait(lambda: case.events("signal_ignored"), "a notice of the agent that rank 0 alone acts on it")
+    os.kill(read_job(run).pid, signal.SIGTERM)
+    case.wait(lambda: run.result.exists(), "its end")
+    assert " is saved" in case.message()
+    sound(case, "cancelled")
+    assert len(case.events("stop_requested")) == 1
+
+
+OUTAGE = """
+import pathlib, socket
+connect, away = socket.create_connection, pathlib.Path({away!r})
+def unreachable(*given, **options):
+    if away.exists():
+        raise TimeoutError("timed out")
+    return connect(*given, **options)
+socket.create_connection = unreachable
+"""
+"""An agent cannot reach the planner's node while a file is there."""
+
+
+@pytest.mark.nightly
+def test_a_network_that_is_away_for_75_s_costs_one_restart_and_no_run(tmp_path: Path) -> None:
+    case, away = Chaos(tmp_path, steps=60), tmp_path / "away"
+    case.submit(*patched(tmp_path, OUTAGE.format(away=str(away)), ROLLOUT))
+    case.reach(8)
+    away.touch()
+    os.kill(case.agent(PLANNER), signal.SIGKILL)
+    case.wait(lambda: case.status()["message"].startswith("waiting since "), "the status that names it")
+    assert "cannot reach the planner's node" in case.status()["message"]
+    away.unlink()
+    sound(case)
+    assert [event["restarts"] for event in case.events("restart")] == [1]
+    assert len(case.events("cannot_now")) == 1
+
+
 FAULT = """
 import asyncio, pathlib
 run, done = asyncio.run, pathlib.Path({done!r})

@@ -1,4 +1,4 @@
-"""Rows of the table of mistakes: what is wrong in the folder of a model, or in a task."""
+"""Rows of the table of mistakes: what is wrong in the folder of a model, in a task, or in a dry run."""
 
 from __future__ import annotations
 
@@ -158,3 +158,24 @@ TASKS = {
     ),
 }
 """What is replaced in the task `tests.preflight.test_task_trial.GOOD`, by what."""
+
+ON_SIMULATED_ENGINES = [
+    ("simulated.device=a80", "simulated.device = 'a80': unknown device; valid: a100, a800, "),
+    ("simulated.model=qwen3-14", "simulated.model = 'qwen3-14': neither a"),
+    ("simulated.presets=['chess']", "simulated.presets = 'chess': unknown preset"),
+    ("simulated.presets=[]", "simulated.presets = []: too short; valid: a list of"),
+    ("simulated.trace=good.py", "of no known format; valid: libra, kv-cache-tester, mooncake, azure (name one with"),
+    ("simulated.calibration=run.toml", "run.toml': Expected `object`, got `array`; valid: a JSON file of format"),
+    ("simulated.device=", "simulated.device = '': components.train has no gpu_type either; valid: a device such as"),
+    ("simulated.devices=garbage.toml", "simulated.devices = 'garbage.toml': Expected ']' at the end of a table"),
+    ("simulated.devices=other.toml", "simulated.devices = 'other.toml': device 'x': Object contains unknown field"),
+    ("simulated.devices=nowhere.toml", "simulated.devices = 'nowhere.toml': No such file or directory; valid: a TOML"),
+    ("simulated.model=torn", "simulated.model = 'torn': cannot be read: Expecting property name enclosed in double"),
+    ("simulated.calibration=nowhere", "simulated.calibration = 'nowhere': No such file or directory; valid: a JSON"),
+    ("simulated.trace=nowhere", "simulated.trace = 'nowhere': cannot be read (No such file or directory)."),
+    ("simulated.trace=empty.jsonl", "simulated.trace = 'empty.jsonl': the trace is empty."),
+    ("train.pp=1000", "train.pp = 1000: 1 node x 8 training processes are 8, no whole number of replicas of 1000"),
+    ("train.ep=2", "rollout.max_model_len = 4096: the longest prompt leaves no room for an answer; valid: an integer"),
+    ("simulated.presets=['documents']", "rollout.max_model_len = 4096: the longest prompt leaves no room for an"),
+    ("rollout.max_model_len=512", "rollout.max_model_len = 512: the longest prompt leaves no room for an answer;"),
+]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from tests.preflight.test_checks import MODEL, write_model
 from tests.preflight.test_task_trial import GOOD
 
-from .folder_rows import TASKS, WEIGHTS, Damage, file
-from .run_file_rows import GPU_NODES, ON_GPU_NODES, ON_SIMULATED_ENGINES, RUN_FILE, SIMULATED, overrides
+from .folder_rows import ON_SIMULATED_ENGINES, TASKS, WEIGHTS, Damage, file
+from .run_file_rows import GPU_NODES, ON_GPU_NODES, RUN_FILE, SIMULATED, overrides
 
 MODELS: dict[str, Mapping[str, object]] = {
     "model": MODEL,

@@ -189,8 +189,6 @@ class Plant:
             self.up(f"e{i}", rank=3 + i)
         return self
 
-    # --- what the leader sends
-
     def on_evaluated(self, line: dict[str, Any], trajectories: list[Trajectory]) -> None:
         self.evaluated.append(line)
         self.of_evaluations += trajectories
