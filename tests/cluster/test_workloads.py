@@ -73,10 +73,14 @@ def test_what_a_mixture_of_workloads_samples_is_what_it_trains(chat_policy: Path
         assert Counter(one.task for one in records) == dict.fromkeys(("shop", "sums", "rows", "legs"), 4)
         said = [len(ids) for one in records for who, ids in one.segments() if who == "policy"]
         assert sum(said) == line["gen_tokens"] == line["loss_tokens"], "tokens trained are the tokens sampled"
-        assert line["logprob_gap"] < 1e-3, "in the context in which they were sampled"
+        # Older samples have another policy, which training has changed.
+        assert line["staleness_max"] or line["logprob_gap"] < 1e-3, "in the context in which they were sampled"
         assert {"shop/reward", "sums/tool_calls", "rows/brief", "legs/turns"} <= line.keys()
     assert sum(line["shop/tool_calls"] for line in lines) > 0
     texts = case.cli("show", str(run.path), "--step", "1", "--task", "shop").stdout
     assert "What does this cost" in texts
-    (evaluated,) = read_lines(run.evaluations)
-    assert (evaluated["task"], evaluated["step"], evaluated["prompts"], evaluated["failed"]) == ("held", 0, 4, 0)
+    evaluated = list(read_lines(run.evaluations))
+    assert [(line["task"], line["step"], line["prompts"], line["failed"]) for line in evaluated] == [
+        ("held", 0, 4, 0),
+        ("held", STEPS, 4, 0),
+    ]
