@@ -37,10 +37,7 @@ def cancel(
 ) -> None:
     if run and sweep:
         raise UserError("cancel needs either a run or --sweep NAME, and not both.")
-    named = of_sweep(sweep, runs) if sweep else [find_run(run, runs)]
-    found = [one for one in named if is_own(one)]
-    if not found:
-        raise invalid("RUN", named[0].name, "it is another user's", "a run of your own")
+    found = of_sweep(sweep, runs) if sweep else [find_run(run, runs)]
     facts = []
     for one in end_all(found, now=now):
         facts.append(one.facts())
@@ -85,7 +82,7 @@ def end_all(runs: Sequence[RunDir], *, now: bool) -> Iterator[Cancelled]:
 
     The running ones save at the same time.
     """
-    queue = jobs.JobQueue()
+    runs, queue = own_runs(runs), jobs.JobQueue()
     states = jobs.states(runs) if len(runs) > 1 else {str(runs[0].path): jobs.state(runs[0], queue)}
     saving = [] if now else [run for run in runs if states[str(run.path)].state == "running"]
     for run in reversed(runs):
@@ -100,6 +97,14 @@ def end_all(runs: Sequence[RunDir], *, now: bool) -> Iterator[Cancelled]:
         state, job = states[str(run.path)], job_id(run)
         message = answer(run, job, queue) if reachable else ""
         yield Cancelled(run, job, state, message, ends(run, queue, message))
+
+
+def own_runs(runs: Sequence[RunDir]) -> list[RunDir]:
+    """The runs of this user among them; raises `UserError` where there is none."""
+    found = [run for run in runs if is_own(run)]
+    if not found:
+        raise invalid("RUN", runs[0].name, "it is another user's", "a run of your own")
+    return found
 
 
 def ends(run: RunDir, queue: jobs.JobQueue, message: str) -> bool:

@@ -60,20 +60,22 @@ def evaluate(
         Path | None,
         typer.Option("--file", metavar="RUN.toml", help="Run file of task and engines; default: the run's."),
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Rollout nodes of the job.")] = 1,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, metavar="N", help="Rollout nodes of the job; default: 1.")
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the result and print it.")] = False,
     json: JsonOption = False,
     runs: RunsOption = Path(RUNS),
 ) -> None:
     run = evaluated_run(what, step, file, runs)
     if run is not None and (known := run.read_json(run.policies)):
-        given = {"--task": task, "--step": step, "--file": file, "--samples": samples}
+        given = {"--task": task, "--step": step, "--file": file, "--samples": samples, "--nodes": nodes}
         place, config, policies = run, load_resolved(run.config), left_of(run, known, given)
     else:
         place = None
         config = load(file or Path(), ()) if run is None or file is not None else load_resolved(run.config)
         policies = {0: str(Path(what).absolute())} if run is None else chosen_policies(run, step or LAST)
-        config = evaluation_config(config, task, samples, Path(next(iter(policies.values()))), nodes)
+        config = evaluation_config(config, task, samples, Path(next(iter(policies.values()))), nodes or 1)
     tasks = [part.name for part in config.task.eval]
     with busy("checking"):
         check_files(config)

@@ -19,7 +19,7 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags to replace the content of a file, or make it, and never through a link."""
 
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
-"""Numbers of errors by which a file system says that it has no hard links."""
+"""Numbers of the errors of a file system without hard links."""
 
 
 def cache_folder() -> Path:

@@ -397,9 +397,9 @@ class Agent:
             self._early_signals.append(name)
         else:
             log.warning("%s: rank 0 alone acts on signals", name)
-            asyncio.get_running_loop().call_later(SIGNAL_S, self._say_ignored, name)
+            asyncio.get_running_loop().call_later(SIGNAL_S, self._report_ignored, name)
 
-    def _say_ignored(self, name: str) -> None:
+    def _report_ignored(self, name: str) -> None:
         if self.context is not None and not self._stop.is_set() and name == "SIGTERM":
             reason = f"{name} is for rank 0; `libra-hpc cancel` ends the run, and SIGKILL this agent"
             self.context.log("signal_ignored", rank=self.rank, signal=name, reason=reason)

@@ -74,16 +74,14 @@ async def evaluate_all(
 ) -> list[dict[str, Any]]:
     """Evaluate one policy after the other; returns the lines, none where this is not rank 0."""
     routes = Routes()
-
-    def on_message(source: int, message: Any) -> None:
-        routes.deliver(message)
-
     # One for all: a peer may call before this node begins with the same policy.
-    mesh = Mesh(world, on_message)
+    mesh = Mesh(world, lambda source, message: routes.deliver(message))
     accepting = asyncio.get_running_loop().create_task(mesh.run())
     for step, policy in policies:
         own = config.changed(model={"path": policy}) if config.run.engine == "real" else config
-        await EvaluationNode(mesh, routes, layout, own, run, step).run()
+        node = EvaluationNode(mesh, routes, layout, own, run, step)
+        accepting.add_done_callback(node.on_ended)
+        await node.run()
     accepting.cancel()
     return list(read_lines(run.evaluations)) if world.rank == 0 else []
 
@@ -171,7 +169,7 @@ class EvaluationNode:
                     self._end("")
 
     def _write_status(self) -> bool:
-        """Say how far it is; returns whether every task has a result of this step."""
+        """Write how far it is; returns whether every task has a result of this step."""
         assert self._service is not None
         lines, tasks = list(read_lines(self._run.evaluations)), self._context.config.task.eval
         here = {line["task"] for line in lines if line["step"] == self._step}
@@ -199,9 +197,9 @@ class EvaluationNode:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self.on_ended)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def on_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._end(f"{type(error).__name__}: {error}")

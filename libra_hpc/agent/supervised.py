@@ -214,9 +214,9 @@ class Supervised:
             return
         self._blamed = self._blamed or child.name
         how = f"ended with {code}" if code >= 0 else f"was killed by signal {-code}"
-        said, how = self.hung or child.fault, f"process {child.name} {how}"
-        if said or child.stopping or code in (0, -signal.SIGKILL):
-            self._supervisor.exited(self, child, f"{how}: {said}" if said else how)
+        known, how = self.hung or child.fault, f"process {child.name} {how}"
+        if known or child.stopping or code in (0, -signal.SIGKILL):
+            self._supervisor.exited(self, child, f"{how}: {known}" if known else how)
             return
         task = asyncio.get_running_loop().create_task(self._exited_by_itself(child, how))
         self._ends.add(task)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from libra_hpc_cli.check import check_all, load, warn
 from libra_hpc_cli.follow import wait_silently
 from libra_hpc_cli.runs import RUNS, attempt, find_run
 
+from libra_hpc.config.load import flat
 from libra_hpc.errors import OperationError
 from libra_hpc.facts import series
 from libra_hpc.facts.columns import as_json
@@ -138,13 +139,7 @@ def submit(
 
 
 def _texts(overrides: Overrides) -> list[str]:
-    return list(_flat("", overrides)) if isinstance(overrides, Mapping) else list(overrides)
-
-
-def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(f"{prefix}{key}.", value)
-        else:
-            # Of numbers, texts and lists JSON and TOML have one form.
-            yield f"{prefix}{key}={json.dumps(value)}"
+    if not isinstance(overrides, Mapping):
+        return list(overrides)
+    # Of numbers, texts and lists JSON and TOML have one form.
+    return [f"{key}={json.dumps(value)}" for key, value in flat(overrides).items()]

@@ -90,7 +90,7 @@ class EvalPart(NamedTask):
     samples: int = Field(1, ge=1, le=1024)
     """Trajectories of each prompt."""
     solved: str = ""
-    """Part of the reward that says whether a trajectory is solved, for pass@k; ``reward``: the reward. Empty: also
+    """Part of the reward that shows whether a trajectory is solved, for pass@k; ``reward``: the reward. Empty: also
     that, where all rewards are from 0 to 1; else there is no pass@k."""
     solved_at: float = 1.0
     """Least value that is solved."""

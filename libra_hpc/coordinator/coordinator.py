@@ -356,6 +356,7 @@ class Coordinator:
         if self._trained:
             # An evaluation that hangs costs no saved run.
             self._ending.finished(self._step, self._repartitioner.ordered)
+            self._ending.message += f"; its evaluation was given up: {rung.reason}"
             return
         for rank in rung.ranks:
             nodes.lose(LostNode(rank, rung.reason, now - nodes.contacts[rank].seen), now)

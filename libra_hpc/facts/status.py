@@ -195,7 +195,7 @@ def read_status(run: RunDir, attempt: int) -> Status | None:
 
 
 def dry_run(speedup: float) -> str:
-    """What a title says of a dry run; empty for a real one."""
+    """The part of a title that marks a dry run; empty for a real one."""
     return f"  dry run, x{speedup:g}" if speedup != 1.0 else ""
 
 

@@ -347,7 +347,7 @@ class Sandbox:
         return str(path)
 
     def count_start(self, failure: str) -> None:
-        """Note that a process started, or why not; `broken` says the last of `MOST_FAILED_STARTS` in a row."""
+        """Note that a process started, or why not; `broken` has the last of `MOST_FAILED_STARTS` in a row."""
         self._failed_starts = self._failed_starts + 1 if failure else 0
         if self._failed_starts == MOST_FAILED_STARTS and not self.broken.done():
             self.broken.set_result(failure)

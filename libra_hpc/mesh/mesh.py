@@ -31,7 +31,7 @@ DRAIN_S = 0.005
 SETTLE_S = 3.0
 """From a broken connection to its report: if the process at the other end ended, its launcher reports that first."""
 
-Handler = Callable[[int, Any], None]
+Handler = Callable[[int, Any], object]
 
 
 class Mesh:

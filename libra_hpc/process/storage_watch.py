@@ -45,6 +45,6 @@ class StorageWatch:
             self._report(f"{sentence}, {self.waited_s + so_far_s:.0f} s in all")
 
     def _open(self) -> None:
-        # That it cannot be opened is found, and said, by those who need it.
+        # Those who need it report that it cannot be opened.
         with contextlib.suppress(OSError):
             self._file.open("rb").close()

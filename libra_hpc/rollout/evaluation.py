@@ -80,7 +80,7 @@ class Evaluations:
                 self._last[part.name] = step
 
     @property
-    def left(self) -> bool:
+    def unfinished(self) -> bool:
         """Whether an evaluation goes on, or that of the last step has not begun."""
         return bool(self._open) or any(self._last.get(part.name, -1) < self._steps for part in self._parts)
 
@@ -160,7 +160,7 @@ def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:
 
 
 def solved(part: EvalPart, done: Sequence[Trajectory]) -> list[list[bool]]:
-    """By prompt, which samples are solved; empty where nobody can say."""
+    """By prompt, which samples are solved; empty where nobody knows."""
     scores = [{REWARD: t.reward, **t.info}.get(part.solved or REWARD, -inf) for t in done]
     if max(scores) == -inf or (not part.solved and not all(0.0 <= score <= 1.0 for score in scores)):
         return []

@@ -352,5 +352,5 @@ class RolloutLeader:
             lent_gpus=engines.lent_gpus,
             composed=self.composed,
             running=engines.running_on(),
-            evaluates=self.evaluations.left,
+            evaluates=self.evaluations.unfinished,
         )

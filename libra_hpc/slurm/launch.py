@@ -26,8 +26,13 @@ NO_OPTION = "none"
 """A component's value that leaves out what stands above it, in the site profile or in ``[slurm]``."""
 OPTIONAL = ("constraint", "reservation", "account", "qos")
 """sbatch options, and keys of a component, that may be `NO_OPTION`."""
-SPELLINGS = {"constraint": ("--constraint", "-C"), "reservation": ("--reservation",), "account": ("--account", "-A")}
-SPELLINGS |= {"qos": ("--qos", "-q")}
+SPELLINGS = {
+    "constraint": ("--constraint", "-C"),
+    "reservation": ("--reservation",),
+    "account": ("--account", "-A"),
+    "qos": ("--qos", "-q"),
+}
+"""How sbatch spells them."""
 GRES = "--gres="
 
 

@@ -71,8 +71,8 @@ def state(run: RunDir) -> JobInfo:
     if run.read_json(run.result).get("state") == "completed":
         return JobInfo(record.job_id, JobState.COMPLETED, exit_code=0, start_time=record.submitted_at)
     ended = JobState.CANCELLED if record.cancelled else JobState.FAILED
-    said = any(line.startswith(OWNER_ENDS) for line in tail(run.logs(record.attempt) / "launcher.log"))
-    reason = "" if said or record.cancelled or run.result.exists() else OWNER_LOST
+    explained = any(line.startswith(OWNER_ENDS) for line in tail(run.logs(record.attempt) / "launcher.log"))
+    reason = "" if explained or record.cancelled or run.result.exists() else OWNER_LOST
     return JobInfo(record.job_id, ended, reason, exit_code=1, start_time=record.submitted_at)
 
 

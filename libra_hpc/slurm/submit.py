@@ -69,7 +69,7 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
 
     ``env`` is Slurm's client environment (`slurm_environment`).  Raises `UserError` when Slurm finds a mistake in the
     request, `SlurmUnreachable` when no controller answers, `OperationError` when Slurm refuses for another reason,
-    `MaybeQueued` when it did not say what it did.
+    `MaybeQueued` when nobody knows what it did.
     """
     write_atomic(launch.run.script, het_script(launch).encode(), OWNER_ONLY)
     if launch.config.borrow.spot.nodes:

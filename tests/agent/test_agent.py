@@ -66,7 +66,7 @@ async def test_a_signal_to_one_agent_alone_is_reported(monkeypatch: pytest.Monke
     logged: list[tuple[str, dict[str, Any]]] = []
     context = SimpleNamespace(log=lambda kind, **fields: logged.append((kind, fields)))
     agent: Any = SimpleNamespace(rank=3, coordinator=None, context=context, _stop=asyncio.Event())
-    agent._say_ignored = lambda name: Agent._say_ignored(agent, name)
+    agent._report_ignored = lambda name: Agent._report_ignored(agent, name)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         Agent._on_signal(agent, number)
     if stops:

@@ -19,6 +19,7 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol.agents import Fatal, Log, Welcome
 from libra_hpc.protocol.env import ChatChoice, CloseEpisode, EpisodeFailed, EpisodeStepped, HostHeartbeat, HostReady
+from tests.mesh.test_links import until
 
 
 class FakeChild:
@@ -108,11 +109,6 @@ class Scene:
         return [m.fields for m in self.sent if isinstance(m, Log) and m.kind == kind]
 
 
-async def soon(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene(tmp_path, monkeypatch)
@@ -200,7 +196,7 @@ async def test_nothing_goes_to_the_next_host_before_its_episodes_are_opened_agai
         monkeypatch.setattr(FakeChild, "slow_start", asyncio.get_running_loop().create_future())
         old = scene.child
         old.exited(old, 1)
-        await soon(lambda old=old: scene.child is not old)
+        await until(lambda old=old: scene.child is not old)
         scene.hosts.send(0, CloseEpisode("during its start"))
         if early:
             scene.send(HostReady("toy"), 2.0)
@@ -223,7 +219,7 @@ async def test_a_host_that_cannot_be_started_is_tried_again(scene: Scene, monkey
     monkeypatch.setattr(module, "NO_START_S", 0.0)
     monkeypatch.setattr(FakeChild, "refused", 2)
     await scene.hosts.start()
-    await soon(lambda: scene.downs)
+    await until(lambda: scene.downs)
     assert [event["reason"] for event in scene.events("host_lost")] == [
         "environment host cannot be started: No space left on device"
     ] * 2
@@ -238,11 +234,11 @@ async def test_hosts_that_keep_ending_fail_the_run_and_single_ends_never_do(scen
         scene.now = 100.0 * number
         scene.send(HostReady("toy"), scene.now)
         scene.child.exited(scene.child, 1)
-        await soon(lambda number=number: len(scene.downs) > number)
+        await until(lambda number=number: len(scene.downs) > number)
     assert (scene.failed, len(scene.downs)) == ([], 20)
     for number in range(6):
         scene.send(HostReady("toy"), 5000.0 + number)
         scene.child.exited(scene.child, 1)
-        await soon(lambda number=number: len(scene.downs) > 20 + number or scene.failed)
+        await until(lambda number=number: len(scene.downs) > 20 + number or scene.failed)
     assert len(scene.failed) == 1
     assert "environment host 0 ended 6 times in 300 s, the last time because process host0" in scene.failed[0]

@@ -23,6 +23,7 @@ import msgspec
 import pytest
 from libra_hpc_cli import app, jobs
 
+from libra_hpc import api
 from libra_hpc.annexes.lend import guest_process, terms
 from libra_hpc.annexes.lend import lender_record as records
 from libra_hpc.errors import UserError
@@ -242,6 +243,8 @@ def test_a_run_of_another_user_is_neither_cancelled_nor_resumed(open_place: Path
         outcome = cli(*words)
         assert outcome.code == 2
         assert "'zz-001': it is another user's" in outcome.err
+    with pytest.raises(UserError, match="it is another user's"):
+        api.find(place).cancel(now=True)
     assert queue.cancelled == []
 
 

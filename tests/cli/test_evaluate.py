@@ -74,6 +74,7 @@ def test_the_job_has_the_checkpoint_the_task_and_rollout_nodes_alone(
     assert "--step = '60': held-step-20+60-001 is an evaluation to go on with; valid: no --step." in one_line(
         cli("eval", found["path"], "--step", "60")
     )
+    assert "valid: no --nodes." in one_line(cli("eval", found["path"], "--nodes", "2"))
     place.write_json(place.result, {"state": "completed", "message": "", "t": 1.0})
     place.evaluations.write_text("".join(f'{{"task": "held", "step": {step}}}\n' for step in (20, 60)))
     assert "has all its results" in one_line(cli("eval", found["path"]))

@@ -41,8 +41,8 @@ def test_an_old_python_gets_a_sentence() -> None:
     text = (install.HERE / "install.py").read_text()
     ast.parse(text, feature_version=(3, 6))
     assert "from __future__" not in text
-    before = text[: text.index("\nHERE =")].replace("import sys\n", "import sys\nsys.version_info = (3, 6, 8)\n")
-    done = subprocess.run([sys.executable, "-c", before], capture_output=True, text=True)
+    old = text.partition("\nHERE =")[0].replace("import sys\n", "import sys\nsys.version_info = (3, 6, 8)\n")
+    done = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True)
     assert (done.returncode, done.stderr[-8:]) == (1, "is 3.6.\n")
 
 

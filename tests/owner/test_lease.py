@@ -249,12 +249,18 @@ def end_of_place(folder: Path, what: str) -> None:
         run.symlink_to(run)
 
 
+@pytest.fixture
+def looked_at_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner does not look at its lease by itself, and ranks at every call."""
+    monkeypatch.setattr(claim, "RENEW_S", 60.0)
+    monkeypatch.setattr(leases, "CHECK_S", 0.0)
+
+
+@pytest.mark.usefixtures("looked_at_by_hand")
 @pytest.mark.parametrize("what", ["renamed", "replaced"])
 def test_a_run_directory_that_is_gone_ends_owner_and_ranks_after_three_readings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(claim, "RENEW_S", 60.0)
-    monkeypatch.setattr(leases, "CHECK_S", 0.0)
     monkeypatch.setattr(leases, "GONE_S", 0.2)
     folder = tmp_path / "run-001" / "lease"
     folder.parent.mkdir()
@@ -270,12 +276,11 @@ def test_a_run_directory_that_is_gone_ends_owner_and_ranks_after_three_readings(
         assert not folder.exists(), "nothing is made again"
 
 
+@pytest.mark.usefixtures("looked_at_by_hand")
 @pytest.mark.parametrize("what", ["unreadable", "parent", "back"])
 def test_a_run_directory_that_cannot_be_seen_now_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(claim, "RENEW_S", 60.0)
-    monkeypatch.setattr(leases, "CHECK_S", 0.0)
     monkeypatch.setattr(leases, "GONE_S", 0.1)
     folder = tmp_path / "runs" / "run-001" / "lease"
     folder.parent.mkdir(parents=True)
@@ -295,10 +300,8 @@ def test_a_run_directory_that_cannot_be_seen_now_ends_nothing(
         assert what == "back" or "cannot be read" in fence.fault
 
 
-def test_an_owner_makes_a_lease_again_that_was_removed_and_whoever_came_between_ends(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(claim, "RENEW_S", 60.0)
+@pytest.mark.usefixtures("looked_at_by_hand")
+def test_an_owner_makes_a_lease_again_that_was_removed_and_whoever_came_between_ends(folder: Path) -> None:
     with acquire(folder) as held:
         shutil.rmtree(folder)
         assert held.check() == ""

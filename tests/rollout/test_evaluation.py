@@ -93,12 +93,12 @@ def test_a_restart_evaluates_what_has_no_line_and_the_last_step_is_always_due(kn
     evaluations = Evaluations([AIME], 5, lambda line, done: lines.append(line))
     evaluations.restore([{"task": "aime", "step": known}, {"task": "other", "step": 99}])
     for step in (0, 1, 4, 5):
-        assert evaluations.left == (known < 5)
+        assert evaluations.unfinished == (known < 5)
         evaluations.on_version(step, 0.0)
         for trajectory in evaluations.begin(0, 100):
             evaluations.failed(trajectory, 1.0)
     assert [line["step"] for line in lines] == steps
-    assert not evaluations.left
+    assert not evaluations.unfinished
 
 
 def test_pass_at_k_is_the_mean_over_all_draws_of_k_samples() -> None:
