@@ -102,7 +102,7 @@ class Agent:
         self.rank = self.mesh.rank
         self.config = in_wall_time(config)
         self.private, self.shared_memory = make_folders()
-        self.kept = kept_folder(run.path, self.rank)
+        self.kept = kept_folder(run.path, _place(config, self.rank))
         self._world, self._endpoints, self._secret = world, world.endpoints, world.secret
         self._restarts = False
         """Whether all ranks start again: snapshots stay."""
@@ -209,7 +209,7 @@ class Agent:
             addresses=self._endpoints[self.rank].addresses,
         )
         self.context = context
-        if self.rank in self.layout.core:
+        if context.has_parts:
             self._spawn(hold(self.kept))
         else:
             # Of an earlier start, in which it was of the core.
@@ -484,7 +484,7 @@ def main() -> None:
         world = meet(
             "" if problem else config.slurm.interface,
             problem,
-            lambda rank: whole_parts(kept_folder(run.path, rank)),
+            lambda rank: () if problem else whole_parts(kept_folder(run.path, _place(config, rank))),
             guests=not problem and (config.borrow.spot.nodes > 0 or config.borrow.lenders),
             again=start_of().met,
         )
@@ -504,6 +504,12 @@ def main() -> None:
     except OperationError as error:
         _refuse(run, arguments.attempt, world.rank, error, "fatal")
     leave(0 if good else 1)
+
+
+def _place(config: RunConfig, rank: int) -> str:
+    """What an agent's kept folder is named after: its node, as the rank of a node changes when another is lost."""
+    alone = config.slurm.executor == "slurm" and not config.components.one_node and rank != 0
+    return os.environ.get("SLURMD_NODENAME", "") if alone else str(rank)
 
 
 def _refuse(run: RunDir, attempt: int, rank: int, error: OperationError, why: Why) -> NoReturn:

@@ -266,7 +266,7 @@ def _settings(context: AgentContext) -> CarrierConfig:
         shapes=image_shapes() if simulated else {},
         dtype="F32" if simulated or config.model.dtype == "float32" else "BF16",
         http_port=_outside_port(context),
-        parts=str(context.snapshots) if context.rank in context.layout.core else "",
+        parts=str(context.snapshots) if context.has_parts else "",
         http_bytes_per_s=config.rollout.weights_mb_s * 1e6,
         pull_bytes_per_s=context.pull_mb_s * 1e6,
         transport=_transport(context),

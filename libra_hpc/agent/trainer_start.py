@@ -15,7 +15,6 @@ from pathlib import Path
 from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.retry import patiently
-from libra_hpc.state.snapshot_keeper import OWN
 from libra_hpc.state.store import NewestWhole, newest_whole, states
 from libra_hpc.train_leader.train_leader_setup import rendezvous_folder
 from libra_hpc.trainer.settings import WorkerConfig, algorithm_settings, attention_work, optimizer_settings
@@ -39,7 +38,7 @@ def worker_configs(context: AgentContext, number: int, common: int = 0) -> list[
         first = unit.index(context.rank) * world.processes
         rendezvous = rendezvous_folder(context) / f"replica-{unit[0]}.{common}"
     elif not elastic:
-        start_dir, own = context.resume_point.checkpoint, context.snapshots / OWN
+        start_dir, own = context.resume_point.checkpoint, context.snapshots / str(context.rank)
         if context.resume_point.snapshot:
             start_dir = str(own / context.resume_point.snapshot)
         if len(core) == 1:

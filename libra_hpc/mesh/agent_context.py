@@ -63,6 +63,11 @@ class AgentContext:
         return self.kept or self.shared_memory / "snapshots"
 
     @property
+    def has_parts(self) -> bool:
+        """Whether this node has parts of snapshots, for itself or for nodes that restart from them."""
+        return self.rank in self.layout.core or self.rank in self.resume_point.restore.values()
+
+    @property
     def component(self) -> str:
         return self.layout.component(self.rank)
 

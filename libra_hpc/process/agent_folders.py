@@ -132,9 +132,13 @@ def _mine(folder: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
-def kept_folder(run: Path, rank: int) -> Path:
-    """Where a rank of a run keeps what its next start needs, in shared memory; a new name if there is none yet."""
-    name = f"{_kept_prefix(run)}{rank}-"
+def kept_folder(run: Path, place: str) -> Path:
+    """Where the agent at a place of a run keeps what the next start needs, in shared memory; a new name if there is
+    none yet.
+
+    ``place``: the node's name, or the rank where several agents of the run are on one machine.
+    """
+    name = f"{_kept_prefix(run)}{place}-"
     found = (folder for folder in sorted(_bases()[1].glob(f"{name}*")) if _mine(folder))
     return next(found, _bases()[1] / f"{name}{secrets.token_hex(8)}")
 

@@ -28,7 +28,7 @@ from libra_hpc.protocol.agents import Welcome
 
 from . import state_folders as folders
 from .snapshot_start import OTHER_LAYOUT, keep_listed, newer_snapshot
-from .store import SavedState, checkpoint_damage, newest_until, newest_whole, position_damage, states
+from .store import NewestWhole, SavedState, checkpoint_damage, newest_until, newest_whole, position_damage, states
 
 log = logging.getLogger("libra_hpc.state")
 BEGINNING = Welcome(0, "", 0, ())
@@ -112,8 +112,11 @@ def newest_point(
             waits.append(event)
 
     def decide() -> _Resumption:
-        base = _from_step(run, attempt, from_step) or _newest_checkpoint(run)
-        point, found = newer_snapshot(run, config, attempt, point=base.welcome, core=core, parts=parts)
+        asked = _from_step(run, attempt, from_step)
+        base = asked or _newest_checkpoint(run)
+        point, found = base.welcome, NewestWhole(None, [])
+        if asked is None:
+            point, found = newer_snapshot(run, config, point=point, core=core, parts=parts)
         resumes = point.checkpoint or point.snapshot
         if not resumes and from_step != 0 and (why := _saved_before(run)):
             damaged = "; ".join(str(fields["reason"]) for _, fields in base.events)

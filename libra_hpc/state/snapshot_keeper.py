@@ -6,7 +6,7 @@
 - A node has lost its part of the snapshot that all restart from -> it asks the one that has a copy, and pulls that.
 
 The folder outlives the agent (`libra_hpc.process.agent_folders`). Names have the start of the ranks in them, so that
-parts of two starts never count together.
+parts of two starts never count together.  ``RANK/NAME`` is the part of that rank: an own one, or a copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from libra_hpc.protocol.trainer import SnapshotFailed, SnapshotTaken, TakeSnapsh
 from . import state_folders as folders
 from .store import states, step_of
 
-OWN, COPIES = "own", "copies"
 RESTORE_S = 600.0
 """For a part of hundreds of GB to come back over the network."""
 ASK_S = 2.0
@@ -53,8 +52,8 @@ class PartCarrier(Protocol):
 
 
 def whole_parts(folder: Path) -> tuple[str, ...]:
-    """Complete parts of this node: ``own/NAME`` and ``copies/NAME``; their content is checked when it is used."""
-    found = [state.folder for kind in (OWN, COPIES) for state in states(folder / kind)]
+    """Complete parts that a node has, as ``RANK/NAME``; their content is checked when it is used."""
+    found = [state.folder for rank in _ranks(folder) for state in states(rank)]
     return tuple(sorted(str(path.relative_to(folder)) for path in found if not part_damage(path, sizes_only=True)))
 
 
@@ -90,7 +89,7 @@ class SnapshotKeeper:
 
     @property
     def own(self) -> Path:
-        return self._folder / OWN
+        return self._folder / str(self._rank)
 
     def begin(self, keep: str) -> None:
         """Remove all snapshots of earlier starts but ``keep``."""
@@ -146,7 +145,7 @@ class SnapshotKeeper:
         self._spawn(self._offer_copy(message))
 
     async def _offer_copy(self, message: SnapshotWanted) -> None:
-        copy = self._folder / COPIES / message.name
+        copy = self._folder / str(message.part_of) / message.name
         if await asyncio.to_thread(part_damage, copy):
             # The next start then does not count on it.
             shutil.rmtree(copy, ignore_errors=True)
@@ -164,11 +163,11 @@ class SnapshotKeeper:
 
     def on_offered(self, message: SnapshotOffered) -> None:
         """Pull a copy, or an own part that was lost; only into the folder of that part."""
-        kind, source = (OWN, COPIES) if message.part_of == self._rank else (COPIES, OWN)
-        path = self._folder / kind / message.name
+        source = f"{message.part_of}/{message.name}"
+        path = self._folder / source
         if message.name == Path(message.name).name and path not in self._pulling:
             self._pulling.add(path)
-            self._spawn(self._pull(message, f"{source}/{message.name}", path))
+            self._spawn(self._pull(message, source, path))
 
     async def _pull(self, message: SnapshotOffered, source: str, path: Path) -> None:
         partial = _partial(path)
@@ -219,7 +218,7 @@ class SnapshotKeeper:
 
     def _parts(self, chosen: Callable[[str], bool]) -> list[Path]:
         """Parts and unfinished ones, by the snapshot's name."""
-        found = [path for kind in (OWN, COPIES) for path in (self._folder / kind).glob("step-*")]
+        found = [path for rank in _ranks(self._folder) for path in rank.glob("step-*")]
         return [path for path in found if chosen(path.name.removesuffix(folders.TEMPORARY))]
 
     def _spawn(self, work: Awaitable[None]) -> None:
@@ -232,6 +231,11 @@ class SnapshotKeeper:
                 finished.result()
 
         task.add_done_callback(done)
+
+
+def _ranks(folder: Path) -> list[Path]:
+    """Folders with the parts of a rank each."""
+    return [path for path in folder.glob("*") if path.name.isdecimal()]
 
 
 def _partial(path: Path) -> Path:

@@ -1,9 +1,11 @@
 """Whether all ranks restart from a snapshot in shared memory that is newer than the newest checkpoint.
 
 - A snapshot is complete -> its entry in the run directory has its data position and the trainers' layout.
-- A restart within the attempt -> every node lists the parts it has (`libra_hpc.mesh.world`).
-- The part of every node of the core exists there, or as a copy at its successor -> rank 0 takes the snapshot.
-- Another layout, another attempt, or a part is gone -> the checkpoint.
+- A restart, also in another job -> every node lists the parts it has (`libra_hpc.mesh.world`).
+- The part of every node of the core exists on some node -> rank 0 takes the snapshot, and who lacks its part gets it.
+- Another layout, or a part is gone -> the checkpoint.
+
+After the loss of a node the ranks may be on other nodes than before, so a part may be anywhere.
 
 What was trained after the snapshot is trained again, as after a checkpoint: the start has one step and one data
 position, and metrics and recovery log go by those.
@@ -21,8 +23,6 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.protocol.agents import Welcome
 
-from .snapshot_keeper import COPIES, OWN
-from .snapshots import holders
 from .state_folders import TEMPORARY, DataPosition, publish, read_position
 from .store import NewestWhole, SavedState, checkpoint_damage, newest_whole, states
 
@@ -53,20 +53,19 @@ def keep_listed(run: RunDir, name: str) -> None:
 
 
 def restore_from(name: str, core: Sequence[int], parts: Sequence[Sequence[str]]) -> tuple[dict[int, int], str]:
-    """Nodes without their part of a snapshot -> who has a copy; and a sentence when a part is gone."""
-    copies, found = holders(core), {}
+    """Nodes without their part of a snapshot -> who has it; and a sentence when a part is gone."""
+    found = {}
     for rank in core:
-        if f"{OWN}/{name}" not in parts[rank]:
-            holder = copies.get(rank, rank)
-            if f"{COPIES}/{name}" not in parts[holder]:
-                where = f", and node {holder} has no copy of it" if holder != rank else ""
-                return {}, f"node {rank} has no whole part of snapshot {name}{where}."
-            found[rank] = holder
+        holders = [node for node, there in enumerate(parts) if f"{rank}/{name}" in there]
+        if not holders:
+            return {}, f"no node has the part of node {rank} of snapshot {name} whole."
+        if rank not in holders:
+            found[rank] = holders[0]
     return found, ""
 
 
 def newer_snapshot(
-    run: RunDir, config: RunConfig, attempt: int, *, point: Welcome, core: Sequence[int], parts: Sequence[Sequence[str]]
+    run: RunDir, config: RunConfig, *, point: Welcome, core: Sequence[int], parts: Sequence[Sequence[str]]
 ) -> tuple[Welcome, NewestWhole]:
     """``point``, from a checkpoint, or a newer one from a snapshot; ``parts``: parts of every rank's node."""
 
@@ -77,9 +76,7 @@ def newer_snapshot(
             return OTHER_LAYOUT
         return restore_from(state.folder.name, core, parts)[1]
 
-    found = newest_whole(
-        (s for s in states(run.snapshots) if s.step > point.step and f".attempt-{attempt}-" in s.folder.name), why_not
-    )
+    found = newest_whole((state for state in states(run.snapshots) if state.step > point.step), why_not)
     if found.whole is None:
         return point, found
     at, name = read_position(found.whole.folder), found.whole.folder.name

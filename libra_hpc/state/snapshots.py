@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from libra_hpc.protocol.agents import KeepSnapshot, SnapshotStored, StepReport
@@ -58,13 +58,18 @@ class Snapshots:
         every: int,
         *,
         complete: int,
+        holders: Iterable[int] = (),
         index: SnapshotIndex,
         send: Callable[[int, KeepSnapshot], None],
         clock: Callable[[], float],
         log: Callable[..., None],
         changed: Callable[[], None],
     ) -> None:
-        """``complete``: step of the snapshot with which this start began; -1: none."""
+        """``complete``: step of the snapshot with which this start began; -1: none.
+
+        ``holders``: nodes that had parts of it for others.
+        """
+        self._nodes = {*core, *holders}
         self._core, self._every, self._index, self._send = core, every, index, send
         self._clock, self._log, self._changed = clock, log, changed
         self.complete = complete
@@ -138,5 +143,5 @@ class Snapshots:
             self._log("snapshot_failed", step=step, reason=reason)
 
     def _clear(self, message: KeepSnapshot) -> None:
-        for rank in self._core:
+        for rank in sorted(self._nodes):
             self._send(rank, message)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
@@ -92,9 +92,13 @@ class TrainLeader(StepRequests):
         index: SnapshotIndex,
         from_checkpoint: bool = False,
         from_snapshot: bool = False,
+        part_holders: Iterable[int] = (),
         fence: Fence | None = None,
     ) -> None:
-        """``from_checkpoint``, ``from_snapshot``: with the complete one of ``step`` the trainers begin."""
+        """``from_checkpoint``, ``from_snapshot``: with the complete one of ``step`` the trainers begin.
+
+        ``part_holders``: nodes that have parts of that snapshot for others.
+        """
         super().__init__(config, core, send, clock, step=step, order=order, rendezvous=rendezvous)
         self._steps, self._checkpoint_every = config.run.steps, config.checkpoint.every
         self._storage_s = config.deadlines.storage_s
@@ -116,6 +120,7 @@ class TrainLeader(StepRequests):
             core,
             config.train.snapshot_every,
             complete=step if from_snapshot else -1,
+            holders=part_holders,
             index=index,
             send=send,
             clock=clock,

@@ -78,5 +78,6 @@ def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
         index=SnapshotList(context),
         from_checkpoint=bool(point.checkpoint) and not point.snapshot,
         from_snapshot=bool(point.snapshot),
+        part_holders=point.restore.values(),
         fence=context.fence,
     )

@@ -1,6 +1,6 @@
 """Parts of snapshots on the wire of weights: a folder of a node, as files that another node pulls side by side.
 
-Names are ``own/NAME`` and ``copies/NAME`` below the node's folder of snapshots (`libra_hpc.state.snapshot_keeper`).
+Names are ``RANK/NAME`` below the node's folder of snapshots (`libra_hpc.state.snapshot_keeper`).
 
 - A manifest is asked for -> the names and sizes of the part's files; nothing of a guest's request is answered.
 - A connection broke -> the file goes on at its last byte; nothing came for `GIVE_UP_S` -> `OSError`.
@@ -28,7 +28,6 @@ from .wire import Absent, Caller, Fetch, WireError
 
 PART = "part "
 """Begins the writer of a `Fetch` that is none of weights."""
-KINDS = ("own", "copies")
 STREAMS = 4
 """Files at a time: as many streams as an offer has."""
 RETRY_S = 0.5
@@ -69,7 +68,7 @@ class _Part:
 def served_part(folder: Path, writer: str) -> Iterator[SentBytes]:
     """What ``writer`` names; raises `Absent` for anything else than a part or a file of one."""
     names = writer.removeprefix(PART).split("/")
-    if not 2 <= len(names) <= 3 or names[0] not in KINDS or any(not _plain(name) for name in names):
+    if not 2 <= len(names) <= 3 or not names[0].isdecimal() or any(not _plain(name) for name in names):
         raise Absent(f"{writer!r} is no part of a snapshot")
     path = folder.joinpath(*names)
     try:

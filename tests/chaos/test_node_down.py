@@ -7,11 +7,12 @@ the script itself was lost.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ import pytest
 from libra_hpc.annexes.devcluster.cluster import Cluster, ClusterInfo
 from libra_hpc.annexes.devcluster.conf import NODES
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.process.agent_folders import kept_folder
 from libra_hpc.slurm.queue import query
 from libra_hpc.slurm.queue.command import call
 
@@ -29,6 +31,8 @@ from .harness import SIMULATED, Chaos, sound
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 REASON = "a broken fan"
+SNAPSHOT_EVERY = 4
+"""Steps, by default."""
 TWO = SIMULATED.replace('train = {{ partition = "a800", gpus', 'train = {{ partition = "a800", nodes = 2, gpus')
 BESIDE = TWO.replace('planner = {{ partition = "cpu", mem = "2G" }}', "planner = {{ nodes = 0 }}")
 ROLES = {"planner": 0, "first train": 1, "second train": 2, "hybrid": 3, "first rollout": -2, "second rollout": -1}
@@ -55,16 +59,24 @@ LAYOUTS = {
 class OnNodes(Chaos):
     """A run on nodes that Slurm may set down."""
 
-    def __init__(self, folder: Path, env: dict[str, str], layout: str, until_done: bool = False, **values: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        env: dict[str, str],
+        layout: str,
+        until_done: bool = False,
+        options: Sequence[str] = (),
+        **values: Any,
+    ) -> None:
         self.layout, self.env = LAYOUTS[layout], env
         text = self.layout.text.replace("[slurm]", f"[slurm]\nspare = {self.layout.spare}")
         super().__init__(folder, "slurm", text, **{"steps": 120, "hybrid": self.layout.hybrid, **values})
         self.waits: subprocess.Popen[bytes] | None = None
-        run = self.submit_and_wait() if until_done else self.submit()
+        run = self.submit_and_wait(*options) if until_done else self.submit(*options)
         assert run.script.read_text().count("#SBATCH hetjob") == self.layout.components - 1
         self.reach(6)
 
-    def submit_and_wait(self) -> RunDir:
+    def submit_and_wait(self, *options: str) -> RunDir:
         """Somebody on the login node waits until the run is done."""
         command = [
             str(Path(sys.executable).with_name("libra-hpc")),
@@ -72,6 +84,7 @@ class OnNodes(Chaos):
             str(self.run_file),
             "--until-done",
             "--wait",
+            *options,
         ]
         with (self.folder / "wait.log").open("wb") as log:
             self.waits = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT)
@@ -114,6 +127,8 @@ class OnNodes(Chaos):
                 os.kill(victim, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+        assert self.run is not None
+        shutil.rmtree(kept_folder(self.run.path, node), ignore_errors=True)
         self.set_down(node)
 
     def bring_up(self, node: str) -> None:
@@ -229,9 +244,12 @@ def test_slurm_sets_down(slurm_env: dict[str, str], tmp_path: Path, layout: str,
 @pytest.mark.chaos
 @pytest.mark.parametrize("layout", ["plain", "cpu planner"], ids=["plain", "cpu_planner"])
 def test_the_node_of_the_script_loses_power(slurm_env: dict[str, str], tmp_path: Path, layout: str) -> None:
-    case = OnNodes(tmp_path, slurm_env, layout, until_done=True)
+    case = OnNodes(tmp_path, slurm_env, layout, until_done=True, options=("-o", "checkpoint.every=1000"), steps=900)
     case.crash(case.node(0))
+    reached = case.steps()[-1]
     case.starts_again()
+    # Its own part is lost with it; the others' memory has the rest and a copy.
+    assert case.events("job_started")[-1]["step"] >= reached - 2 * SNAPSHOT_EVERY
     case.counts_from_the_script()
     case.goes_on()
     sound(case)

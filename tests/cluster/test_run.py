@@ -138,14 +138,16 @@ def test_a_core_replica_of_two_nodes_restarts_from_its_snapshot_and_two_of_one_n
     os.kill(victim, signal.SIGSTOP)
     time.sleep(1.0)
     # As if its node had been started again: the first node has the copy.
-    shutil.rmtree(kept_folder(run.path, 2) / "own")
+    shutil.rmtree(kept_folder(run.path, case.node(2)) / "2")
     os.kill(victim, signal.SIGKILL)
     assert case.ended() == "completed"
     trained_once(run, 24)
     (recovered,) = case.events("recovered")
     assert recovered["step"] >= 2
     assert "snapshot" in recovered["source"]
-    case.wait(lambda: not any(kept_folder(run.path, rank).exists() for rank in (1, 2)), "agents that have ended")
+    case.wait(
+        lambda: not any(kept_folder(run.path, case.node(rank)).exists() for rank in (1, 2)), "agents that have ended"
+    )
     assert {event["attempt"] for event in case.events("job_started")} == {1}, "inside the job"
     assert {line["replicas"] for line in read_lines(run.metrics)} == {1}
     # Two replicas on one node.

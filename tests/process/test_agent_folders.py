@@ -98,10 +98,10 @@ def test_a_folder_without_a_lock_is_no_orphan(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_an_agent_that_ended_is_kept_for_a_while(tmp_path: Path) -> None:
-    folder = kept_folder(tmp_path / "run", 2)
+    folder = kept_folder(tmp_path / "run", "2")
     hold_for_a_moment(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert kept_folder(tmp_path / "run", 2) == folder
+    assert kept_folder(tmp_path / "run", "2") == folder
     owner = folder / OWNER_FILE
     os.utime(owner, (1.0, 1.0))
     assert orphans() == [], "its agent lives"
@@ -117,7 +117,7 @@ def test_a_folder_of_an_agent_that_ended_is_kept_for_a_while(tmp_path: Path) -> 
 
 
 def test_the_end_of_a_run_removes_its_folders_and_no_other_ones(tmp_path: Path) -> None:
-    mine, other = kept_folder(tmp_path / "run", 1), kept_folder(tmp_path / "run-2", 1)
+    mine, other = kept_folder(tmp_path / "run", "1"), kept_folder(tmp_path / "run-2", "1")
     mine.mkdir(), other.mkdir()
     remove_kept(tmp_path / "run")
     assert (mine.exists(), other.exists()) == (False, True)
@@ -140,11 +140,11 @@ def test_a_removed_folder_is_made_again_by_its_owner(tmp_path: Path) -> None:
 def test_a_folder_or_link_that_another_user_made_first_is_never_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = kept_folder(tmp_path / "run", 1)
-    assert kept_folder(tmp_path / "run", 1) != expected, "nobody can know the name"
+    expected = kept_folder(tmp_path / "run", "1")
+    assert kept_folder(tmp_path / "run", "1") != expected, "nobody can know the name"
     (tmp_path / "target").mkdir()
     expected.symlink_to(tmp_path / "target")
-    assert kept_folder(tmp_path / "run", 1) != expected
+    assert kept_folder(tmp_path / "run", "1") != expected
     with pytest.raises(PermissionError, match="not a folder of this user"):
         own(expected)
     remove_kept(tmp_path / "run")
@@ -154,7 +154,7 @@ def test_a_folder_or_link_that_another_user_made_first_is_never_used(
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     theirs = expected.with_name(expected.name.replace(f"-{user}-", f"-{user + 1}-"))
     expected.rename(theirs)
-    assert kept_folder(tmp_path / "run", 1) != theirs
+    assert kept_folder(tmp_path / "run", "1") != theirs
     with pytest.raises(PermissionError):
         own(theirs)
     assert list(theirs.iterdir()) == []

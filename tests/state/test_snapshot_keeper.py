@@ -100,8 +100,10 @@ class Ring:
         return {rank: whole_parts(self.folder / str(rank)) for rank in CORE}
 
 
-def both(*steps: int, start: str = "attempt-1-7") -> tuple[str, ...]:
-    return tuple(f"{kind}/step-{step:08d}.{start}" for kind in ("copies", "own") for step in steps)
+def both(rank: int, *steps: int) -> tuple[str, ...]:
+    """A node's own parts, and those of the one before it."""
+    parts = sorted((rank, CORE[CORE.index(rank) - 1]))
+    return tuple(f"{part}/step-{step:08d}.attempt-1-7" for part in parts for step in steps)
 
 
 async def test_every_node_has_its_part_and_a_copy_of_the_one_before_it(tmp_path: Path) -> None:
@@ -109,15 +111,15 @@ async def test_every_node_has_its_part_and_a_copy_of_the_one_before_it(tmp_path:
 
     await ring.take_all(4)
     await ring.take_all(8)
-    assert set(ring.held().values()) == {both(4, 8)}
+    assert ring.held() == {rank: both(rank, 4, 8) for rank in CORE}
     for keeper in ring.keepers.values():
         keeper.keep(KeepSnapshot(8))
-    await ring.until(lambda: set(ring.held().values()) == {both(8)})
+    await ring.until(lambda: ring.held() == {rank: both(rank, 8) for rank in CORE})
 
     assert {part.reason for part in ring.stored} == {""}
     name = f"step-{8:08d}.attempt-1-7"
     for rank, holder in holders(CORE).items():
-        own, copy = tmp_path / str(rank) / "own" / name, tmp_path / str(holder) / "copies" / name
+        own, copy = tmp_path / f"{rank}/{rank}" / name, tmp_path / f"{holder}/{rank}" / name
         assert {p.name: p.read_bytes() for p in own.iterdir()} == {p.name: p.read_bytes() for p in copy.iterdir()}
         assert folders.verify(copy) == ""
         assert folders.read_state(copy) == folders.TrainerState(8, 16)
@@ -144,8 +146,8 @@ async def test_a_node_that_lost_its_part_gets_the_copy_back(tmp_path: Path, monk
     async with asyncio.timeout(30.0):
         await fetching
 
-    assert folders.verify(tmp_path / "2" / "own" / name) == ""
-    assert (tmp_path / "2" / "own" / name / "snapshot-00001.safetensors").read_bytes() == bytes([2, 1]) * 100_000
+    assert folders.verify(tmp_path / "2" / "2" / name) == ""
+    assert (tmp_path / "2" / "2" / name / "snapshot-00001.safetensors").read_bytes() == bytes([2, 1]) * 100_000
 
 
 async def test_a_part_that_is_damaged_is_fetched_again_and_one_without_a_copy_is_refused(
@@ -154,12 +156,12 @@ async def test_a_part_that_is_damaged_is_fetched_again_and_one_without_a_copy_is
     monkeypatch.setattr(module, "ASK_S", 0.01)
     name = f"step-{4:08d}.attempt-1-7"
     await Ring(tmp_path).take_all(4)
-    part = tmp_path / "2" / "own" / name
+    part = tmp_path / "2" / "2" / name
     whole = (part / "snapshot-00001.safetensors").read_bytes()
 
     flip(part / "snapshot-00001.safetensors")
     again = Ring(tmp_path, "attempt-1-8")
-    assert f"own/{name}" in whole_parts(tmp_path / "2"), "its content is not read yet"
+    assert f"2/{name}" in whole_parts(tmp_path / "2"), "its content is not read yet"
     async with asyncio.timeout(30.0):
         why = await again.keepers[2].restore(name, None)
     assert why == "snapshot-00001.safetensors has not the checksum with which it was written."
@@ -167,7 +169,7 @@ async def test_a_part_that_is_damaged_is_fetched_again_and_one_without_a_copy_is
     assert await again.keepers[2].restore(name, None) == ""
 
     (part / folders.MANIFEST_FILE).unlink()
-    assert whole_parts(tmp_path / "2") == (f"copies/{name}",)
+    assert whole_parts(tmp_path / "2") == (f"1/{name}",)
     alone = SnapshotKeeper(
         tmp_path / "2", 2, "attempt-1-9", leader=2, successor=None, send=again.send, carrier=again.keepers[2]._carrier
     )
@@ -183,12 +185,12 @@ async def test_a_copy_that_is_damaged_is_not_sent_and_counts_no_more(
     monkeypatch.setattr(module, "RESTORE_S", 0.05)
     name = f"step-{4:08d}.attempt-1-7"
     await Ring(tmp_path).take_all(4)
-    flip(tmp_path / "3" / "copies" / name / "snapshot-00000.safetensors")
+    flip(tmp_path / "3" / "2" / name / "snapshot-00000.safetensors")
     again = Ring(tmp_path, "attempt-1-8")
     with pytest.raises(OSError, match="did not come back"):
         await again.keepers[2].fetch(name, 3)
-    await again.until(lambda: f"copies/{name}" not in whole_parts(tmp_path / "3"))
-    assert f"own/{name}" not in whole_parts(tmp_path / "2")
+    await again.until(lambda: f"2/{name}" not in whole_parts(tmp_path / "3"))
+    assert f"2/{name}" not in whole_parts(tmp_path / "2")
 
 
 async def test_a_start_removes_what_it_does_not_begin_with(tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ async def test_a_start_removes_what_it_does_not_begin_with(tmp_path: Path) -> No
 
     again = Ring(tmp_path, "attempt-1-8")
     again.keepers[1].begin(f"step-{4:08d}.attempt-1-7")
-    assert again.held()[1] == both(4)
+    assert again.held()[1] == both(1, 4)
     assert len(list(tmp_path.glob("1/*/*"))) == 2
     again.keepers[1].begin("")
     assert again.held()[1] == ()
@@ -212,7 +214,7 @@ async def test_a_part_or_a_copy_that_fails_is_told_to_the_leader_and_leaves_the_
     ring.keepers[1].order(TakeSnapshot("", 4))
     ring.keepers[1].taken(SnapshotFailed(4, "no room"))
     (tmp_path / "3").mkdir()
-    (tmp_path / "3" / "copies").write_text("no folder")
+    (tmp_path / "3" / "2").write_text("no folder")
     await ring.take(4, 2)
     await ring.until(lambda: len(ring.stored) == 3)
     assert [(part.rank, part.part_of, bool(part.reason)) for part in ring.stored] == [
@@ -222,7 +224,7 @@ async def test_a_part_or_a_copy_that_fails_is_told_to_the_leader_and_leaves_the_
     ]
     for keeper in ring.keepers.values():
         keeper.keep(KeepSnapshot(-1, 4))
-    await ring.until(lambda: not list(tmp_path.glob("*/own/*")))
+    await ring.until(lambda: not list(tmp_path.glob("2/2/*")))
 
 
 async def test_a_lost_successor_ends_the_copy_and_nothing_else(tmp_path: Path) -> None:

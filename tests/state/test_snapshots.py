@@ -20,7 +20,7 @@ from libra_hpc.state.state_folders import DataPosition, StepRecord
 
 
 class World:
-    def __init__(self, core: tuple[int, ...] = (1, 2, 3)) -> None:
+    def __init__(self, core: tuple[int, ...] = (1, 2, 3), holders: tuple[int, ...] = ()) -> None:
         self.now = 0.0
         self.listed: list[tuple[int, int]] = []
         self.sent: list[tuple[int, KeepSnapshot]] = []
@@ -30,6 +30,7 @@ class World:
             core,
             2,
             complete=-1,
+            holders=holders,
             index=self,
             send=lambda rank, message: self.sent.append((rank, message)),
             clock=lambda: self.now,
@@ -105,6 +106,14 @@ async def test_a_copy_that_never_comes_stops_no_later_snapshot() -> None:
     assert world.listed == [(4, 40)]
 
 
+async def test_a_node_that_had_parts_for_others_gives_them_up_with_the_next_snapshot() -> None:
+    world = World(holders=(2, 5))
+
+    world.take(2)
+    await world.stored(2, *PARTS)
+    assert world.sent == [(rank, KeepSnapshot(2)) for rank in (1, 2, 3, 5)]
+
+
 async def test_one_node_has_its_part_alone_and_a_dead_core_takes_the_next_one() -> None:
     world = World((5,))
 
@@ -120,8 +129,8 @@ async def test_one_node_has_its_part_alone_and_a_dead_core_takes_the_next_one() 
 
 CORE = (1, 2)
 NAME = "step-00000012.attempt-1-7"
-OWN, COPY = f"own/{NAME}", f"copies/{NAME}"
-WHOLE = ((), (OWN, COPY), (OWN, COPY), ())
+FIRST, SECOND = f"1/{NAME}", f"2/{NAME}"
+WHOLE = ((), (FIRST, SECOND), (FIRST, SECOND), ())
 POSITION = DataPosition(12, 96, (98,), (StepRecord(11, 5.0, {"loss": 0.5}), StepRecord(12, 6.0, {"loss": 0.25})))
 
 
@@ -138,8 +147,8 @@ def run(tmp_path: Path) -> RunDir:
 
 def start(run: RunDir, parts: tuple[tuple[str, ...], ...] = WHOLE, step: int = 10, **changes: Any) -> Welcome:
     checkpoint = Welcome(step, "/checkpoints/step", 8 * step, ())
-    values: dict[str, Any] = {"config": config(), "attempt": 1, **changes}
-    found, passed = newer_snapshot(run, values["config"], values["attempt"], point=checkpoint, core=CORE, parts=parts)
+    settings = changes.get("config", config())
+    found, passed = newer_snapshot(run, settings, point=checkpoint, core=CORE, parts=parts)
     assert all(why for _, why in passed.damaged)
     keep_listed(run, found.snapshot)
     return found
@@ -153,32 +162,26 @@ def test_a_newer_snapshot_is_taken_with_its_data_position(run: RunDir) -> None:
 
 
 def test_a_part_that_was_lost_comes_from_the_node_that_has_a_copy(run: RunDir) -> None:
-    assert start(run, ((), (), (OWN, COPY), ())).restore == {1: 2}
-    assert start(run, ((), (COPY,), (OWN, COPY), ())).restore == {1: 2}
+    assert start(run, ((), (), (FIRST, SECOND), ())).restore == {1: 2}
+    assert start(run, ((), (SECOND,), (FIRST, SECOND), ())).restore == {1: 2}
+    assert start(run, ((), (SECOND, FIRST), (), (FIRST,))).restore == {2: 1}
+
+
+def test_parts_are_found_where_the_ranks_are_on_other_nodes_than_before(run: RunDir) -> None:
+    assert start(run, ((), (), (), (FIRST, SECOND))).restore == {1: 3, 2: 3}
+    assert start(run, ((), (SECOND,), (FIRST,), ())).restore == {1: 2, 2: 1}
 
 
 @pytest.mark.parametrize(
     ("parts", "step", "changes"),
     [
-        (((), (), (OWN,), ()), 10, {}),
-        (((), (OWN,), (COPY,), ()), 10, {}),
-        (
-            ((), ("own/step-00000012.attempt-1-6",), (OWN, COPY), ()),
-            10,
-            {"attempt": 1, "config": config(train={"tp": 2})},
-        ),
+        (((), (), (SECOND,), ()), 10, {}),
+        (((), (FIRST,), (FIRST,), ()), 10, {}),
+        (((), ("1/step-00000012.attempt-1-6",), (SECOND,), ()), 10, {}),
         (WHOLE, 12, {}),
-        (WHOLE, 10, {"attempt": 2}),
         (WHOLE, 10, {"config": config(train={"tp": 2})}),
     ],
-    ids=[
-        "a part is gone",
-        "the second part is gone",
-        "no part",
-        "the checkpoint is as new",
-        "another attempt",
-        "layout",
-    ],
+    ids=["a part is gone", "the second part is gone", "no part", "the checkpoint is as new", "layout"],
 )
 def test_otherwise_the_checkpoint_is_taken_and_the_snapshot_listed_no_longer(
     run: RunDir, parts: tuple[tuple[str, ...], ...], step: int, changes: dict[str, Any]

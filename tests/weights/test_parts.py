@@ -28,7 +28,7 @@ FILES = {"trainer.json": b"{}", "empty": b"", "snapshot-00000.safetensors": byte
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Of a node that has a part."""
-    (part := tmp_path / "snapshots/own" / NAME).mkdir(parents=True)
+    (part := tmp_path / "snapshots/1" / NAME).mkdir(parents=True)
     for name, data in FILES.items():
         (part / name).write_bytes(data)
     (tmp_path / "snapshots/secret").write_text("none of a part")
@@ -68,7 +68,7 @@ def test_one_carrier_pulls_a_part_of_another_although_the_link_breaks(folder: Pa
         for one in (writer, copier, link):
             stack.callback(one.close)
         target = str(tmp_path / "copy")
-        copier.send(PullPart(Peer(1, ("127.0.0.1",), link.port), f"own/{NAME}", target))
+        copier.send(PullPart(Peer(1, ("127.0.0.1",), link.port), f"1/{NAME}", target))
         assert copier.wait(PartPulled) == PartPulled(target)
         assert content(Path(target)) == FILES
 
@@ -76,10 +76,10 @@ def test_one_carrier_pulls_a_part_of_another_although_the_link_breaks(folder: Pa
 def test_a_part_that_is_not_there_and_a_folder_without_room_are_errors(peer: Peer, tmp_path: Path) -> None:
     caller = Caller(2, SECRET)
     with pytest.raises(OSError, match="No such file"):
-        pull_part(caller, peer, "copies/step-00000009.x", tmp_path / "a")
+        pull_part(caller, peer, "2/step-00000009.x", tmp_path / "a")
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="Not a directory"):
-        pull_part(caller, peer, f"own/{NAME}", tmp_path / "file/a")
+        pull_part(caller, peer, f"1/{NAME}", tmp_path / "file/a")
 
 
 def test_a_peer_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,12 +88,11 @@ def test_a_peer_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pyte
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with pytest.raises(OSError, match="refused"):
-        pull_part(Caller(2, SECRET), Peer(1, ("127.0.0.1",), port), f"own/{NAME}", tmp_path / "a")
+        pull_part(Caller(2, SECRET), Peer(1, ("127.0.0.1",), port), f"1/{NAME}", tmp_path / "a")
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["", "own", "secret", "../snapshots/own", "own/..", f"own/{NAME}/../../../secret", f"own/{NAME}/a/b", "own//x"],
+    "name", ["", "1", "secret", "../snapshots/1", "1/..", f"1/{NAME}/../../../secret", f"1/{NAME}/a/b", "1//x"]
 )
 def test_nothing_else_is_served(peer: Peer, name: str) -> None:
     for end in (-1, 5):
@@ -102,9 +101,9 @@ def test_nothing_else_is_served(peer: Peer, name: str) -> None:
 
 
 def test_a_link_in_a_part_leads_nowhere(peer: Peer, folder: Path) -> None:
-    (folder / "own" / NAME / "link").symlink_to(folder / "secret")
+    (folder / "1" / NAME / "link").symlink_to(folder / "secret")
     with pytest.raises(Absent):
-        asked(peer, f"{PART}own/{NAME}/link", 5)
+        asked(peer, f"{PART}1/{NAME}/link", 5)
 
 
 def test_callers_without_the_secret_keep_no_carrier_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,11 +114,11 @@ def test_callers_without_the_secret_keep_no_carrier_out(folder: Path, monkeypatc
         CarrierServer(listener, SECRET, OfferStore(0), cast(ImageSource, None), folder).start()
         connected = (socket.create_connection(address, timeout=PROVE_S / 2) for _ in range(40))
         strangers = [stack.enter_context(stranger) for stranger in connected]
-        asked(Peer(1, ("127.0.0.1",), address[1]), f"{PART}own/{NAME}", -1)
+        asked(Peer(1, ("127.0.0.1",), address[1]), f"{PART}1/{NAME}", -1)
         assert len(strangers[0].recv(100)) == NONCE_BYTES
         assert strangers[0].recv(1) == b"", "the oldest is disconnected"
 
 
 def test_a_guest_gets_weights_alone(peer: Peer) -> None:
     with pytest.raises(Absent, match="no snapshots are served here"):
-        Caller(FIRST_GUEST, guest_secret(SECRET)).manifest(peer, Fetch(-1, f"{PART}own/{NAME}"))
+        Caller(FIRST_GUEST, guest_secret(SECRET)).manifest(peer, Fetch(-1, f"{PART}1/{NAME}"))
