@@ -37,7 +37,18 @@ def cancel(
 ) -> None:
     if run and sweep:
         raise UserError("cancel needs either a run or --sweep NAME, and not both.")
-    found = of_sweep(sweep, runs) if sweep else [find_run(run, runs)]
+    try:
+        found = of_sweep(sweep, runs) if sweep else [find_run(run, runs)]
+    except UserError:
+        # Its folder may have been removed before its job ended.
+        left = jobs.cancel_left(run) if run else []
+        if not left:
+            raise
+        if json:
+            print_json({"cancelled": True, "run": run, "job_ids": left})
+        else:
+            print_line(f"{run}: job {', '.join(left)} cancelled; its folder had been removed")
+        return
     facts = []
     for one in end_all(found, now=now):
         facts.append(one.facts())
@@ -104,6 +115,8 @@ def own_runs(runs: Sequence[RunDir]) -> list[RunDir]:
     found = [run for run in runs if is_own(run)]
     if not found:
         raise invalid("RUN", runs[0].name, "it is another user's", "a run of your own")
+    if others := len(runs) - len(found):
+        print_note(f"left alone: {others} of {len(runs)} runs, which are other users'")
     return found
 
 

@@ -121,7 +121,10 @@ class JobQueue:
         """What queue and accounting know, by job id."""
         known = query.own_jobs(self._slurm())
         unlisted = [job_id for run, job_id in queued.items() if job_id not in known and not run.result.exists()]
-        known.update(query.accounts(self._slurm(), unlisted) if unlisted else {})
+        try:
+            known.update(query.accounts(self._slurm(), unlisted) if unlisted else {})
+        except OperationError as error:
+            print_note(f"runs that have left the queue are shown as their folders have them: {error}")
         return known
 
     def _slurm(self) -> Environment:
@@ -132,10 +135,15 @@ class JobQueue:
 
 def records(run: RunDir) -> RunRecords:
     """What the run directory has of the last attempt."""
-    job, result = _record(run), run.read_json(run.result)
+    job, unread, result = None, "", run.read_json(run.result)
+    try:
+        job = read_job(run)
+    except UserError as error:
+        unread = str(error).rstrip(".") if os.path.lexists(run.job) else ""
     attempt = 0 if job is None else job.attempt
     end = run_end(result.get("state"), result.get("message"), result.get("t"))
-    return RunRecords(job, read_status(run, attempt), end if result.get("attempt", attempt) == attempt else None)
+    end = end if result.get("attempt", attempt) == attempt else None
+    return RunRecords(job, read_status(run, attempt), end, unread)
 
 
 def state(run: RunDir, queue: JobQueue | None = None) -> RunState:
@@ -207,6 +215,16 @@ def cancel(run: RunDir) -> bool:
         return submit.cancel(run, None if read_job(run).executor == "local" else slurm_environment())
     except OSError as error:
         raise OperationError(f"{run.name} cannot be cancelled ({error_text(error)}).") from error
+
+
+def cancel_left(name: str) -> list[str]:
+    """Cancel this user's jobs with that id, or of a run of that name, whose folder is gone; returns their ids."""
+    try:
+        environment = slurm_environment()
+        left = submit.left_jobs(name, environment)
+    except OperationError:
+        return []
+    return [job_id for job_id in left if submit.cancel(job_id, environment)]
 
 
 def discard(run: RunDir) -> None:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from libra_hpc.files import OTHERS_WRITE, OWNER_ONLY, write_atomic
 from libra_hpc.owner.claim import HeldLease, LeaseRefused, acquire
 from libra_hpc.planning.initial import plan_record
 from libra_hpc.preflight.checked_run import CheckedRun
+from libra_hpc.slurm.queue.job_record import read_job
 from libra_hpc.slurm.submit import MaybeQueued
 
 from . import jobs
@@ -136,7 +138,9 @@ class Attempt(NamedTuple):
     def last(cls, run: RunDir) -> Attempt:
         if not is_own(run):
             raise invalid("--resume", run.name, "it is another user's", "a run of your own")
-        return cls(run, attempt(run), load_resolved(run.config))
+        # A job may still have the run, though nobody can read which.
+        number = read_job(run).attempt if os.path.lexists(run.job) else 0
+        return cls(run, number, load_resolved(run.config))
 
     def resumed(self, overrides: Sequence[str]) -> RunConfig:
         """The configuration with overrides; name, folder and split cannot change."""

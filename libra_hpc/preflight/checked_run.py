@@ -86,7 +86,7 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     check_plugin(config, [] if environment is None else mpi_plugins(environment))
     warnings += check_container(config, environment)
     if environment is not None:
-        known = partitions(environment)
+        known = partitions(environment, "--all")
         config = with_resources(config, known)
         warnings += check_fit(config, known)
     hosts = [] if shape is None else host_needs(config, shape, known)
@@ -103,7 +103,7 @@ def known_rooms(config: RunConfig) -> Mapping[str, HostRoom]:
     if not has_hosts(config) or config.components.one_node or config.slurm.executor == "local":
         return {}
     environment = _slurm(config, required=False)
-    known = [] if environment is None else partitions(environment)
+    known = [] if environment is None else partitions(environment, "--all")
     return node_rooms(with_resources(config, known) if known else config, known)
 
 

@@ -73,7 +73,7 @@ def examine(config: RunConfig, env: Mapping[str, str] | None, why: str = "") -> 
 def slurm_facts(env: Mapping[str, str]) -> SlurmFacts:
     """Ask the controller; raises `OperationError` when it does not answer."""
     version = call(["sinfo", "--version"], env).strip()
-    return SlurmFacts(version, settings(env), mpi_plugins(env), partitions(env))
+    return SlurmFacts(version, settings(env), mpi_plugins(env), partitions(env, "--all"))
 
 
 def commands(env: Mapping[str, str]) -> Finding:

@@ -90,4 +90,5 @@ def slurm_environment(home: Path | None = None) -> dict[str, str]:
     embedded = embedded_environment(home or embedded_home(), env)
     if embedded is not None and controller_answers(embedded):
         return embedded
-    raise SlurmUnreachable(f"No Slurm controller answers; {WAYS_OUT}.")
+    why = "" if shutil.which("scontrol", path=env.get("PATH", "")) else " (scontrol is not on PATH)"
+    raise SlurmUnreachable(f"No Slurm controller answers{why}; {WAYS_OUT}.")

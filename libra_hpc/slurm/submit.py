@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 
 from libra_hpc.config.job import Component, SlurmSection
 from libra_hpc.config.node_groups import het_groups
@@ -37,11 +38,15 @@ USER_MISTAKES = (
     "dependency problem",
     "exceed",
     "violates",
+    "must",
+    "specify",
+    "required",
     "limit",
 )
 """Words of sbatch's refusals that mean a mistake in the request, not a fault of the cluster."""
 
 REFUSED = (
+    ("wallduration", "slurm.time_limit", "--time-min"),
     ("feature", "components.*.constraint", "--constraint -C"),
     ("node configuration", "components.*.constraint", "--constraint -C --nodelist -w --exclude -x --gres"),
     ("reservation", "components.*.reservation", "--reservation"),
@@ -127,6 +132,9 @@ def refused_field(config: RunConfig, reason: str) -> tuple[str, str] | None:
     for field, option in options:
         if option.split("=")[0] in reason:
             return field, option
+    if "submitjob" in reason.lower():
+        # A limit of how many jobs there may be.
+        return None
     for words, keys, same in REFUSED:
         if words not in reason.lower():
             continue
@@ -176,6 +184,18 @@ def cancel(target: RunDir | str, env: Mapping[str, str] | None = None) -> bool:
             return False
         raise OperationError(f"Slurm did not cancel job {job_id}: {refusal}.") from None
     return True
+
+
+def left_jobs(name: str, env: Mapping[str, str]) -> list[str]:
+    """This user's jobs with that id, or of a run of that name, whose script is gone with the run's folder."""
+
+    def left(info: JobInfo) -> bool:
+        script = Path(info.script)
+        run = RunDir(script.parent)
+        ours = script in (run.script, run.spot_script) and not script.exists() and not info.state.ended
+        return ours and Path(name).name in (info.job_id, run.name)
+
+    return [job_id for job_id, info in own_jobs(env).items() if left(info)]
 
 
 def state(run: RunDir, env: Mapping[str, str] | None = None) -> JobInfo:

@@ -99,7 +99,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     monkeypatch.setattr(jobs, "environment", lambda executor: None if executor == "local" else {})
     monkeypatch.setattr(checked_run, "slurm_environment", dict)
     monkeypatch.setattr(checked_run, "try_task", lambda config: nullcontext(lambda: TaskTrial([], [])))
-    monkeypatch.setattr(checked_run, "partitions", lambda environment: PARTITIONS)
+    monkeypatch.setattr(checked_run, "partitions", lambda environment, *_: PARTITIONS)
     monkeypatch.setattr(jobs, "queue", fake.queue)
     monkeypatch.setattr(jobs.JobQueue, "ask", lambda self, run: fake.ask(run))
     monkeypatch.setattr(jobs.JobQueue, "ask_all", lambda self, runs: {str(run.path): fake.ask(run) for run in runs})

@@ -79,3 +79,21 @@ def test_a_resume_that_is_cancelled_before_it_starts_takes_no_step_and_no_reward
     assert (after["state"], after["attempt"], after["reason"]) == ("cancelled", 2, "before it started")
     for key in ("step", "steps", "reward_first", "reward", "updated_at"):
         assert after[key] == before[key] is not None
+
+
+@pytest.mark.parametrize("record", [None, "{"], ids=["unreadable", "torn"])
+def test_a_run_whose_job_cannot_be_read_is_listed_with_the_reason_and_neither_resumed_nor_called_unqueued(
+    record: str | None, site: Path, queue: Queue, cli: Cli
+) -> None:
+    for name in ("good", "bad"):
+        synthetic.make_run(site / "runs", name)
+    job = site / "runs" / "bad-001" / "job.json"
+    job.unlink()
+    # Root reads any file, and no folder.
+    job.write_text(record) if record else job.mkdir()
+    rows = {row["run"]: row for row in json.loads(cli("list", "--json").out)}
+    assert rows["good-001"]["job_id"] == "4711"
+    assert (rows["bad-001"]["state"], str(job) in rows["bad-001"]["reason"]) == ("unknown", True)
+    assert " bad-001: " in cli("list").out
+    assert str(job) in one_line(cli("submit", "--resume", "bad-001"))
+    assert json.loads(cli("status", "bad-001", "--json").out)["state"] == "unknown"

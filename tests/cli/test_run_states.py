@@ -177,6 +177,10 @@ def test_a_sweep_is_cancelled_from_its_last_waiting_run_on_and_its_running_ones_
     assert "nothing to cancel" in lines[2]
     printed = json.loads(cli("cancel", "--sweep", "eta", "--json").out)
     assert (printed["sweep"], len(printed["runs"])) == ("eta", 5)
+    monkeypatch.setattr("libra_hpc_cli.cancel.is_own", lambda run: run.name > "quick-002")
+    outcome = cli("cancel", "--sweep", "eta")
+    assert "left alone: 2 of 5 runs, which are other users'" in outcome.err
+    assert len(outcome.out.splitlines()) == 3
     assert "--sweep = 'et': no sweep of that name has runs below runs/; valid: eta" in one_line(
         cli("cancel", "--sweep", "et")
     )

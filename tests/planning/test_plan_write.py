@@ -122,7 +122,7 @@ def test_a_plan_whose_nodes_lack_room_for_snapshots_has_none(
 ) -> None:
     known = [Partition("gpu", True, "up", 6, 6, 128, 420_000, {"a800": 8}, None)]
     monkeypatch.setattr(checked_run, "slurm_environment", dict)
-    monkeypatch.setattr(checked_run, "partitions", lambda environment: known)
+    monkeypatch.setattr(checked_run, "partitions", lambda environment, *_: known)
     folder = model_folder(tmp_path / "policy", model_shape("qwen3-14b"))
     cuda = ("-o", "slurm.device=cuda", "-o", f"model.path={folder}")
     out = call.shown(*cuda, "--write", "chosen.toml")

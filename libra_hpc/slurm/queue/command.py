@@ -23,6 +23,9 @@ TRANSIENT_FAILURES = (
     "Zero Bytes were transmitted",
     "Transport endpoint",
     "temporarily unable",
+    "Problem talking to the database",
+    # A file system that hangs for a moment has it.
+    "Unable to process configuration file",
 )
 FIRST_PAUSE_S = 0.5
 """Pause before the first retry, in seconds.  It doubles with every retry."""

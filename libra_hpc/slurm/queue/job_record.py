@@ -36,13 +36,15 @@ def write_job(run: RunDir, record: JobRecord) -> None:
 
 
 def read_job(run: RunDir) -> JobRecord:
-    """Read the record; raises `UserError` when the run was never submitted."""
+    """Read the record; raises `UserError` when the run was never submitted, or when it cannot be read."""
     try:
         return msgspec.json.decode(run.job.read_bytes(), type=JobRecord)
     except FileNotFoundError:
         raise UserError(f"{run.path} was never submitted: it has no {run.job.name}.") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{run.job} is damaged: {error}.") from None
+    except OSError as error:
+        raise UserError(f"{run.job} cannot be read ({error.strerror}).") from None
 
 
 def start_attempt(run: RunDir, attempt: int) -> None:

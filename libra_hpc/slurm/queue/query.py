@@ -15,7 +15,9 @@ from datetime import datetime
 from enum import Enum
 from pathlib import Path
 
-from .command import SlurmRefused, call
+from libra_hpc.errors import OperationError
+
+from .command import SlurmRefused, SlurmSilent, call
 
 
 class JobState(Enum):
@@ -141,9 +143,9 @@ def gpus_of(gres: str) -> dict[str, int]:
     return found
 
 
-def partitions(env: Mapping[str, str]) -> list[Partition]:
-    """The partitions this user sees, in Slurm's order; raises `SlurmUnreachable`."""
-    return parse_partitions(call(["sinfo", "--noheader", "--Node", "--format=%P|%a|%l|%T|%c|%m|%G"], env))
+def partitions(env: Mapping[str, str], *options: str) -> list[Partition]:
+    """The partitions this user sees, with ``--all`` also hidden ones, in Slurm's order; raises `SlurmUnreachable`."""
+    return parse_partitions(call(["sinfo", *options, "--noheader", "--Node", "--format=%P|%a|%l|%T|%c|%m|%G"], env))
 
 
 def parse_partitions(text: str) -> list[Partition]:
@@ -198,7 +200,9 @@ def cluster_name(env: Mapping[str, str]) -> str:
 def own_jobs(env: Mapping[str, str]) -> dict[str, JobInfo]:
     """This user's jobs by id, those that Slurm still remembers among them, in one question; raises
     `SlurmUnreachable`."""
-    return parse_queue(call(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%r|%S|%e|%o"], env))
+    # Also those in hidden partitions.
+    options = ("--me", "--all", "--noheader", "--states=all", "--format=%i|%T|%r|%S|%e|%o")
+    return parse_queue(call(["squeue", *options], env))
 
 
 def parse_queue(text: str) -> dict[str, JobInfo]:
@@ -244,7 +248,9 @@ def accounts(env: Mapping[str, str], job_ids: Iterable[str]) -> dict[str, JobInf
     command = ["sacct", "--noheader", "--parsable2", "--allocations", "--jobs", ",".join(ids)]
     try:
         text = call([*command, "--format=JobID,State,ExitCode,Start"], env)
-    except SlurmRefused:
+    except SlurmSilent:
+        raise
+    except OperationError:
         text = ""
     return {job_id: parse_accounts(job_id, text) for job_id in ids}
 

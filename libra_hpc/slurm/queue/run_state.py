@@ -1,6 +1,6 @@
 """The one state of a run: pure, from the queue's answer, the run's records, and the time.
 
-- No job was recorded -> never_queued.
+- No job was recorded -> never_queued; its record cannot be read -> unknown.
 - The job waits -> pending; it ran before -> requeued.
 - The job runs -> starting, running, or silent by the age of status.json; a stopped run's job is given `LEAVES_S`.
 - A component of the job waits and another does not -> failed, because Slurm starts only whole jobs; its owner has
@@ -130,6 +130,8 @@ class RunRecords(NamedTuple):
     job: JobRecord | None
     status: Status | None
     result: RunEnd | None
+    unread: str = ""
+    """Why the record of the job cannot be read; empty where it can, or there is none."""
 
     @property
     def at(self) -> float:
@@ -158,7 +160,7 @@ def run_end(state: object, message: object, at: object) -> RunEnd | None:
 def run_state(records: RunRecords, answer: JobInfo | NoAnswer, now: float) -> RunState:
     """See the module docstring; ``now`` is epoch seconds."""
     if records.job is None:
-        return RunState("never_queued", over=True)
+        return RunState("unknown", records.unread) if records.unread else RunState("never_queued", over=True)
     if isinstance(answer, NoAnswer):
         return _by_records(records, records.job, answer.reason, now)
     if answer.state is JobState.UNKNOWN:
