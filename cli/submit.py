@@ -228,7 +228,9 @@ def create(config: RunConfig, run_file: Path) -> RunDir:
     """Make the run directory with the run file as written."""
     run = None
     try:
-        run = RunDir.create(Path(config.run.dir), config.run.name, MODES[config.run.share])
+        # Who may read the run must reach it.
+        with readable(config.run.share):
+            run = RunDir.create(Path(config.run.dir), config.run.name, MODES[config.run.share])
         write_atomic(run.toml, run_file.read_bytes(), OWNER_ONLY)
     except OSError as error:
         if run is not None:

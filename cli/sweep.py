@@ -21,7 +21,7 @@ from libra_hpc.config.load import flat
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.facts import sweep_record
-from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.rundir import RunDir, readable
 from libra_hpc.facts.sweep_record import PlannedRun, SweepMember, SweepRecord
 from libra_hpc.preflight.checked_run import CheckedRun, check
 
@@ -87,7 +87,8 @@ def sweep(
     queued = {member.name: member.run for member in members if member.run is not None}
     if not dry_run:
         print_note(f"sweep {name}: {count} combinations are good; runs to queue: {count - len(queued)}")
-        write_record(parent, name, record)
+        with readable(first.run.share):
+            write_record(parent, name, record)
         queue_all(run_file, name, members, queued, most)
     report(name, members, queued, json=json)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from libra_hpc.config.run_file_text import without_secrets
 from libra_hpc.errors import UserError
-from libra_hpc.files import OWNER_ONLY, read_object, write_atomic
+from libra_hpc.files import OTHERS_WRITE, OWNER_ONLY, read_object, write_atomic
 
 _STEP = re.compile(r"^step-(\d+)$")
 PRIVATE = 0o700
@@ -32,8 +32,8 @@ MODES = {"private": PRIVATE, "group": 0o750, "all": 0o755}
 @contextmanager
 def readable(share: str) -> Iterator[None]:
     """What is made within can be read by whom ``run.share`` names, and written by its owner alone."""
-    before = os.umask(0o022)
-    os.umask(before if MODES[share] == PRIVATE else 0o777 & ~MODES[share])
+    before = os.umask(OTHERS_WRITE)
+    os.umask(before | OTHERS_WRITE if MODES[share] == PRIVATE else 0o777 & ~MODES[share])
     try:
         yield
     finally:

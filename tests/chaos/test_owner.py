@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from libra_hpc.files import OTHERS_WRITE
 from libra_hpc.owner.claim import encode_lease
 from libra_hpc.process.lease import lease_file, newest_lease
 from libra_hpc.slurm import local
@@ -105,9 +106,12 @@ def test_a_planner_killed_on_a_full_disk_leaves_a_result_all_the_same(tmp_path: 
 
 
 @pytest.mark.chaos
-def test_a_signal_to_the_owner_saves_and_stops_the_run(tmp_path: Path) -> None:
-    case = Chaos(tmp_path, steps=400)
-    run = case.submit()
+def test_a_signal_to_the_owner_saves_and_stops_the_run_whose_files_it_alone_can_write(tmp_path: Path) -> None:
+    case, before = Chaos(tmp_path, steps=400), os.umask(0)
+    try:
+        run = case.submit("-o", "run.share=all")
+    finally:
+        os.umask(before)
     case.reach(8)
     os.kill(case.agent(ROLLOUT), signal.SIGTERM)
     case.wait(lambda: case.events("signal_ignored"), "a notice of the agent that rank 0 alone acts on it")
@@ -116,6 +120,7 @@ def test_a_signal_to_the_owner_saves_and_stops_the_run(tmp_path: Path) -> None:
     assert " is saved" in case.message()
     sound(case, "cancelled")
     assert len(case.events("stop_requested")) == 1
+    assert [path for path in run.path.rglob("*") if path.stat().st_mode & OTHERS_WRITE] == []
 
 
 OUTAGE = """
