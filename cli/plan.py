@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -177,15 +177,7 @@ def plan(
     if target is not None:
         write_row(target, run_file=run_file, overrides=override, config=config, options=given, chosen=chosen)
     if json:
-        print_json(
-            {
-                "request": facts(asked),
-                "gap": None if result.plans[0].simulated else result.gap,
-                **msgspec.to_builtins(result),
-                "half_mfu": msgspec.to_builtins(slow),
-                "borrowed": [one.facts() for one in with_lenders],
-            }
-        )
+        print_json({**plan_facts(asked, result, slow), "borrowed": [one.facts() for one in with_lenders]})
     else:
         show_plans(asked, result, slow, explain)
         show_more(made, with_lenders)
@@ -343,3 +335,13 @@ def facts(asked: PlanRequest) -> dict[str, object]:
     """The request as plain data, for ``--json``."""
     factors = msgspec.to_builtins(asked.factors)
     return {**asked.facts(), "train_speed": asked.train_speed, "factors": factors, "notes": list(asked.notes)}
+
+
+def plan_facts(asked: PlanRequest, result: PlanResult, slow: RunPlan | None) -> dict[str, Any]:
+    """The plans as plain data."""
+    return {
+        "request": facts(asked),
+        "gap": None if result.plans[0].simulated else result.gap,
+        **msgspec.to_builtins(result),
+        "half_mfu": msgspec.to_builtins(slow),
+    }

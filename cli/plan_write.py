@@ -18,12 +18,12 @@ from .output import print_note
 class Options(NamedTuple):
     """Options of ``plan`` that change the question: what the written run file has to have too; empty: not given."""
 
-    gpus: int
-    device: str
-    devices: str
-    model: str
-    trace: str
-    train_speed: str
+    gpus: int = 0
+    device: str = ""
+    devices: str = ""
+    model: str = ""
+    trace: str = ""
+    train_speed: str = ""
 
     def over(self, config: RunConfig) -> RunConfig:
         """``config`` with them in its planner section."""

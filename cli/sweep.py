@@ -59,6 +59,15 @@ class Member(NamedTuple):
         return self.checked.config.run.name
 
 
+class Swept(NamedTuple):
+    """A sweep whose runs are queued, or only checked."""
+
+    name: str
+    members: list[Member]
+    queued: dict[str, RunDir]
+    """By ``run.name``."""
+
+
 def sweep(
     run_file: RunFileArgument,
     over: OverOption,
@@ -71,9 +80,17 @@ def sweep(
     yes: Annotated[bool, typer.Option("--yes", help=f"Queue more than {MOST_RUNS} runs.")] = False,
     json: JsonOption = False,
 ) -> None:
-    overrides = with_options(override, executor, engine)
     axes = grid.parse_axes(over)
-    count = grid.size(axes) if yes or dry_run else few(axes)
+    if not (yes or dry_run):
+        few(axes)
+    overrides = with_options(override, executor, engine)
+    report(swept(run_file, axes, overrides, name=name, most=most, dry_run=dry_run), json=json)
+
+
+def swept(
+    run_file: Path, axes: Sequence[grid.Axis], overrides: Sequence[str], *, name: str, most: int, dry_run: bool = False
+) -> Swept:
+    """Check every combination and queue those that no earlier command queued; raises the first mistake."""
     first = load(run_file, [*overrides, *(f"{axis.key}={axis.texts[0]}" for axis in axes)])
     combinations = grid.combinations(axes, first.run.name)
     name, parent = checked_name(name or first.run.name), Path(first.run.dir)
@@ -86,22 +103,21 @@ def sweep(
     warn(sorted({line for member in members for line in member.checked.warnings}))
     queued = {member.name: member.run for member in members if member.run is not None}
     if not dry_run:
-        print_note(f"sweep {name}: {count} combinations are good; runs to queue: {count - len(queued)}")
+        print_note(f"sweep {name}: {len(members)} combinations are good; runs to queue: {len(members) - len(queued)}")
         with readable(first.run.share):
             write_record(parent, name, record)
         queue_all(run_file, name, members, queued, most)
-    report(name, members, queued, json=json)
+    return Swept(name, members, queued)
 
 
-def few(axes: Sequence[grid.Axis]) -> int:
-    """The number of combinations; raises `UserError` for more than `MOST_RUNS`."""
+def few(axes: Sequence[grid.Axis]) -> None:
+    """Raise `UserError` for more than `MOST_RUNS`."""
     count = grid.size(axes)
     if count > MOST_RUNS:
         product = " x ".join(str(len(axis.texts)) for axis in axes)
         raise UserError(
             f"--over gives {count} runs ({product}), more than {MOST_RUNS}; --dry-run shows them, --yes queues them."
         )
-    return count
 
 
 def loaded(run_file: Path, overrides: Sequence[str], run_name: str, one: Combination) -> RunConfig:
@@ -206,8 +222,9 @@ def queue_one(run_file: Path, name: str, member: Member, after: str) -> RunDir:
     return run
 
 
-def report(name: str, members: Sequence[Member], queued: dict[str, RunDir], *, json: bool) -> None:
+def report(made: Swept, *, json: bool) -> None:
     """Print every run of the sweep with its job and its values."""
+    name, members, queued = made
     rows: list[dict[str, Any]] = []
     for member in members:
         run = queued.get(member.name)

@@ -15,26 +15,35 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 from libra_hpc_cli import jobs
 from libra_hpc_cli import logs as logs_verb
+from libra_hpc_cli import plan as plan_verb
 from libra_hpc_cli import status as status_verb
 from libra_hpc_cli import submit as submit_verb
 from libra_hpc_cli.cancel import end_all
 from libra_hpc_cli.check import check_all, load, warn
 from libra_hpc_cli.follow import wait_silently
+from libra_hpc_cli.plan_write import Options
 from libra_hpc_cli.runs import RUNS, attempt, find_run
+from libra_hpc_cli.sweep import swept
 
-from libra_hpc.config.load import flat
+from libra_hpc.config import grid
+from libra_hpc.config.load import flat, load_run_file
+from libra_hpc.config.site import site_profile
 from libra_hpc.errors import OperationError
 from libra_hpc.facts import series
 from libra_hpc.facts.columns import as_json
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import Status
 from libra_hpc.facts.summary import summarise
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.planning.work import Assumed
+from libra_hpc.preflight.checked_run import known_rooms
 from libra_hpc.slurm.queue.run_state import RunState
 
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -111,30 +120,69 @@ def check(run_file: str | Path, overrides: Overrides = ()) -> list[str]:
     return check_all(load(Path(run_file), _texts(overrides)), slurm_required=False).warnings
 
 
+def plan(
+    run_file: str | Path, overrides: Overrides = (), *, gpus: int = 0, quick: bool = False, best: int = 5
+) -> dict[str, Any]:
+    """The best splits of the nodes, as `libra-hpc plan RUN.toml --json` prints them.
+
+    ``gpus``: to plan for, 0: those of the run file; ``quick``: by the cost models alone, without the simulator.
+    """
+    config = load_run_file(Path(run_file), _texts(overrides), site_profile())
+    given, rooms = Options(gpus=gpus), known_rooms(config)
+    asked = plan_verb.question(config, given, Assumed(), node=True, rooms=rooms, switch_s=None)
+    search = partial(asked.search, whole_nodes=True, steps=lookup)
+    return plan_verb.plan_facts(asked, *plan_verb.best(asked, search, best, lookup, simulated=not quick))
+
+
 def submit(
-    run_file: str | Path | None = None,
+    run_file: str | Path,
     overrides: Overrides = (),
     *,
     executor: Literal["slurm", "local"] | None = None,
     engine: Literal["real", "simulated"] | None = None,
-    resume: str | Path | Job | None = None,
-    from_step: int | None = None,
     until_done: bool = False,
 ) -> Job:
-    """Check a run and queue it, as `libra-hpc submit` does.
-
-    ``resume``: a run to go on with, instead of a run file; ``from_step``: from which of its checkpoints.
-    ``until_done``: the job is queued again after each time limit.
-    """
-    file = None if run_file is None else Path(run_file)
-    before = None if resume is None else str(resume.path if isinstance(resume, Job) else resume)
+    """Check a run and queue it, as `libra-hpc submit` does; ``until_done``: again after each time limit."""
     texts = submit_verb.with_options(_texts(overrides), executor, engine)
-    config, last = submit_verb.configured(file, before, texts)
+    return _queued(Path(run_file), None, texts, None, until_done)
+
+
+def resume(
+    run: str | Path | Job, overrides: Overrides = (), *, from_step: int | None = None, until_done: bool = False
+) -> Job:
+    """Go on with a run, as `libra-hpc submit --resume` does; ``from_step``: from which of its checkpoints."""
+    return _queued(None, str(run.path if isinstance(run, Job) else run), _texts(overrides), from_step, until_done)
+
+
+def sweep(
+    run_file: str | Path,
+    over: Mapping[str, Sequence[Any]],
+    overrides: Overrides = (),
+    *,
+    name: str = "",
+    most: int = 0,
+    executor: Literal["slurm", "local"] | None = None,
+    engine: Literal["real", "simulated"] | None = None,
+) -> list[Job]:
+    """Queue a run for every combination of the values of ``over``, as `libra-hpc sweep` does, however many they are.
+
+    ``name``: of the sweep, empty: ``run.name``; ``most``: runs at a time, 0: as the queue has room.
+    """
+    axes = grid.parse_axes([f"{key}={','.join(map(json.dumps, values))}" for key, values in over.items()])
+    texts = submit_verb.with_options(_texts(overrides), executor, engine)
+    made = swept(Path(run_file), axes, texts, name=name, most=most)
+    return [Job(made.queued[member.name]) for member in made.members]
+
+
+def _queued(
+    run_file: Path | None, before: str | None, overrides: Sequence[str], from_step: int | None, until_done: bool
+) -> Job:
+    config, last = submit_verb.configured(run_file, before, overrides)
     config = submit_verb.with_job_options(config, (), until_done)
     submit_verb.check_start(config, last, from_step)
     checked = check_all(config, slurm_required=True)
     warn(checked.warnings)
-    run, _ = submit_verb.enqueue(checked, file, last, from_step)
+    run, _ = submit_verb.enqueue(checked, run_file, last, from_step)
     return Job(run)
 
 

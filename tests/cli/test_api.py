@@ -32,10 +32,11 @@ def test_a_run_is_queued_looked_at_and_resumed(site: Path, queue: Queue, cli: Cl
     assert job.summary() == json.loads(cli("summary", "quick-001", "--json").out)
     assert (job.state, job.metrics(), job.logs()) == ("pending", [], {})
     with pytest.raises(UserError, match="--resume = 'quick-001': its job 4711 is pending; valid: a run"):
-        api.submit(resume=job)
+        api.resume(job)
     queue.answer = JobInfo("4711", JobState.CANCELLED)
-    assert api.submit(resume="quick-001").path == job.path
+    assert api.resume("quick-001", {"run.steps": 300}).path == job.path
     assert queue.submitted[1:] == [("quick-001", 2)]
+    assert RunDir(job.path).resolved()["run"]["steps"] == 300
 
 
 def test_a_run_file_is_checked(site: Path) -> None:
@@ -45,12 +46,7 @@ def test_a_run_file_is_checked(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (("run.toml", ["run.steps=0"]), "run.steps = 0: "),
-        ((None,), "submit needs either a run file or --resume RUN"),
-        (("no.toml",), "no.toml"),
-    ],
+    ("arguments", "why"), [(("run.toml", ["run.steps=0"]), "run.steps = 0: "), (("no.toml",), "no.toml")]
 )
 def test_a_mistake_is_one_sentence_and_queues_nothing(
     site: Path, queue: Queue, arguments: tuple[object, ...], why: str
@@ -83,3 +79,27 @@ def test_waiting_ends_with_the_run_or_the_time(site: Path, queue: Queue) -> None
 def test_a_waiting_run_is_cancelled(site: Path, queue: Queue) -> None:
     api.submit("run.toml").cancel()
     assert queue.cancelled == ["quick-001"]
+
+
+def test_a_sweep_returns_its_jobs_and_the_same_call_queues_none_twice(site: Path, queue: Queue, cli: Cli) -> None:
+    over = {"algorithm.eta": [0, 2], "planner.enabled": [False]}
+    jobs = api.sweep("run.toml", over, {"run.steps": 9}, name="eta")
+    names = ["quick-eta0.enabled_false-001", "quick-eta2.enabled_false-001"]
+    assert [job.name for job in jobs] == [name for name, _ in queue.submitted] == names
+    config = RunDir(jobs[1].path).resolved()
+    assert (config["algorithm"]["eta"], config["planner"]["enabled"], config["run"]["steps"]) == (2, False, 9)
+    assert {row["sweep"] for row in json.loads(cli("list", "--json").out)} == {"eta"}
+    assert [job.path for job in api.sweep("run.toml", over, {"run.steps": 9}, name="eta")] == [job.path for job in jobs]
+    assert len(queue.submitted) == 2
+    with pytest.raises(UserError, match=r"With algorithm\.eta=-1"):
+        api.sweep("run.toml", {"algorithm.eta": [0, -1]})
+
+
+@pytest.mark.parametrize(("gpus", "words"), [(0, ()), (48, ("--gpus", "48"))])
+def test_a_plan_is_what_the_verb_prints(gpus: int, words: tuple[str, ...], site: Path, queue: Queue, cli: Cli) -> None:
+    options = {"planner.model": "qwen3-14b", "planner.device": "a800", "components.train.nodes": 2}
+    overrides = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
+    printed = json.loads(cli("plan", "run.toml", *overrides, *words, "--quick", "--best", "2", "--json").out)
+    made = api.plan("run.toml", options, gpus=gpus, quick=True, best=2)
+    assert len(made["plans"]) == 2
+    assert {**json.loads(json.dumps(made)), "borrowed": []} == printed
