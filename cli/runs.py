@@ -13,7 +13,7 @@ import typer
 from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.status import FINAL, Status, as_ended
+from libra_hpc.facts.status import FINAL, Status, as_ended, in_simulated_time
 from libra_hpc.facts.status import read_status as last_status
 from libra_hpc.facts.sweep_record import members, read_member
 from libra_hpc.slurm.queue.run_state import RunState
@@ -136,7 +136,8 @@ def identity(run: RunDir, state: RunState) -> dict[str, Any]:
 
 def read_status(run: RunDir) -> Status | None:
     """The last snapshot of the last attempt; None without one."""
-    return last_status(run, attempt(run))
+    status = last_status(run, attempt(run))
+    return status and in_simulated_time(status)
 
 
 def with_state(status: Status, state: RunState) -> Status:

@@ -138,7 +138,7 @@ def differing(configs: Sequence[Mapping[str, Any]], unless: frozenset[str] = fro
 
 def read_run(run: RunDir, values: dict[str, Any], metric: str) -> tuple[ComparedRun, MetricCurve]:
     """Facts and curve of one run, whose differing keys have ``values``."""
-    rows, log, start, end = series.read(run)
+    rows, log, start, end, _ = series.read(run)
     known = flat(without_removed(run.resolved()))
     measured = [(row, value) for row in rows if math.isfinite(value := series.number(row, metric))]
     timed = [row for row in rows[1:] if series.number(row, "step_s") > 0.0]

@@ -2,11 +2,15 @@
 
 A run may be young, killed, or written by an older version.  So a missing key is NaN, and an event without its partner
 is open-ended.  Times are epoch seconds.
+
+The files of a dry run are in wall time, in which its seconds pass ``speedup`` times faster.  `simulated` makes them
+simulated time: screens read a run by `read`, and its status by `facts.status.in_simulated_time`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -29,6 +33,12 @@ FIRST_AND_LAST = 0.2
 """Share of the steps averaged for first and last reward: one step is too noisy, a quarter hides a short warm-up."""
 
 
+SECONDS_IN_WORDS = re.compile(r"(?<![\w.])(?:\d+\.\d+(?!\d| x|%)|\d+(?=(?: to \d+)? s\b))")
+"""Seconds in a planner's reason: its other numbers are whole, factors (``1.0 x``) or percentages."""
+OF_THE_CLOCK = "heartbeat_age_s"
+"""No simulated time: shows whether a node lives."""
+
+
 class PhaseReward(msgspec.Struct, frozen=True):
     """Reward within one phase of a drifting task mix."""
 
@@ -46,6 +56,16 @@ class Recorded(NamedTuple):
     start: float
     """Time of its first line; 0.0 without any."""
     end: float
+    speedup: float
+    """How many times faster than the clock these times passed before they were simulated ones; 1.0: a real run."""
+
+    def since(self, t: float) -> float:
+        """A time of the clock as it is in these records."""
+        return self.start + (t - self.start) * self.speedup
+
+    def by_clock(self, t: float) -> float:
+        """A time of these records by the clock."""
+        return self.start + (t - self.start) / self.speedup
 
 
 class MoveRecord(msgspec.Struct, frozen=True):
@@ -75,10 +95,34 @@ class Interval(msgspec.Struct, frozen=True):
 
 
 def read(run: RunDir) -> Recorded:
-    """Steps and events of a run."""
-    rows, log = steps(run), events(run)
+    """Steps and events of a run; those of a dry run in simulated time, which begins with its first line."""
+    rows, log, speedup = steps(run), events(run), float(run.read_json(run.status).get("speedup", 1.0))
     times = [event["t"] for event in log] + [t for t in column(rows, "t") if math.isfinite(t)]
-    return Recorded(rows, log, min(times, default=0.0), max(times, default=0.0))
+    found = Recorded(rows, log, min(times, default=0.0), max(times, default=0.0), speedup)
+    if speedup == 1.0:
+        return found
+    scaled: list[list[Record]] = [
+        [{**simulated(line, speedup), "t": found.since(number(line, "t"))} for line in part] for part in (rows, log)
+    ]
+    return found._replace(steps=scaled[0], log=scaled[1], end=found.since(found.end))
+
+
+def simulated(value: Any, speedup: float, key: str = "") -> Any:
+    """A record of a dry run with its seconds and rates in simulated time, by the names of its fields."""
+    if isinstance(value, Mapping):
+        return {name: simulated(part, speedup, name) for name, part in value.items()}
+    if isinstance(value, list):
+        return [simulated(part, speedup, key) for part in value]
+    if key == "reason" and isinstance(value, str):
+        return SECONDS_IN_WORDS.sub(lambda found: _times(found[0], speedup), value)
+    if not isinstance(value, (int, float)) or key == OF_THE_CLOCK:
+        return value
+    return value / speedup if key.endswith("_per_s") else value * speedup if key.endswith(("_s", "seconds")) else value
+
+
+def _times(text: str, factor: float) -> str:
+    """A decimal number times a factor, with as many decimals."""
+    return f"{float(text) * factor:.{len(text.partition('.')[2])}f}"
 
 
 def steps(run: RunDir) -> list[Record]:

@@ -16,6 +16,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.protocol.agents import LenderReport
 from libra_hpc.protocol.plan import PlanDecision
 
+from . import series
 from .columns import Value, as_json, declared
 from .estimate import StageEstimate, StepAccuracy
 from .failed import FailedAttempts
@@ -127,7 +128,7 @@ class Status(msgspec.Struct, frozen=True):
     lenders: list[LenderReport] = []
     """Lenders and guests since the ranks started."""
     speedup: float = 1.0
-    """How many times faster than the clock a dry run passes; all seconds and rates are those of the clock."""
+    """How many times faster than the clock a dry run passes; the file has seconds and rates of the clock."""
     spot_nodes: int = -1
     """Nodes of ``borrow.spot`` that the planner wants; -1: it has not decided since the ranks started."""
 
@@ -192,6 +193,12 @@ def read_status(run: RunDir, attempt: int) -> Status | None:
     except (OSError, msgspec.DecodeError):
         return None
     return status if status.attempt >= attempt else None
+
+
+def in_simulated_time(status: Status) -> Status:
+    """The status as screens show it: seconds and rates of a dry run in simulated time, ages by the clock."""
+    found = series.simulated(msgspec.to_builtins(status), status.speedup)
+    return msgspec.convert(found, Status) if status.speedup != 1.0 else status
 
 
 def dry_run(speedup: float) -> str:

@@ -131,6 +131,7 @@ class Summary(msgspec.Struct, frozen=True):
     """How the last attempt ended, in words; empty while it runs."""
     attempts: int
     wall_s: float
+    """By the clock; all other seconds of a dry run are simulated ones."""
     steps: int
     reward_first: float | None
     reward_last: float | None
@@ -159,7 +160,8 @@ class Summary(msgspec.Struct, frozen=True):
 
 def summarise(run: RunDir) -> Summary:
     """Summarise a run directory, of a running run or an ended one."""
-    steps, log, start, end = series.read(run)
+    recorded = series.read(run)
+    steps, log, start, end, speedup = recorded
     first, last = first_and_last(series.column(steps, "reward"), planned_steps(run))
     return Summary(
         run=run.name,
@@ -167,15 +169,15 @@ def summarise(run: RunDir) -> Summary:
         state=_state(run, log),
         message=str(run.read_json(run.result).get("message", "")),
         attempts=max(len({e.get("attempt") for e in log if e["kind"] == "job_started"}), 1),
-        wall_s=end - start,
+        wall_s=(end - start) / speedup,
         steps=len(steps),
         reward_first=first,
         reward_last=last,
         phases=phase_rewards(steps),
-        speedup=float(run.read_json(run.status).get("speedup", 1.0)),
+        speedup=speedup,
         numbers=values_of(declared("summary"), steps, log),
         accuracy=step_accuracy(steps),
-        moves=_moves(run, steps, log, start),
+        moves=_moves(run, recorded),
         layouts=_layouts(steps, log),
         failures=failed_in(log, run.read_json(run.status)),
         evaluations=evaluation_results(run),
@@ -224,12 +226,12 @@ def _layouts(rows: Sequence[series.Record], log: Sequence[series.Record]) -> lis
     ]
 
 
-def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Record], start: float) -> list[MoveSummary]:
-    found = series.moves(log)
+def _moves(run: RunDir, recorded: series.Recorded) -> list[MoveSummary]:
+    found = series.moves(recorded.log)
     if not found:
         return []
-    trained = [series.number(row, "t") for row in rows]
-    generated = [series.generated(record) for record in series.trajectories(run)]
+    trained = [series.number(row, "t") for row in recorded.steps]
+    generated = [(recorded.since(t), n) for t, n in map(series.generated, series.trajectories(run))]
     out = []
     for move in found:
         end = math.inf if move.end is None else move.end
@@ -238,7 +240,7 @@ def _moves(run: RunDir, rows: Sequence[series.Record], log: Sequence[series.Reco
                 rank=move.rank,
                 to=move.to,
                 reason=move.reason,
-                at_s=move.start - start,
+                at_s=move.start - recorded.start,
                 seconds=series.known(move.seconds),
                 steps_meanwhile=sum(move.start <= t <= end for t in trained),
                 tokens_meanwhile=int(sum(tokens for t, tokens in generated if move.start <= t <= end)),
@@ -259,7 +261,7 @@ def render_summary(summary: Summary) -> RenderableType:
         line = _change(phase.reward_first, phase.reward_last)
         facts.add_row("", Text.assemble(line, (f"   {phase.phase} ({phase.steps} steps)", "dim")))
     attempts = f", {summary.attempts} attempts" if summary.attempts > 1 else ""
-    facts.add_row("steps", f"{summary.steps} in {duration(summary.wall_s)}{attempts}")
+    facts.add_row("steps", f"{summary.steps} in {_elapsed(summary)}{attempts}")
     for label, cells in rows_of("summary", summary.numbers).items():
         facts.add_row(label, ", ".join(map(str, cells)))
     if summary.accuracy is not None:
@@ -298,6 +300,11 @@ def label_grid() -> Table:
 def state_text(state: str) -> Text:
     """A state in words and in its colour."""
     return Text(state.replace("_", " "), style=STATE_STYLES.get(state, "yellow"))
+
+
+def _elapsed(summary: Summary) -> str:
+    clock = f" simulated, {duration(summary.wall_s)} by the clock" if dry_run(summary.speedup) else ""
+    return duration(summary.wall_s * summary.speedup) + clock
 
 
 def _layout_line(change: LayoutSummary) -> str:

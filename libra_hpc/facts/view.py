@@ -142,7 +142,7 @@ def _progress(status: Status, *, over: bool, now: float) -> Table:
     grid.add_row(
         Text.assemble(("step ", "dim"), (f"{status.step}", "bold"), f" / {status.steps}"),
         bar,
-        f"{duration(elapsed)}{left}",
+        f"{duration(elapsed)}{' by the clock' * bool(dry_run(status.speedup))}{left}",
     )
     return grid
 

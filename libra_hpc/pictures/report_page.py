@@ -59,7 +59,8 @@ class Figure(NamedTuple):
 def page(run: RunDir, ending: Standing, now: float) -> str:
     """The page as HTML; ``now``: epoch seconds at which it is written."""
     config = run.resolved()
-    (rows, log, *_), summary = series.read(run), summarise(run)
+    recorded, summary = series.read(run), summarise(run)
+    rows, log, *_ = recorded
     begun, own = starts(rows, log), _run_file(run)
     hidden = sorted({*_secrets(config), *_secrets(own)}, key=len, reverse=True)
 
@@ -80,7 +81,7 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
         over=ending.over,
         written=when(now),
         version=metadata.version("libra-hpc"),
-        heading=_heading(run, config, log, begun=begun, ending=ending),
+        heading=_heading(run, config, recorded, begun=begun, ending=ending),
         figures=_figures(config, summary, begun) if rows else [],
         averaged=math.ceil(len(rows) / MOST_POINTS),
         charts=drawn if rows else [],
@@ -107,11 +108,11 @@ def when(t: float) -> str:
 
 
 def _heading(
-    run: RunDir, config: Mapping[str, Any], log: Sequence[series.Record], *, begun: Sequence[RunStart], ending: Standing
+    run: RunDir, config: Mapping[str, Any], recorded: series.Recorded, *, begun: Sequence[RunStart], ending: Standing
 ) -> list[tuple[str, str]]:
     job = run.read_json(run.job)
     model = str(_get(config, "model.path", "")) or str(_get(config, "simulated.model", ""))
-    hosts = {str(event.get("host", "")) for event in log if event["kind"] == "agent_joined"}
+    hosts = {str(event.get("host", "")) for event in recorded.log if event["kind"] == "agent_joined"}
     submitted = series.number(job, "submitted_at", 0.0)
     facts = [
         ("model", model or "-"),
@@ -124,8 +125,8 @@ def _heading(
         ("submitted", when(submitted) if submitted else "-"),
     ]
     if begun:
-        facts.append(("started", when(begun[0].start)))
-        facts.append(("ended" if ending.over else "last news", when(begun[-1].end)))
+        facts.append(("started", when(recorded.by_clock(begun[0].start))))
+        facts.append(("ended" if ending.over else "last news", when(recorded.by_clock(begun[-1].end))))
     return facts
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from libra_hpc.facts import estimate, series, summary, view
 from libra_hpc.facts.failed import FailedAttempts
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.status import FINAL, Status, decode_status, encode_status
+from libra_hpc.facts.status import FINAL, Status, decode_status, encode_status, in_simulated_time
 
 from . import synthetic
 from .synthetic import event
@@ -177,6 +177,46 @@ def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
     # Without a status, as far as the events show.
     found = [(one.kind, one.count, one.error) for one in summary.summarise(run).failures]
     assert found == [("raised", 11, "KeyError: 1"), ("timeout", 1, "KeyError: 2")]
+
+
+def test_screens_of_a_dry_run_are_in_simulated_time(run: RunDir) -> None:
+    status = msgspec.structs.replace(synthetic.make_status(run), speedup=60.0)
+    status = msgspec.structs.replace(status, numbers=status.numbers | {"update_s": 0.5})
+    run.status.write_bytes(encode_status(status))
+    got, before = summary.summarise(run), synthetic.EVERY_STEP
+    assert (got.wall_s, got.numbers["staleness_mean"]) == (pytest.approx(181), before["staleness_mean"])
+    speeds = [got.numbers[f"{stage}_tokens_per_s"] for stage in ("train", "rollout")]
+    assert speeds == [pytest.approx(900 / 60), pytest.approx(350 / 60)]
+    (move,) = got.moves
+    assert (move.at_s, move.seconds, move.predicted_gain_s) == (6000.0, 570.0, pytest.approx(25.2))
+    assert (move.steps_meanwhile, move.tokens_meanwhile) == (3, 500)
+    assert move.reason == "to_train: training takes 138.0 s a batch, rollout 126.0 s"
+    text = flat(text_of(summary.render_summary(got)))
+    assert "60 in 3:01:00 simulated, 3:01 by the clock" in text
+    assert "measured 180.00 s (mean" in text
+    shown = flat(screen(in_simulated_time(status), 100))
+    for fact in ("3:00 by the clock", "train 1 15 85.20", "30.00 s to engines", "expects 192.00 s", "7.5 s"):
+        assert fact in shown, fact
+    assert in_simulated_time(synthetic.make_status(run)) == synthetic.make_status(run)
+
+
+@pytest.mark.parametrize(
+    ("reason", "simulated"),
+    [
+        (
+            "a batch from 0.85 s (train 0.85, rollout 0.42) to 12.50 s; 4 s over",
+            "a batch from 170.00 s (train 170.00, rollout 84.00) to 2500.00 s; 800 s over",
+        ),
+        ("more than 1.0 x 0.2 s: 0.1 for the restart", "more than 1.0 x 40.0 s: 20.0 for the restart"),
+        (
+            "node 2 of r3.0 (32%, 4.5%): tool times drifted from 3 to 7 s",
+            "node 2 of r3.0 (32%, 4.5%): tool times drifted from 600 to 1400 s",
+        ),
+    ],
+)
+def test_seconds_in_a_reason_are_found_among_its_numbers(reason: str, simulated: str) -> None:
+    found = series.simulated({"reason": reason, "numbers": {"gain_s": 2.0, "nodes": 3}}, 200.0)
+    assert found == {"reason": simulated, "numbers": {"gain_s": 400.0, "nodes": 3}}
 
 
 def test_summary_of_a_run_that_never_started(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from libra_hpc.config.run import RunConfig
@@ -18,11 +19,13 @@ from libra_hpc.facts import series
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.starts import starts
+from libra_hpc.facts.status import encode_status
+from libra_hpc.files import write_atomic
 from libra_hpc.pictures.report_charts import charts, draw_run
 from libra_hpc.pictures.report_page import Standing, page
 from libra_hpc.pictures.svg_chart import MOST_POINTS, Chart, Line, clock_ticks, short_number, svg, ticks
 from tests.browser import Browser, ensure_browser
-from tests.facts.synthetic import make_run
+from tests.facts.synthetic import make_run, make_status
 
 from .eventful import HOSTILE, JUDGE, SECRET, STEP_S, make_eventful_run
 
@@ -193,6 +196,16 @@ def test_hours_in_the_queue_are_neither_drawn_nor_counted(eventful: RunDir, text
     assert max(x for x in line.xs if math.isfinite(x)) < 150 * STEP_S
     assert sum(map(math.isnan, line.ys)) == 2, "no line crosses a start"
     assert "2.6" in re.findall(r"GPU hours</dt><dd class=\"value\">([^<]*)", text)[0]
+
+
+def test_a_dry_run_is_reported_in_simulated_time_and_its_end_by_the_clock(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_atomic(run.status, encode_status(msgspec.structs.replace(make_status(run), speedup=60.0)))
+    text = page(run, Standing("completed", "", over=True), NOW)
+    assert "quick-001  dry run, x60" in text
+    figures = dict(re.findall(r'<dt>([^<]*)</dt><dd class="value">([^<]*)', text))
+    assert [figures[name] for name in ("time with nodes", "train speed")] == ["3:01:00", "15"]
+    assert "<dt>ended</dt><dd>2023-11-14 22:16 UTC" in text
 
 
 def test_a_running_run_is_reported_as_such(eventful: RunDir) -> None:
