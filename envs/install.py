@@ -2,7 +2,7 @@
 
 - ``login``, ``cpu``: complete and pinned -> ``pip --no-deps``, so no dependency brings CUDA builds to a CPU machine.
 - ``cuda``: dependencies differ with the driver -> pip resolves them.
-- ``--extra compile`` -> scheduler and simulator are compiled too (`compile.py`).
+- ``login``, or ``--extra compile`` -> scheduler and simulator are compiled too (`compile.py`): `check` simulates.
 - The stamp in the environment matches the hash of pins, Python and checkout -> nothing is installed.
 
 Standard library only, and any Python 3 can read it: this file runs before anything is installed.
@@ -23,7 +23,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-SETS: dict[str, tuple[str, ...]] = {"login": ("login",), "cpu": ("login", "cpu"), "cuda": ("login", "cuda")}
+SETS: dict[str, tuple[str, ...]] = {"login": ("login", "compile"), "cpu": ("login", "cpu"), "cuda": ("login", "cuda")}
 EXTRAS: dict[str, tuple[str, ...]] = {"compile": ("compile",), "dev": ("compile", "dev"), "nixl": ("nixl",)}
 STAMP = "libra-hpc.json"
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"

@@ -75,9 +75,13 @@ def stamped(folder: Path, *satisfies: tuple[str, ...]) -> None:
     (folder / install.STAMP).write_text(json.dumps({"satisfies": [install.fingerprint(sets) for sets in satisfies]}))
 
 
-def test_an_environment_with_the_right_stamp_is_left_alone(venv: Path) -> None:
-    stamped(venv, ("login",))
+def test_a_login_environment_with_the_right_stamp_compiles_the_scheduler_and_installs_nothing(venv: Path) -> None:
+    python = venv / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "$@" >> "$0.called"\n')
+    python.chmod(0o755)
+    stamped(venv, ("login", "compile"))
     assert "up to date" in install.install("login", venv, ())
+    assert (venv / "bin" / "python.called").read_text() == "-m libra_hpc_envs.compile --quiet\n"
 
 
 def test_any_change_of_pins_project_or_extras_changes_the_fingerprint(

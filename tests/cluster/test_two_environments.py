@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from libra_hpc_envs.install import STAMP, fingerprint, requirements
+from libra_hpc_envs.install import SETS, STAMP, fingerprint, requirements
 
 from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 from tests.example_files import write_text_tokenizer
@@ -92,7 +92,8 @@ def login_environment(folder: Path) -> None:
     command = folder / "bin" / "libra-hpc"
     command.write_text(COMMAND.format(folder))
     command.chmod(0o755)
-    stamp(folder, ("login",))
+    (folder / "share").symlink_to(Path(sys.prefix) / "share")
+    stamp(folder, SETS["login"])
 
 
 def compute_environment(folder: Path) -> None:
