@@ -82,11 +82,11 @@ def plans(asked: PlanRequest, result: PlanResult) -> Table:
         cells = [
             _nodes(asked, plan),
             str(plan.train.layout),
-            _s(plan.train.time.total),
+            short_s(plan.train.time.total),
             classes(asked, plan),
-            _s(plan.rollout_s),
-            _s(plan.seconds),
-            *([_s(plan.model_s)] if simulated else []),
+            short_s(plan.rollout_s),
+            short_s(plan.seconds),
+            *([short_s(plan.model_s)] if simulated else []),
             f"{plan.tokens_s:,.0f}",
             f"{plan.train.memory.total / 1e9:.0f}",
         ]
@@ -112,7 +112,7 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
     if not best.snapshots:
         show(Text("note: its nodes have too little memory for snapshots: train.snapshot_every = 0"))
     if result.alone:
-        alone = ", ".join(f"{_pool(asked, pool)}TP{tp} {_s(seconds)}" for pool, tp, seconds in result.alone)
+        alone = ", ".join(f"{_pool(asked, pool)}TP{tp} {short_s(seconds)}" for pool, tp, seconds in result.alone)
         show(Text(f"rollout of these nodes with one TP alone: {alone}"))
     engines = sum(segment.replicas for segment in best.rollout.segments)
     slots, most = engines * asked.options.max_num_seqs, asked.batch.trajectories
@@ -145,13 +145,15 @@ def _limit(asked: PlanRequest, result: PlanResult) -> str:
     if best.in_turn or asked.batch.eta == 0:
         what = "the stages take turns"
         if best.hidden_s:
-            what += f"; {_s(best.hidden_s)} of training are beside rollout, of groups that are complete"
+            what += f"; {short_s(best.hidden_s)} of training are beside rollout, of groups that are complete"
     elif abs(train - rollout) <= CLOSE * max(train, rollout):
         what = "the stages are balanced"
     else:
         what = f"{'training' if train > rollout else 'rollout'} is the slower stage"
     if rollout <= (1 + CLOSE) * result.straggler:
-        what += f"; rollout waits for its longest trajectory ({_s(result.straggler)}), more nodes would not help it"
+        what += (
+            f"; rollout waits for its longest trajectory ({short_s(result.straggler)}), more nodes would not help it"
+        )
         if asked.batch.eta:
             what += f"; how often the slowest of {asked.batch.eta + 1} batches holds up a step is not known: up to 40 %"
     return what
@@ -164,9 +166,9 @@ def shared(asked: PlanRequest, result: PlanResult) -> None:
         needs = " and ".join(f"{key} = {toml_value(value)}" for key, value in keys(plan).items())
         show(
             Text(
-                f"in turn: {_nodes(asked, plan)} nodes serve both stages, {_s(plan.seconds)} a batch with"
-                f" {_s(plan.in_turn.switch_s)} of switches ({asked.switch_from}); the best split is as fast"
-                f" {f'at {_s(even_s)}' if even_s > 0.0 else 'without any'};"
+                f"in turn: {_nodes(asked, plan)} nodes serve both stages, {short_s(plan.seconds)} a batch with"
+                f" {short_s(plan.in_turn.switch_s)} of switches ({asked.switch_from}); the best split is as fast"
+                f" {f'at {short_s(even_s)}' if even_s > 0.0 else 'without any'};"
                 + (f" needs {needs}" if plan.runs else " not run by libra-hpc yet")
             )
         )
@@ -196,7 +198,7 @@ def speed(asked: PlanRequest, result: PlanResult, slow: RunPlan | None) -> None:
     show(
         Text(
             f"training speed is assumed ({mfu:.0%} MFU; measured: --train-speed); at half of it: {_nodes(asked, slow)},"
-            f" {_s(slow.seconds)} a batch"
+            f" {short_s(slow.seconds)} a batch"
         )
     )
 
@@ -218,9 +220,9 @@ def terms(result: PlanResult) -> Table:
     table = narrow_table("training of the best plan~", "time>~", "share>~")
     for name in TrainTime.__struct_fields__:
         if name in TERMS and getattr(time, name) > 0:
-            table.add_row(TERMS[name], _s(getattr(time, name)), f"{getattr(time, name) / time.total:.0%}")
+            table.add_row(TERMS[name], short_s(getattr(time, name)), f"{getattr(time, name) / time.total:.0%}")
     table.add_row(
-        f"all, {time.micro_batches} micro-batches per replica and update", _s(time.total), "100%", style="bold"
+        f"all, {time.micro_batches} micro-batches per replica and update", short_s(time.total), "100%", style="bold"
     )
     return table
 
@@ -252,7 +254,7 @@ def segments(asked: PlanRequest, result: PlanResult) -> Table:
             f"{low:,.0f}..{bins[-1].generated:,.0f}",
             f"{count:,.0f}",
             f"{share:.0%}",
-            _s(s.seconds),
+            short_s(s.seconds),
         )
     return table
 
@@ -293,7 +295,7 @@ def curve(points: Sequence[ScalingPoint], at: int | None) -> Table:
             f"{plan.nodes}+{rollout // node}",
             str(plan.train.layout),
             counts,
-            _s(plan.seconds),
+            short_s(plan.seconds),
             f"{plan.tokens_s:,.0f}",
             f"{each / best:.0%}",
             mark,
@@ -312,12 +314,11 @@ def _pool(asked: PlanRequest, pool: int) -> str:
     return f"{asked.pools[pool].device.name}:" if len(asked.pools) > 1 else ""
 
 
-def _s(seconds: float) -> str:
-    """A duration with one digit after the point, or with two significant digits."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds / 1e-3:.2g} ms"
+def short_s(seconds: float) -> str:
+    """Seconds with one digit after the point; below one, whole milliseconds, or two significant digits of one."""
+    if seconds >= 0.9995:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.0095 else f"{seconds * 1e3:.2g} ms"
 
 
 def _gb(size: float) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from libra_hpc_cli.plan_tables import short_s
 
 from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
@@ -63,6 +64,14 @@ def test_the_default_shows_split_limits_and_sources(call: Call) -> None:
 def test_few_seats_and_hybrid_nodes_that_are_left_out_are_noted(call: Call, more: tuple[str, ...], note: str) -> None:
     assert note in " ".join(call.shown(*more).split())
     assert note not in " ".join(call.shown().split())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 ms"), (0.00123, "1.2 ms"), (0.0096, "10 ms"), (0.23, "230 ms"), (0.9996, "1.0 s"), (74.26, "74.3 s")],
+)
+def test_milliseconds_are_whole_where_they_have_two_digits(seconds: float, text: str) -> None:
+    assert short_s(seconds) == text
 
 
 def test_small_figures_keep_two_digits_and_an_empty_exclusion_list_is_stated(call: Call, tmp_path: Path) -> None:
