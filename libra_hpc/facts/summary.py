@@ -31,6 +31,8 @@ STATE_STYLES = {"completed": "green", "running": "cyan", "failed": "red", "silen
 
 
 MOVE_HEADS = ("at", "move", "took", "done meanwhile", "gain predicted", "realised")
+MOVE_NUMBERS = ("at", "took", "realised")
+"""Columns that a narrow screen leaves whole; the others take several lines."""
 
 
 class MoveSummary(msgspec.Struct, frozen=True):
@@ -341,11 +343,14 @@ def _moves_table(moves: Sequence[MoveSummary]) -> RenderableType:
     table = Table(
         *MOVE_HEADS,
         box=box.SIMPLE_HEAD,
+        collapse_padding=True,
         pad_edge=False,
         title="moves of nodes",
         title_justify="left",
         title_style="dim",
     )
+    for head, column in zip(MOVE_HEADS, table.columns, strict=True):
+        column.no_wrap = head in MOVE_NUMBERS
     reasons = label_grid()
     for move, row in zip(moves, move_rows(moves), strict=True):
         table.add_row(*row)

@@ -200,6 +200,17 @@ def test_screens_of_a_dry_run_are_in_simulated_time(run: RunDir) -> None:
     assert in_simulated_time(synthetic.make_status(run)) == synthetic.make_status(run)
 
 
+def test_a_summary_of_80_columns_breaks_words_before_numbers(run: RunDir) -> None:
+    got = summary.summarise(run)
+    numbers = {"at_s": 45_296.0, "seconds": 1_234.5, "steps_meanwhile": 4_321, "tokens_meanwhile": 123_456_789}
+    gains = {"predicted_gain_s": 1_234.56, "realised_gain_s": -1_234.56}
+    far = [msgspec.structs.replace(move, to="rollout", rank=12, **numbers, **gains) for move in got.moves]
+    shown = text_of(summary.render_summary(msgspec.structs.replace(got, moves=far)), 80)
+    assert "…" not in shown
+    for whole in ("12:34:56", "1234.5 s", "4321", "123,456,789", " 1234.56 s", "-1234.56 s", "rollout"):
+        assert whole in shown, whole
+
+
 @pytest.mark.parametrize(
     ("reason", "simulated"),
     [
