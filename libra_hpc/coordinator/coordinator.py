@@ -429,7 +429,7 @@ class Coordinator:
         estimate = self._planning.estimate(int(metrics["train_nodes"]))
         own = {
             "rollout_nodes": len({*self._nodes.receivers, *self._sharing.ranks}),
-            "rollout_tokens_per_s": self._observations.step_speed(now),
+            "rollout_tokens_per_s": self._observations.step_speed(metrics, now),
             "expected_s": None if estimate is None else estimate.batch_s,
             **self._observations.update_costs(),
         }

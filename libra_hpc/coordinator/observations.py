@@ -193,10 +193,14 @@ class Observations:
         per_token = busy / tokens if tokens else 0.0
         return (tokens / seconds if seconds else 0.0, per_token * tokens_per_batch, busy / seconds if seconds else 0.0)
 
-    def step_speed(self, now: float) -> float:
+    def step_speed(self, metrics: Mapping[str, float], now: float) -> float:
         """Generated tokens per second of the step that is committed now; of the last windows where it was short.
 
-        A long step may end long after its rollout: at the end of a run nothing else is rolled out.
+        - A long step may end long after its rollout: at the end of a run nothing else is rolled out.
+        - A batch between two reports is in no window: its own tokens over the seconds of its step.
         """
         at, generated = self._stepped or (now, 0)
-        return (self.tokens()[0] - generated) / (now - at) if now - at > LAST else self.rollout_speed()[0]
+        if now - at > LAST:
+            return (self.tokens()[0] - generated) / (now - at)
+        own = metrics.get("gen_tokens", 0.0) / metrics["step_s"] if metrics["step_s"] else 0.0
+        return self.rollout_speed()[0] or own

@@ -227,9 +227,11 @@ COORDINATOR = (
     Number("t", "epoch s", "Time at which rank 0 got the commit"),
     Number("step", "", "Optimizer step, from 1"),
     Number("rollout_nodes", "", "Nodes that roll out"),
-    Number("rollout_tokens_per_s", "tokens/s", "Generated tokens per second of the step, or of the last 10 s").shown(
-        ENDED, mean, "rollout speed: {:,.0f} tokens/s"
-    ),
+    Number(
+        "rollout_tokens_per_s",
+        "tokens/s",
+        "Generated tokens per second of the step, or of the last 10 s; else the batch's own",
+    ).shown(ENDED, mean, "rollout speed: {:,.0f} tokens/s"),
     Number("expected_s", "s", "`step_s` as the planner expected it; null without an estimate of the present split"),
 )
 """From rank 0, which writes the line."""

@@ -51,16 +51,28 @@ def test_the_planner_sees_prompts_and_groups_under_way() -> None:
     assert seen.snapshot((), 4, 4, 1, 100).sampled == 24.0, "two groups more a step"
 
 
+def test_a_batch_between_two_reports_has_the_speed_of_its_own_step() -> None:
+    seen, batch = Observations(), {"gen_tokens": 306.0, "step_s": 1.7}
+    for second in (10.0, 11.0):
+        seen.on_rollout(report(0.0, 0), (3, 4), second)
+    assert seen.step_speed(batch, 11.7) == pytest.approx(180.0)
+    seen.on_rollout(report(0.5, 306), (3, 4), 12.0)
+    assert seen.step_speed(batch, 12.1) == 153.0, "of the windows"
+
+
+NOTHING = {"gen_tokens": 0.0, "step_s": 1.0}
+
+
 def test_a_long_step_has_the_speed_of_its_whole_rollout() -> None:
     seen = Observations()
-    assert seen.step_speed(0.0) == 0.0
+    assert seen.step_speed(NOTHING, 0.0) == 0.0
     for second, generated in enumerate((0, 300, 600, *[600] * 21)):
         seen.on_rollout(report(0.0, generated), (3, 4), float(second))
-    assert (seen.rollout_speed()[0], seen.step_speed(24.0)) == (0.0, 25.0)
+    assert (seen.rollout_speed()[0], seen.step_speed(NOTHING, 24.0)) == (0.0, 25.0)
     seen.on_step({"trajectories": 8, "gen_tokens": 600}, 24.0)
     for second, generated in ((24, 600), (25, 700)):
         seen.on_rollout(report(0.0, generated), (3, 4), float(second))
-    assert seen.step_speed(25.0) == seen.rollout_speed()[0] == 10.0, "of the last windows"
+    assert seen.step_speed(NOTHING, 25.0) == seen.rollout_speed()[0] == 10.0, "of the last windows"
 
 
 def test_a_steps_new_weights_cost_what_the_slowest_serving_engine_took() -> None:
