@@ -102,12 +102,22 @@ def end_all(runs: Sequence[RunDir], *, now: bool) -> Iterator[Cancelled]:
         state, job = states[str(run.path)], job_id(run)
         if state.state == "silent" and not now:
             print_note(f"job {job} is not asked to save: {state.reason}")
-        yield Cancelled(run, job, state, "", (state.broken or not state.over) and jobs.cancel(run))
+        yield from at_once(run, job, state, alone=len(runs) == 1)
     asked = {run: request(run) for run in saving}
     for run, reachable in asked.items():
         state, job = states[str(run.path)], job_id(run)
         message = answer(run, job, queue) if reachable else ""
         yield Cancelled(run, job, state, message, ends(run, queue, message))
+
+
+def at_once(run: RunDir, job: str, state: RunState, *, alone: bool) -> Iterator[Cancelled]:
+    """Cancel a job that is not asked to save; where there are others, a record that cannot be read is only noted."""
+    try:
+        yield Cancelled(run, job, state, "", (state.broken or not state.over) and jobs.cancel(run))
+    except UserError as error:
+        if alone:
+            raise
+        print_note(f"{run.name} is not cancelled: {error}")
 
 
 def own_runs(runs: Sequence[RunDir]) -> list[RunDir]:

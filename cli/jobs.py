@@ -89,7 +89,7 @@ class JobQueue:
 
     def ask(self, run: RunDir) -> JobInfo | NoAnswer:
         """The job of the run's last attempt."""
-        record = _record(run)
+        record, _ = _record(run)
         if record is None:
             return NoAnswer()
         try:
@@ -102,7 +102,7 @@ class JobQueue:
     def ask_all(self, runs: Sequence[RunDir]) -> dict[str, JobInfo | NoAnswer]:
         """The jobs of several runs by path, with one question to the queue, and one to the accounting for those that
         the queue has no record of."""
-        records = {run: record for run in runs if (record := _record(run)) is not None}
+        records = {run: record for run in runs if (record := _record(run)[0]) is not None}
         found = {str(run.path): self.ask(run) for run, record in records.items() if record.executor == "local"}
         queued = {run: record.job_id for run, record in records.items() if record.executor == "slurm"}
         if not queued:
@@ -135,11 +135,7 @@ class JobQueue:
 
 def records(run: RunDir) -> RunRecords:
     """What the run directory has of the last attempt."""
-    job, unread, result = None, "", run.read_json(run.result)
-    try:
-        job = read_job(run)
-    except UserError as error:
-        unread = str(error).rstrip(".") if os.path.lexists(run.job) else ""
+    (job, unread), result = _record(run), run.read_json(run.result)
     attempt = 0 if job is None else job.attempt
     end = run_end(result.get("state"), result.get("message"), result.get("t"))
     end = end if result.get("attempt", attempt) == attempt else None
@@ -202,11 +198,12 @@ def _silence(error: OperationError) -> NoAnswer:
     return NoAnswer(str(error).partition(";")[0].rstrip("."))
 
 
-def _record(run: RunDir) -> JobRecord | None:
+def _record(run: RunDir) -> tuple[JobRecord | None, str]:
+    """The job of a run, or why its record cannot be read; empty where there is none."""
     try:
-        return read_job(run)
-    except UserError:
-        return None
+        return read_job(run), ""
+    except UserError as error:
+        return None, str(error).rstrip(".") if os.path.lexists(run.job) else ""
 
 
 def cancel(run: RunDir) -> bool:

@@ -59,15 +59,6 @@ class Member(NamedTuple):
         return self.checked.config.run.name
 
 
-class Swept(NamedTuple):
-    """A sweep whose runs are queued, or only checked."""
-
-    name: str
-    members: list[Member]
-    queued: dict[str, RunDir]
-    """By ``run.name``."""
-
-
 def sweep(
     run_file: RunFileArgument,
     over: OverOption,
@@ -84,13 +75,16 @@ def sweep(
     if not (yes or dry_run):
         few(axes)
     overrides = with_options(override, executor, engine)
-    report(swept(run_file, axes, overrides, name=name, most=most, dry_run=dry_run), json=json)
+    report(*swept(run_file, axes, overrides, name=name, most=most, dry_run=dry_run), json=json)
 
 
 def swept(
     run_file: Path, axes: Sequence[grid.Axis], overrides: Sequence[str], *, name: str, most: int, dry_run: bool = False
-) -> Swept:
-    """Check every combination and queue those that no earlier command queued; raises the first mistake."""
+) -> tuple[str, list[Member], dict[str, RunDir]]:
+    """Check every combination and queue those that no earlier command queued; raises the first mistake.
+
+    Returns the name of the sweep, its members, and the queued ones by ``run.name``.
+    """
     first = load(run_file, [*overrides, *(f"{axis.key}={axis.texts[0]}" for axis in axes)])
     combinations = grid.combinations(axes, first.run.name)
     name, parent = checked_name(name or first.run.name), Path(first.run.dir)
@@ -107,7 +101,7 @@ def swept(
         with readable(first.run.share):
             write_record(parent, name, record)
         queue_all(run_file, name, members, queued, most)
-    return Swept(name, members, queued)
+    return name, members, queued
 
 
 def few(axes: Sequence[grid.Axis]) -> None:
@@ -222,9 +216,8 @@ def queue_one(run_file: Path, name: str, member: Member, after: str) -> RunDir:
     return run
 
 
-def report(made: Swept, *, json: bool) -> None:
+def report(name: str, members: Sequence[Member], queued: dict[str, RunDir], *, json: bool) -> None:
     """Print every run of the sweep with its job and its values."""
-    name, members, queued = made
     rows: list[dict[str, Any]] = []
     for member in members:
         run = queued.get(member.name)

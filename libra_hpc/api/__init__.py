@@ -128,8 +128,9 @@ def plan(
     ``gpus``: to plan for, 0: those of the run file; ``quick``: by the cost models alone, without the simulator.
     """
     config = load_run_file(Path(run_file), _texts(overrides), site_profile())
-    given, rooms = Options(gpus=gpus), known_rooms(config)
-    asked = plan_verb.question(config, given, Assumed(), node=True, rooms=rooms, switch_s=None)
+    asked = plan_verb.question(
+        config, Options(gpus=gpus), Assumed(), node=True, rooms=known_rooms(config), switch_s=None
+    )
     search = partial(asked.search, whole_nodes=True, steps=lookup)
     return plan_verb.plan_facts(asked, *plan_verb.best(asked, search, best, lookup, simulated=not quick))
 
@@ -170,8 +171,8 @@ def sweep(
     """
     axes = grid.parse_axes([f"{key}={','.join(map(json.dumps, values))}" for key, values in over.items()])
     texts = submit_verb.with_options(_texts(overrides), executor, engine)
-    made = swept(Path(run_file), axes, texts, name=name, most=most)
-    return [Job(made.queued[member.name]) for member in made.members]
+    _, members, queued = swept(Path(run_file), axes, texts, name=name, most=most)
+    return [Job(queued[member.name]) for member in members]
 
 
 def _queued(

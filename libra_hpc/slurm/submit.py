@@ -190,10 +190,9 @@ def left_jobs(name: str, env: Mapping[str, str]) -> list[str]:
     """This user's jobs with that id, or of a run of that name, whose script is gone with the run's folder."""
 
     def left(info: JobInfo) -> bool:
-        script = Path(info.script)
-        run = RunDir(script.parent)
-        ours = script in (run.script, run.spot_script) and not script.exists() and not info.state.ended
-        return ours and Path(name).name in (info.job_id, run.name)
+        script, run = Path(info.script), RunDir(Path(info.script).parent)
+        ours = script in (run.script, run.spot_script) and Path(name).name in (info.job_id, run.name)
+        return ours and not script.exists() and not info.state.ended
 
     return [job_id for job_id, info in own_jobs(env).items() if left(info)]
 

@@ -256,3 +256,15 @@ def test_the_job_of_a_removed_run_is_cancelled_by_its_name_or_id(name: str, othe
     assert cli("cancel", name).out == f"{name}: job 4711 cancelled; its folder had been removed\n"
     assert (other / "cancelled").read_text() == "4711\n"
     assert "no run of that name" in one_line(cli("cancel", name))
+
+
+def test_a_sweep_is_cancelled_though_one_of_its_jobs_cannot_be_read(other: Path, cli: Cli) -> None:
+    assert cli("sweep", "run.toml", "--over", "run.seed=0,1").code == 0
+    damaged = other / "runs" / "quick-seed1-001" / "job.json"
+    script = damaged.with_name("job.sbatch")
+    (other / "job").write_text(str(script).replace("seed1", "seed0"))
+    damaged.write_text("{")
+    outcome = cli("cancel", "--sweep", "quick")
+    assert f"quick-seed1-001 is not cancelled: {damaged} is damaged" in outcome.err
+    assert outcome.out.startswith("quick-seed0-001: job 4711 cancelled")
+    assert str(damaged) in one_line(cli("cancel", "quick-seed1-001"))
