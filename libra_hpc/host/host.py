@@ -4,6 +4,7 @@ It connects to its starter's Unix-domain socket, constructs the task, sends `Hos
 `libra_hpc.protocol.env` for all episodes on one asyncio loop.
 
 - The task's code raises, overruns a step (`step.py`) or returns an invalid answer (`answers.py`) -> `EpisodeFailed`.
+- More than `OPENINGS` start at once -> the others wait, and no limit counts the wait.
 - An episode ends, however -> its `close` is called once (`live_episode.py`).
 - The socket closes -> all episodes are closed, then the host exits, and kills its tool processes and what they started.
 - The host is killed -> the kernel kills its tool processes; what those started falls to the starter, a subreaper
@@ -73,14 +74,22 @@ LEAVE_S, CANCEL_S = 3.0, 0.5
 ALIVE_S = 1.0
 """Seconds between two `HostHeartbeat`."""
 
+OPENINGS = 4
+"""Most episodes in their `Episode.start`, for each tool process. Half: starts that wait for a network queue up.
+Double: 32 containers start at once by default.
+"""
+
 KINDS = {StepTimeout: "timeout", answers.BadReward: "reward", answers.BadAnswer: "answer"}
 
 
 class Host(asyncio.Protocol):
     """One connection, one task, many episodes; ``closed`` gets the exit code."""
 
-    def __init__(self, name: str, task: Task, tools: Tools, step_limit_s: float = 0.0) -> None:
+    def __init__(
+        self, name: str, task: Task, tools: Tools, step_limit_s: float = 0.0, openings: int = OPENINGS
+    ) -> None:
         self._name, self._task, self._tools, self._step_limit_s = name, task, tools, step_limit_s
+        self._openings = openings
         self._episodes: dict[str, LiveEpisode] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._frames = FrameBuffer()
@@ -176,12 +185,19 @@ class Host(asyncio.Protocol):
         except BaseException as error:
             self._raised(name, error)
             return
-        live = self._episodes[name] = LiveEpisode(episode, self._tools, self._step_limit_s)
+        self._episodes[name] = LiveEpisode(episode, self._tools, self._step_limit_s)
         if type(episode).start is Episode.start:
             self._opened(name, None)
         else:
-            live.run(episode.start, partial(self._opened, name))
+            self._start_waiting()
             self._progress()
+
+    def _start_waiting(self) -> None:
+        """Start the episodes that wait for it, the oldest first, up to the most at once."""
+        fresh = [(name, live) for name, live in self._episodes.items() if not live.ready]
+        room = self._openings - sum(live.busy for _, live in fresh)
+        for name, live in [(name, live) for name, live in fresh if not live.busy][: max(0, room)]:
+            live.run(live.episode.start, partial(self._opened, name))
 
     def _opened(self, name: str, outcome: BaseException | None) -> None:
         live = self._episodes[name]
@@ -195,6 +211,7 @@ class Host(asyncio.Protocol):
             return
         live.ready = True
         self._send(frame)
+        self._start_waiting()
 
     def _end(self, name: str, why: Why) -> None:
         """Close an episode, if it is open."""
@@ -203,6 +220,7 @@ class Host(asyncio.Protocol):
             closing = live.end(why)
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
+            self._start_waiting()
 
     async def left(self) -> None:
         """Wait until all episodes are closed, at most `LEAVE_S`."""
@@ -254,7 +272,7 @@ async def serve(path: str, config: HostConfig) -> int:
     tools = Sandbox(task.tools, config, spared=children(), limits=limits)
     try:
         await tools.start()
-        host = Host(config.task, task, tools, step_limit(task, config.step_limit_s))
+        host = Host(config.task, task, tools, step_limit(task, config.step_limit_s), OPENINGS * config.tool_processes)
         await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
         await asyncio.wait((host.closed, tools.broken), return_when=asyncio.FIRST_COMPLETED)
         if not host.closed.done():

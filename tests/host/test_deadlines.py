@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.host.host import OPENINGS
 from libra_hpc.host.settings import HostConfig
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
-from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, HostHeartbeat, OpenEpisode, StepEpisode
+from libra_hpc.protocol.env import (
+    CloseEpisode,
+    EpisodeFailed,
+    EpisodeOpened,
+    EpisodeStepped,
+    HostHeartbeat,
+    OpenEpisode,
+    StepEpisode,
+)
 from tests.host.leader import ROOM, Leader, host_settings
 
 PATIENT = f"{Path(__file__).with_name('user_tasks.py')}:Patient"
@@ -92,3 +101,15 @@ def test_a_host_that_opens_many_episodes_slowly_reports_progress(keychain_folder
         while kinds.count(EpisodeOpened) < 4:
             kinds.append(type(leader.receive()))
     assert HostHeartbeat in kinds[kinds.index(EpisodeOpened) :]
+
+
+def test_of_many_episodes_a_few_start_at_once_and_the_wait_of_the_others_does_not_count(keychain_folder: Path) -> None:
+    config = host_settings(
+        task=PATIENT.replace("Patient", "Crowded"), model=str(keychain_folder), step_limit_s=0.8, tool_processes=1
+    )
+    with Leader(config) as leader:
+        names = [f"{number}" for number in range(32)]
+        leader.send(*(OpenEpisode(name, 0, 0, 0.0) for name in names), CloseEpisode("6"), CloseEpisode("31"))
+        opened = [leader.expect(EpisodeOpened) for _ in range(30)]
+    assert [message.episode for message in opened] == [name for name in names if name not in ("6", "31")]
+    assert max(unpack_i32(message.tokens)[0] for message in opened) == OPENINGS

@@ -93,6 +93,23 @@ class Patient(Task):
         return Scripted()
 
 
+class Crowd(Scripted):
+    """Its prompt is the number of episodes that start with it."""
+
+    starting = 0
+
+    async def start(self, tools: Tools) -> None:
+        Crowd.starting += 1
+        self.prompt = [Crowd.starting]
+        await asyncio.sleep(0.2)
+        Crowd.starting -= 1
+
+
+class Crowded(Patient):
+    def open(self, index: int, sample: int, progress: float) -> Episode:
+        return Crowd()
+
+
 class NoSuchTool(Patient):
     """Declares a limit for a tool that it lacks."""
 
