@@ -108,7 +108,7 @@ class NodePool:
         """Whether a lost node that sends again may begin as a new one."""
         answer = self._readmission.seen(rank, time.time())
         if answer == "quarantine":
-            self._event("node_quarantined", rank=rank, reason=self.quarantined[-1])
+            self._event("node_quarantined", rank=rank, reason=self._readmission.out[rank])
         return answer == "take"
 
     def request_reset(self, rank: int) -> None:
@@ -200,6 +200,11 @@ class NodePool:
                 self.lose(node, now)
             if new or (node.down and node.rank not in layout.vital):
                 found.append(node)
+        for rank, silent_s in self.silent_s(now).items():
+            if why := self._readmission.silent(rank, now - silent_s, now):
+                self._event("node_quarantined", rank=rank, reason=why)
+                found.append(LostNode(rank, why, silent_s))
+                self.lose(found[-1], now)
         return found
 
     def on_guest(self, rank: int, message: Any) -> None:

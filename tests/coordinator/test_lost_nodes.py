@@ -104,6 +104,24 @@ def test_a_node_that_is_lost_again_and_again_is_quarantined_and_named(tmp_path: 
     assert decode_status(scene.run.status.read_bytes()).notices.count(sentence) == 1
 
 
+def test_a_node_that_is_off_for_12_s_and_on_for_5_s_is_quarantined_with_one_event(
+    tmp_path: Path, now: list[float]
+) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    while not scene.coordinator.nodes.quarantined:
+        assert now[0] < 1150.0
+        silence(scene, 2, now, 12.0)
+        silence(scene, 2, now, 5.0)
+        scene.deliver((2, Heartbeat(2, "", {}, {}, -1)))
+    assert {rank for rank, m in scene.orders(RankLost) if m.rank == 2} == {0, 1, 3}
+    assert not scene.coordinator.nodes.takes_back(2)
+    scene.deliver((1, TrainingDone(scene.context.config.run.steps)))
+    run_until_over(scene)
+    kinds = [event["kind"] for event in read_lines(scene.run.events)]
+    assert (kinds.count("node_quarantined"), kinds.count("node_lost")) == (1, 1)
+
+
 def test_a_node_whose_end_the_launcher_saw_is_lost_at_once(tmp_path: Path, now: list[float]) -> None:
     scene = Scene(tmp_path)
     scene.hello()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra_hpc.policies.pool.readmission import MEMORY_S, MOST, PROVE_S, Readmission
+from libra_hpc.policies.pool.readmission import MEMORY_S, MOST, PROVE_S, WITHIN_S, Readmission
 
 
 def flap(on_s: int, off_s: int, seconds: int) -> list[tuple[int, str]]:
@@ -48,3 +48,18 @@ def test_old_losses_are_forgotten() -> None:
     for count in range(3 * MOST):
         policy.lost(3, count * MEMORY_S)
         assert policy.seen(3, count * MEMORY_S + 1.0) == "take"
+
+
+@pytest.mark.parametrize(("on_s", "off_s", "ends"), [(5, 12, True), (5, 9, False), (WITHIN_S / 3, 12, False)])
+def test_a_node_that_is_silent_again_and_again_is_quarantined_before_it_is_lost(
+    on_s: float, off_s: int, ends: bool
+) -> None:
+    policy, seen, found = Readmission(), 0, list[str]()
+    for now in range(3000):
+        if now % (on_s + off_s) < on_s:
+            seen = now
+        if not policy.sentences() and (why := policy.silent(3, seen, now)):
+            found.append(why)
+    assert policy.sentences() == found
+    assert found == ["node 3 is quarantined: silent for more than 10 s, 6 times within 85 s"] * ends
+    assert policy.seen(3, 3000.0) == ("wait" if ends else "take")
