@@ -36,14 +36,12 @@ from bench.fleets_rows import (
 )
 from bench.fleets_training import Roles, nodes_of, settings_of, train_seconds, training_of
 from bench.policies.admission import Admission, Admitted, KvShare, LiveCap
-from bench.policies.cmlfq_cost import CmlfqCost
 from bench.policies.episode_cap import EpisodeCap
-from bench.policies.la_mlfq import LaMlfq
+from bench.policies.libra import CmlfqCost, LaMlfq, Libra
 from bench.policies.tp_sticky import TpSticky
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.registry import make_policy
-from libra_hpc.policies.scheduling.rules.libra import Libra
 from libra_hpc.simulator.simulate import simulate
 
 OURS = "cmlfq"

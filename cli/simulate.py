@@ -57,7 +57,7 @@ def simulate(
     buckets: Annotated[str, typer.Option(metavar="LIST", help="Engines by TP degree.")] = "4xTP1,2xTP2,2xTP4",
     policy: Annotated[
         str, typer.Option(metavar="LIST", help=f"Of {', '.join(policy_names())} and {FORM}.")
-    ] = "cmlfq,least_loaded,libra",
+    ] = "cmlfq,least_loaded,sticky",
     batch_groups: Annotated[
         int, typer.Option(min=0, metavar="N", help="Groups per training step; 0: one batch of everything.")
     ] = 0,

@@ -9,9 +9,10 @@ from libra_hpc.policies.scheduling.registry import policy_names
 
 FILES = {
     "autellix": "autellix.py:Autellix",
-    "cmlfq_cost": "cmlfq_cost.py:CmlfqCost",
-    "la_mlfq": "la_mlfq.py:LaMlfq",
+    "cmlfq_cost": "libra.py:CmlfqCost",
+    "la_mlfq": "libra.py:LaMlfq",
     "length_aware": "length_aware.py:LengthAware",
+    "libra": "libra.py:Libra",
     "tp_sticky": "tp_sticky.py:TpSticky",
 }
 """Name -> file of this folder and class."""

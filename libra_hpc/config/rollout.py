@@ -32,7 +32,7 @@ class RolloutSection(Section):
     engines_per_node: PerNode = 1
     """Engines of a node; a list as for ``tp``."""
     policy: str = "cmlfq"
-    """Scheduling policy that chooses the engine of every turn: cmlfq, least_loaded, libra, sticky, or
+    """Scheduling policy that chooses the engine of every turn: cmlfq, least_loaded, sticky, or
     ``path/to/file.py:ClassName``; `libra-hpc simulate` compares them."""
     temperature: float = Field(1.0, ge=0.01, le=100)
     """Sampling temperature."""

@@ -32,9 +32,6 @@ from .initial import hybrid_of, interchangeable, run_file_values
 from .measured_train_speed import core_layout
 from .request import as_planned, request
 
-SORTING = ("cmlfq", "libra")
-"""Scheduling policies that send long trajectories to large TP; under others every replica gets a fair sample."""
-
 
 class SpedUpSteps:
     """Step times on a clock that runs ``speedup`` times as fast."""
@@ -57,7 +54,8 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
         return found if speedup == 1.0 else SpedUpSteps(found, speedup)
 
     engines = _engines(config)
-    if (len(engines) > 1 and config.rollout.policy not in SORTING) or (
+    # Under other policies than this one, long trajectories do not go to large TP.
+    if (len(engines) > 1 and config.rollout.policy != "cmlfq") or (
         config.run.engine == "real" and config.slurm.device == "cpu"
     ):
         return Planner(config.planner)

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from bench.policies import FILES, POLICIES
 from bench.policies.autellix import BETA, DECODE_S, Autellix, lower_bound_s
-from bench.policies.cmlfq_cost import CmlfqCost
-from bench.policies.la_mlfq import FOLLOW_S, LaMlfq
 from bench.policies.length_aware import LengthAware
+from bench.policies.libra import FOLLOW_S, CmlfqCost, LaMlfq
 from bench.policies.tp_sticky import TpSticky
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.registry import make_policy, policy_class

@@ -62,10 +62,10 @@ def test_a_policy_whose_process_ends_is_named(trace: Path, tmp_path: Path, capsy
 
 def test_table_fits_and_picture_is_written(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "out.svg"
-    assert simulate(str(trace), *FLEET, "--policy", f"libra,{STICKY}", "--plot", str(picture)) == 0
+    assert simulate(str(trace), *FLEET, "--policy", f"sticky,{STICKY}", "--plot", str(picture)) == 0
     out = capsys.readouterr().out
     rows = [line.split()[0] for line in out.splitlines() if line.strip()]
-    assert rows[-5:-3] == ["libra", "TpSticky"]
+    assert rows[-5:-3] == ["sticky", "TpSticky"]
     assert "makespan s" in out
     assert "re-prefill: tokens computed again" in out
     assert ">TpSticky</text>" in picture.read_text()
@@ -99,7 +99,7 @@ def test_steps_under_a_staleness_bound(trace: Path, capsys: pytest.CaptureFixtur
     [
         (["--policy", "cmflq"], ["--policy", "did you mean 'cmlfq'"]),
         (["--policy", ","], ["--policy", "no policy"]),
-        (["--policy", "seer"], ["--policy = 'seer': unknown policy", "bench/policies", "cmlfq, least_loaded, libra"]),
+        (["--policy", "seer"], ["--policy = 'seer': unknown policy", "bench/policies", "cmlfq, least_loaded, sticky"]),
         (["--policy", "absent.py:Mine"], ["--policy = 'absent.py:Mine': no file 'absent.py'"]),
         (["--buckets", "4xTP1,2TP2"], ["--buckets", "2TP2", "4xTP1"]),
         (["--buckets", "0xTP1"], ["--buckets", "0xTP1"]),

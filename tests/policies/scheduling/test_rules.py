@@ -1,4 +1,4 @@
-"""Rules of placement: those without a model of length, Libra's, what every policy owes, and a user's own."""
+"""Rules of placement: those without a model of length, what every policy owes, and a user's own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ from libra_hpc.errors import UserError
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.registry import check_policy, make_policy, policy_names
 from libra_hpc.policies.scheduling.rules.least_loaded import LeastLoaded, Sticky
-from libra_hpc.policies.scheduling.rules.length_buckets import LengthBuckets
-from libra_hpc.policies.scheduling.rules.libra import Libra
-from libra_hpc.policies.scheduling.rules.prefix_tree import RING, PrefixNode, PrefixTree, symbol
 from libra_hpc.policies.scheduling.rules.rule import eligible
-from libra_hpc.protocol.env import Signal
 
-from .boards import ERROR, OK, assert_nothing_is_kept, board_of, drive, ended, turn_of
+from .boards import assert_nothing_is_kept, board_of, drive, turn_of
 
 ALL = [name for name in policy_names() if name != "cmlfq"]
 
@@ -85,10 +81,12 @@ def test_names_and_mistakes() -> None:
         UserError,
         match=(
             r"^rollout\.policy = 'least_load': unknown policy \(other published rules are files in bench/policies .*\);"
-            r" valid: cmlfq, least_loaded, libra, sticky, path/to/file.py:ClassName \(did you mean 'least_loaded'\?"
+            r" valid: cmlfq, least_loaded, sticky, path/to/file.py:ClassName \(did you mean 'least_loaded'\?"
         ),
     ):
         make_policy("least_load")
+    with pytest.raises(UserError, match=r"'libra': no longer built in; .* bench/policies/libra\.py:Libra"):
+        check_policy("libra")
 
 
 MINE = """
@@ -125,108 +123,3 @@ def test_every_mistake_in_a_file_is_one_sentence(tmp_path: Path, name: str, word
         (tmp_path / file).write_text(text)
     with pytest.raises(UserError, match=words):
         check_policy(f"{tmp_path}/{name}")
-
-
-MIXED = (("one", 1), ("uno", 1), ("two", 2), ("four", 4))
-
-
-@pytest.mark.parametrize(("length", "level"), [(0, 0), (4_000, 0), (4_001, 1), (12_000, 1), (12_001, 2), (90_000, 2)])
-def test_a_length_belongs_to_the_first_threshold_not_below_it(length: int, level: int) -> None:
-    assert LengthBuckets().level(length, 3) == level
-    assert LengthBuckets().level(length, 2) == min(level, 1)
-    assert LengthBuckets().level(length, 1) == 0
-
-
-def test_buckets_fill_their_class_then_the_others_then_ignore_the_limit() -> None:
-    buckets, board = LengthBuckets(max_queue_length=1), board_of(*MIXED)
-    chosen = [buckets.choose(1, turn_of(f"t{i}"), board) for i in range(6)]
-    assert [e.engine for e in chosen if e] == ["two", "one", "uno", "four", "one", "uno"]
-    buckets.live.drop("t0")
-    assert buckets.choose(1, turn_of("t9"), board).engine == "two"
-
-
-def test_symbols_carry_tool_size_and_status() -> None:
-    assert [symbol(Signal("t", o, 1, 0.0))[2] for o in ("ok", "error", "timeout", "miss")] == [
-        "success",
-        "failure",
-        "timeout",
-        "success",
-    ]
-    assert [symbol(Signal("t", "ok", n, 0.0))[1] for n in (500, 501, 5_000, 5_001)] == [0, 1, 1, 2]
-
-
-def test_a_node_has_the_mean_of_all_and_the_p90_of_the_last() -> None:
-    node = PrefixNode()
-    for value in (10, 20, 30, 40, 50, 60, 70, 80, 90, 100):
-        node.add(value)
-    assert (node.mean, node.p90) == (55.0, 90)
-    for _ in range(RING):
-        node.add(7)
-    assert node.p90 == 7
-    assert node.mean == pytest.approx((550 + 7 * RING) / (10 + RING)), "the mean includes all samples"
-
-
-def test_the_tree_asks_the_prompt_first_and_walks_as_deep_as_it_matches() -> None:
-    tree = PrefixTree()
-    tree.insert(ended("a", "p", 1000, signals=(OK, ERROR), at=(100, 400)))
-    assert tree.look_up("p", (OK, ERROR)).mean == 600
-    assert tree.look_up("p", (OK, OK)).mean == 900, "the deepest match"
-    assert tree.look_up("q", (OK, ERROR)).mean == 600, "no tree of its own: the global one"
-    tree.insert(ended("b", "q", 50, signals=(ERROR,), at=(10,)))
-    assert tree.look_up("q", (OK, ERROR)).mean == 50, "its own root, although the global tree has the path"
-    tree.insert(ended("c", "p", 77))
-    assert tree.look_up("p", ()).count == 1, "a trajectory without tools adds no sample"
-
-
-def test_the_tree_is_rebuilt_from_recent_trajectories() -> None:
-    tree = PrefixTree()
-    for version in (0, 4, 5):
-        tree.insert(ended(f"t{version}", "p", 100 + version, signals=(OK,), at=(1,), version=version))
-    assert tree.look_up("p", ()).count == 3, "rebuilding loses nothing that is recent"
-
-
-def libra_with(remaining: list[int]) -> Libra:
-    """A policy that has seen these remaining lengths after one ok."""
-    policy = Libra()
-    for i, left in enumerate(remaining):
-        policy.finished(ended(f"old{i}", "p", 10 + left, signals=(OK,), at=(10,)), 0.0)
-    return policy
-
-
-def test_libra_starts_low_and_moves_when_mean_and_p90_agree() -> None:
-    policy, board = libra_with([20_000] * 5), board_of(*MIXED)
-    first = policy.route(turn_of("t"), board, 0.0)
-    assert (first.engine, first.level) == ("one", 0), "the shortest bucket, although the prompt is known to be long"
-    moved = policy.route(turn_of("t", at="one", turns=1, context=600, attained=10, signals=(OK,)), board, 1.0)
-    assert (moved.engine, moved.level) == ("four", 2)
-    assert moved.reason == "bucket 2, least connections four: mean 20000 and p90 20000 of the remaining tokens agree"
-
-
-def test_libra_stays_when_they_disagree_or_nothing_is_known() -> None:
-    board = board_of(*MIXED)
-    for policy, reason in (
-        (libra_with([100] * 8 + [30_000] * 2), "mean 6080 and p90 30000 of the remaining tokens disagree"),
-        (libra_with([]), "nothing is known"),
-        (libra_with([100] * 5), "mean 100 and p90 100 of the remaining tokens agree"),
-    ):
-        policy.route(turn_of("s"), board, 0.0)
-        assert policy.route(turn_of("t"), board, 0.0).engine == "uno", "least connections"
-        gap = turn_of("t", at="uno", turns=1, context=600, attained=10, signals=(OK,))
-        assert policy.route(gap, board, 1.0).reason == f"stay on uno: {reason}"
-
-
-def test_libra_moves_down_too_and_again_whatever_it_costs() -> None:
-    policy, board = libra_with([20_000] * 5), board_of(*MIXED)
-    policy.route(turn_of("t"), board, 0.0)
-    policy.route(turn_of("t", at="one", turns=1, attained=10, signals=(OK,)), board, 1.0)
-    for i in range(60):
-        policy.finished(ended(f"new{i}", "p", 130, signals=(OK, ERROR), at=(10, 30)), 2.0)
-    back = policy.route(turn_of("t", at="four", turns=2, context=90_000, attained=30, signals=(OK, ERROR)), board, 3.0)
-    assert (back.engine, back.level) == ("one", 0)
-
-
-def test_libra_counts_a_trajectory_until_it_ends() -> None:
-    policy, board = Libra(), board_of(("a", 1), ("b", 1))
-    assert [policy.route(turn_of(f"t{i}"), board, 0.0).engine for i in range(3)] == ["a", "b", "a"]
-    policy.finished(ended("t1", "p", 10), 1.0)
-    assert policy.route(turn_of("t4"), board, 1.0).engine == "b"
