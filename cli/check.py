@@ -15,9 +15,7 @@ from rich.table import Table
 
 from libra_hpc.config.learn import INITIAL, TaskTable
 from libra_hpc.config.load import load_run_file, validate, with_values
-from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.simulated import SimulatedSection
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir
@@ -27,13 +25,15 @@ from libra_hpc.preflight.gpu_memory import MemoryNeed
 from libra_hpc.preflight.named_files import check_planner_files
 from libra_hpc.preflight.train_worlds import describe_worlds
 from libra_hpc.slurm.submit import expected_start as job_start
-from libra_hpc.user_file import absolute
+from libra_hpc.user_file import absolute, placed
 
 from .config_show import OverrideOption, RunFileArgument
 from .output import busy, narrow_table, print_json, print_line, print_note, show
 from .runs import JsonOption
 from .split import show_split, simulating
 
+MODELS = ("path", "model")
+"""Keys of models."""
 COLUMNS = 80
 """Width of the table: a terminal of usual width shows it whole."""
 
@@ -123,64 +123,53 @@ def site_config(changes: Mapping[str, object] | None = None) -> RunConfig:
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """``config`` for a job that starts in another folder."""
-    model = str(Path(config.model.path).absolute()) if config.model.path else ""
-    warm_start = str(Path(config.rollout.warm_start).absolute()) if config.rollout.warm_start else ""
-    python, command = config.compute.python, config.notify.command
+    python, command, image = config.compute.python, config.notify.command, config.compute.image
     if config.compute.container == "none":
-        python, command = _program(python), [*map(_program, command[:1]), *command[1:]]
-    image = config.compute.image
-    if config.compute.container == "apptainer" and image and "://" not in image:
-        image = str(Path(image).expanduser().absolute())
-    template = config.slurm.template
-    folder, reference = _run_folder(config.run.dir), config.algorithm.reference
-    parts = [one.model_copy(update={"task": absolute(one.task), **_own_files(one)}) for one in config.task.train]
-    evals = [one.model_copy(update={"task": absolute(one.task), **_own_files(one)}) for one in config.task.eval]
+        python = _program("compute.python", python)
+        command = [*(_program("notify.command", name) for name in command[:1]), *command[1:]]
+    # Pyxis takes a file by its first character, and the name of a registry otherwise.
+    if "://" not in image and (config.compute.container == "apptainer" or image.startswith(("/", ".", "~", "$"))):
+        image = placed("compute.image", image)
+    if not config.run.dir:
+        raise invalid("run.dir", config.run.dir, "not given", "a writable folder on a file system all nodes share")
+    reference = config.algorithm.reference
+    parts = {
+        name: [one.model_copy(update={"task": absolute(f"task.{name}", one.task), **_own_files(one)}) for one in tasks]
+        for name, tasks in (("train", config.task.train), ("eval", config.task.eval))
+    }
     return config.changed(
-        run={"dir": str(folder)},
-        slurm={"template": str(Path(template).expanduser().absolute()) if template else ""},
+        run=_placed(config, "run", "dir"),
+        slurm=_placed(config, "slurm", "template"),
         compute={"python": python, "image": image},
         notify={"command": command},
-        model={"path": model},
-        task={"name": absolute(config.task.name), "train": parts, "eval": evals, **_own_files(config.task)},
+        model=_placed(config, "model", "path"),
+        task={"name": absolute("task.name", config.task.name), **parts, **_own_files(config.task)},
         algorithm={
-            "advantage": absolute(config.algorithm.advantage),
-            "loss": absolute(config.algorithm.loss),
-            "reference": reference if reference == INITIAL else str(Path(reference).absolute()),
+            "advantage": absolute("algorithm.advantage", config.algorithm.advantage),
+            "loss": absolute("algorithm.loss", config.algorithm.loss),
+            "reference": reference if reference == INITIAL else placed("algorithm.reference", reference),
         },
-        rollout={"warm_start": warm_start, "policy": absolute(config.rollout.policy)},
-        planner=_absolute(config.planner),
-        simulated=_absolute(config.simulated),
+        rollout={
+            "policy": absolute("rollout.policy", config.rollout.policy),
+            **_placed(config, "rollout", "warm_start"),
+        },
+        planner=_placed(config, "planner", "trace", "train_speed", "devices", "model"),
+        simulated=_placed(config, "simulated", "trace", "calibration", "devices", "model"),
     )
 
 
 def _own_files(task: TaskTable) -> dict[str, str]:
     """Data and reward of a task, with absolute paths."""
-    data = str(Path(task.data).absolute()) if task.data else ""
-    return {"data": data, "reward": absolute(task.reward)}
+    return {"data": placed("task.data", task.data), "reward": absolute("task.reward", task.reward)}
 
 
-def _program(given: str) -> str:
+def _program(field: str, given: str) -> str:
     """The path of a program, where it is found."""
-    if os.sep in given:
-        return str(Path(given).expanduser().absolute())
-    return shutil.which(given) or given
+    return placed(field, given) if os.sep in given else shutil.which(given) or given
 
 
-def _run_folder(given: str) -> Path:
-    """``run.dir`` with its variables replaced; raises `UserError` for an empty one and for an unknown variable."""
-    folder = os.path.expandvars(given)
-    if not folder:
-        raise invalid("run.dir", given, "not given", "a writable folder on a file system all nodes share")
-    if "$" in folder:
-        raise invalid("run.dir", given, "a variable in it is not set here", "a folder, or variables that are set")
-    return Path(folder).expanduser().absolute()
-
-
-def _absolute(section: PlannerSection | SimulatedSection) -> dict[str, str]:
-    """Absolute paths of the files that planning or a dry run reads; a model is a path only where that folder exists."""
-    named = {name: getattr(section, name, "") for name in ("trace", "train_speed", "calibration", "devices", "model")}
-    return {
-        name: str(Path(path).absolute())
-        for name, path in named.items()
-        if path and (name != "model" or os.path.exists(path))
-    }
+def _placed(config: RunConfig, section: str, *keys: str) -> dict[str, str]:
+    """Absolute paths of a section's files; a model that is no folder may be a short name (`model_shape`)."""
+    given = {key: getattr(getattr(config, section), key) for key in keys}
+    found = {key: placed(f"{section}.{key}", path) for key, path in given.items()}
+    return {key: path for key, path in found.items() if key not in MODELS or os.path.exists(path)}

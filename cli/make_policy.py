@@ -39,7 +39,7 @@ def make_policy(
         raise invalid("OUT", str(out), "exists already", "a new or empty folder")
     if executor not in (None, *EXECUTORS):
         raise invalid("--executor", executor, "unknown value", EXECUTORS)
-    made = jobs.make_policy(out.absolute(), absolute(task), seed, steps, executor=executor or "auto")
+    made = jobs.make_policy(out.absolute(), absolute("--task", task), seed, steps, executor=executor or "auto")
     # Without a warm start there is no loss to report.
     made = {name: value for name, value in made.items() if not (isinstance(value, float) and math.isnan(value))}
     if json:

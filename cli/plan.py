@@ -35,6 +35,7 @@ from libra_hpc.preflight.checked_run import known_rooms
 from libra_hpc.simulator.borrowing import Borrow, parse_borrow
 
 from . import plan_tables
+from .check import with_absolute_paths
 from .config_show import OverrideOption, RunFileArgument
 from .output import busy, picture_file, print_json, print_line, show
 from .plan_write import Options, Target, check_target, write_row
@@ -150,7 +151,7 @@ def plan(
     if target is not None:
         check_target(target, layouts=layouts, swept=low != high)
     lent = lenders(borrow, swept=low != high)
-    config = load_run_file(run_file, override, site_profile())
+    config = with_absolute_paths(load_run_file(run_file, override, site_profile()))
     files = {
         key: str(file or "") for key, file in (("devices", devices), ("trace", trace), ("train_speed", train_speed))
     }

@@ -25,10 +25,18 @@ def file_of(name: str) -> Path | None:
     return Path(path) if separator else None
 
 
-def absolute(name: str) -> str:
+def placed(field: str, path: str) -> str:
+    """A path for processes that start in another folder, with ``~`` and variables expanded; an empty one stays so."""
+    found = os.path.expanduser(os.path.expandvars(path))
+    if "$" in found:
+        raise invalid(field, path, "a variable in it is not set here", "a path, or variables that are set")
+    return found and str(Path(found).absolute())
+
+
+def absolute(field: str, name: str) -> str:
     """A name for processes that start in another folder; one without a file is returned as it is."""
     path, _, class_name = name.rpartition(":")
-    return f"{Path(path).absolute()}:{class_name}" if path.endswith(".py") else name
+    return f"{placed(field, path)}:{class_name}" if path.endswith(".py") else name
 
 
 def load_file(path: str | Path) -> ModuleType:

@@ -33,8 +33,7 @@ from libra_hpc_cli.runs import RUNS, attempt, find_run
 from libra_hpc_cli.sweep import swept
 
 from libra_hpc.config import grid
-from libra_hpc.config.load import flat, load_run_file
-from libra_hpc.config.site import site_profile
+from libra_hpc.config.load import flat
 from libra_hpc.errors import OperationError
 from libra_hpc.facts import series
 from libra_hpc.facts.columns import as_json
@@ -127,7 +126,7 @@ def plan(
 
     ``gpus``: to plan for, 0: those of the run file; ``quick``: by the cost models alone, without the simulator.
     """
-    config = load_run_file(Path(run_file), _texts(overrides), site_profile())
+    config = load(Path(run_file), _texts(overrides))
     asked = plan_verb.question(
         config, Options(gpus=gpus), Assumed(), node=True, rooms=known_rooms(config), switch_s=None
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .section import Seconds, Section, Steps, Valid
+from .section import FilePath, Seconds, Section, Steps, Valid
 
 NAME, NAME_LENGTH = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", 64
 """Names of runs and sweeps, which are parts of file names."""
@@ -18,7 +18,7 @@ class RunSection(Section):
 
     name: Annotated[str, Valid(NAME_WORDS)] = Field("run", pattern=NAME, max_length=NAME_LENGTH)
     """Name of the run. Its run directory is ``<dir>/<name>-<number>``."""
-    dir: str = "runs"
+    dir: FilePath = "runs"
     """Parent of run directories, on a file system all nodes share."""
     seed: int = Field(0, ge=0)
     """Seed of the data order and of sampling."""
@@ -71,7 +71,7 @@ class SlurmSection(Section):
     died."""
     login_shell: bool = False
     """Whether the batch script runs in a login shell (``bash -l``), for sites that define ``module`` there alone."""
-    template: str = ""
+    template: FilePath = ""
     """A site's own template of the batch script, a copy of ``sbatch/run.sbatch.j2`` with further lines (docs/site.md);
     empty: the built-in one."""
     spare: int = Field(0, ge=0)

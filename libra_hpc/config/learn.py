@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from libra_hpc.user_file import file_of
 
-from .section import Bytes, Mebibytes, Seconds, Section, Steps, Tokens, Valid, one_or_each
+from .section import Bytes, FilePath, Mebibytes, Seconds, Section, Steps, Tokens, Valid, one_or_each
 
 Recompute = Literal["none", "selective", "full"]
 ADVANTAGES, LOSSES = ("group_std", "group_mean", "rloo"), ("ppo", "gspo", "cispo")
@@ -38,7 +38,7 @@ Clip = Annotated[
 class ModelSection(Section):
     """``[model]``: the policy."""
 
-    path: str = ""
+    path: FilePath = ""
     """Hugging Face folder (config.json, safetensors, tokenizer), on the shared file system."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number format of weights and activations in training and rollout."""
@@ -47,7 +47,7 @@ class ModelSection(Section):
 class TaskTable(Section):
     """What one task is made of."""
 
-    data: str = ""
+    data: FilePath = ""
     """Rows to train on: a JSONL or Parquet file, or a folder of one split of Hugging Face `datasets`. All but JSONL
     needs the extra ``libra-hpc[parquet]``."""
     prompt: str = ""

@@ -257,8 +257,7 @@ def describe(field: FieldInfo) -> str:
     if typing.get_origin(field.annotation) is Literal:
         return " or ".join(repr(choice) for choice in typing.get_args(field.annotation))
     limits = [f"{sign} {bound:.10g}" for sign, bound in _bounds(field)]
-    rest = [f"matching {m.pattern}" for m in field.metadata if getattr(m, "pattern", None)]
-    rest += [f"with at least {m.min_length}" for m in field.metadata if isinstance(m, annotated_types.MinLen)]
+    rest = [f"with at least {m.min_length}" for m in field.metadata if isinstance(m, annotated_types.MinLen)]
     rest += [f"of at most {m.max_length} characters" for m in field.metadata if isinstance(m, annotated_types.MaxLen)]
     return " ".join(filter(None, [_kind(field), " and ".join(limits), *rest]))
 

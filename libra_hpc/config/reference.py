@@ -19,10 +19,11 @@ from libra_hpc.errors import UserError, nearest
 from .job import Component
 from .load import describe, section_of
 from .run import RunConfig
-from .section import Unit
+from .section import PATH, Unit
 from .site import ALLOWED
 
 WIDTH = 80
+PATHS = "A path is relative to the folder where you type, and `~` and `$NAME` in it are expanded there."
 
 
 class ConfigKey(NamedTuple):
@@ -75,11 +76,19 @@ def select(wanted: str) -> list[KeyTable]:
 
 def as_text(found: Sequence[KeyTable], present: Mapping[str, Any] | None = None) -> str:
     """Markdown of at most `WIDTH` columns, which a terminal shows as well; ``present``: by dotted key."""
-    parts = []
+    parts, first = [], dict[str, KeyTable]()
     for table in found:
         parts.append(f"## `[{_together(table.names)}]`")
         parts.append(textwrap.fill(table.text, WIDTH))
-        parts.append("\n".join(_entry(key, _present(table.names, key.name, present or {})) for key in table.keys))
+        # Components have keys in common, and so have tasks: described once, unless each has a value.
+        like = first.setdefault(table.names[0].rpartition(".")[0], table)
+        own = [key for key in table.keys if key not in like.keys or like is table or present]
+        entries = [_entry(key, _present(table.names, key.name, present or {})) for key in own]
+        if known := [f"`{key.name}`" for key in table.keys if key not in own]:
+            entries.append(_filled("- ", f"{', '.join(known)}: as in `[{like.names[0]}]`."))
+        parts.append("\n".join(entries))
+    if any(key.valid == PATH for table in found for key in table.keys):
+        parts.append(textwrap.fill(PATHS, WIDTH))
     return "\n\n".join(parts) + "\n"
 
 
@@ -152,13 +161,13 @@ def _together(names: Sequence[str]) -> str:
 
 def _entry(key: ConfigKey, present: str) -> str:
     """Valid values of a key, and below them its description, where else it may stand, and its present value."""
-    valid = re.sub(r"matching (\S+)", r"matching `\1`", key.valid)
     unit = f", in {key.unit}" if key.unit else ""
     also = f" Also allowed in: {', '.join(key.also_in)}." if key.also_in else ""
-    lines = [("- ", f"`{key.name}`: {valid}{unit}; default `{json.dumps(key.default)}`."), ("  ", key.text + also)]
-    return "\n".join(
-        textwrap.fill(
-            line, WIDTH, initial_indent=indent, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-        for indent, line in [*lines, *([("  ", present)] if present else [])]
+    lines = [("- ", f"`{key.name}`: {key.valid}{unit}; default `{json.dumps(key.default)}`."), ("  ", key.text + also)]
+    return "\n".join(_filled(indent, line) for indent, line in [*lines, *([("  ", present)] if present else [])])
+
+
+def _filled(indent: str, line: str) -> str:
+    return textwrap.fill(
+        line, WIDTH, initial_indent=indent, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

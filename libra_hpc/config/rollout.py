@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from .section import Mebibytes, Seconds, Section, Tokens, Valid, one_or_each
+from .section import FilePath, Mebibytes, Seconds, Section, Tokens, Valid, one_or_each
 
 Count = Annotated[int, Field(ge=1, le=1024)]
 
@@ -72,7 +72,7 @@ class RolloutSection(Section):
     record_steps: bool = False
     """Record every engine step in the run's log folder. `libra-hpc calibrate engine --run` fits step times to these
     records."""
-    warm_start: str = ""
+    warm_start: FilePath = ""
     """Run directory or `trajectories.jsonl` that the scheduling policy learns from before the first turn. Earlier
     attempts of the run always count."""
     max_trajectories: int = Field(0, ge=0)
@@ -89,13 +89,13 @@ class PlannerSection(Section):
     device: str = ""
     """GPU to plan for, a name of the device table; empty: each component's ``gpu_type``. In a dry run, ``device``,
     ``devices`` and ``model`` of ``[simulated]`` take precedence."""
-    devices: str = ""
+    devices: FilePath = ""
     """TOML file with further devices, in the form of `libra_hpc/models/devices.toml`."""
     model: str = ""
     """Known model whose shape to plan with; empty: ``model.path``."""
-    trace: str = ""
+    trace: FilePath = ""
     """Run directory or trajectories whose lengths to plan for; empty: an assumed log-normal distribution."""
-    train_speed: str = ""
+    train_speed: FilePath = ""
     """Measured training speed to plan with: a file of `libra-hpc calibrate train` or an earlier run's directory. Empty:
     the speed that the cost model assumes."""
     enabled: bool = True

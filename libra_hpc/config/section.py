@@ -33,6 +33,9 @@ def one_or_each(value: Any) -> str:
     return "each" if isinstance(value, list) else "one"
 
 
+PATH = "a path"
+FilePath = Annotated[str, Valid(PATH)]
+"""A file or folder. `placed` expands it for the verbs, as it does those beside a name in one text."""
 Seconds = Annotated[float, Unit("seconds")]
 Tokens = Annotated[int, Unit("tokens")]
 Bytes = Annotated[int, Unit("bytes")]

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .section import Seconds, Section
+from .section import FilePath, Seconds, Section
 
 
 class SimulatedSection(Section):
@@ -19,17 +19,17 @@ class SimulatedSection(Section):
     device: str = ""
     """Accelerator of every node, a name of the device table; empty: ``planner.device``, else each component's
     ``gpu_type``."""
-    devices: str = ""
+    devices: FilePath = ""
     """TOML file with further devices; empty: ``planner.devices``."""
     model: str = ""
     """Known model such as ``qwen3-14b``, or a Hugging Face folder, of which only ``config.json`` is read; empty:
     ``planner.model``, else ``model.path``."""
-    calibration: str = ""
+    calibration: FilePath = ""
     """File of measured engine steps, used instead of tables; empty: none."""
     source: Literal["auto", "tables", "roofline"] = "auto"
     """Where step times come from without a calibration file. ``tables``: measured operators. ``roofline``: the
     device's peaks. ``auto``: tables where there are some."""
-    trace: str = ""
+    trace: FilePath = ""
     """Trace file to replay; empty: generate trajectories."""
     presets: list[str] = Field(["r2e"], min_length=1)
     """Kinds of generated work, one after the other, each for an equal share of the run."""

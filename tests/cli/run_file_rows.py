@@ -78,6 +78,7 @@ RUN_FILE = [
         "compute.setup[0] = '#SBATCH --x=1': sbatch reads options above it only; valid",
     ),
     ("run.dir=$NOWHERE/x", "run.dir = '$NOWHERE/x': a variable in it is not set"),
+    ("task.data=$NOWHERE/x", "task.data = '$NOWHERE/x': a variable in it is not set"),
     ("slurm.time_limit=0", "slurm.time_limit = '0': no time at all; valid: minutes, "),
     ("slurm.time_limit=1; slurm.notice_s=120", "begins to save slurm.notice_s = 120 s before it"),
     ("slurm.notice_s=5", "slurm.notice_s = 5.0: too short to save anything; valid: 0, or a number >= 30."),

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from libra_hpc_cli.check import site_config
 
-from libra_hpc.config.load import load_run_file
+from libra_hpc.config.load import PATHS, flat, load_run_file
+from libra_hpc.config.reference import as_records, tables
 
 from .conftest import Cli, Outcome, Queue
 
@@ -61,6 +63,36 @@ def test_explain_fits_a_terminal_of_80_columns(site: Path, cli: Cli) -> None:
     text = cli("config", "explain", "--run", "run.toml").out
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "planner `1`, train `1`" not in text, "equal values of sections are written once"
+
+
+FILES = [one["key"] for one in as_records(tables()) if one["valid"] == "a path" and one["key"] in PATHS]
+
+
+@pytest.mark.parametrize("key", [*FILES, "compute.python", "planner.model", "simulated.model", "algorithm.reference"])
+def test_every_path_expands_home_and_variables_and_is_relative_to_where_one_types(
+    key: str, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (site / "files" / "x").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(site))
+    monkeypatch.setenv("FILES", "files")
+    found = {flat(site_config({key: path}).model_dump())[key] for path in ("~/files/x", "$HOME/$FILES/x", "files/x")}
+    assert found == {str(site / "files" / "x")}
+
+
+@pytest.mark.parametrize("key", ["rollout.policy", "task.name", "task.reward", "algorithm.loss", "algorithm.advantage"])
+def test_a_name_in_a_file_is_such_a_path_too(key: str, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(site))
+    assert flat(site_config({key: "~/x.py:name"}).model_dump())[key] == f"{site}/x.py:name"
+
+
+def test_keys_in_common_are_described_once_and_no_regular_expression_is_shown(cli: Cli) -> None:
+    text = cli("config", "explain").out
+    assert text.count("- `constraint`: ") == 1
+    assert "`constraint`, `reservation`, `account`, `qos`, `extra`: as in `[components.planner]`." in " ".join(
+        text.split()
+    )
+    assert "- `constraint`: " in cli("config", "explain", "components.hybrid").out
+    assert [one["key"] for one in as_records(tables()) if set("^$\\+") & set(one["valid"].replace("$VAR", ""))] == []
 
 
 def test_an_unknown_key_is_named_with_the_nearest_one(cli: Cli) -> None:

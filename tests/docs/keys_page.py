@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import textwrap
 
-from libra_hpc.config.reference import as_text, select, tables
+from libra_hpc.config.reference import PATHS, WIDTH, as_text, select, tables
 
 EXAMPLE = "rollout.max_model_len"
 SITE = re.compile(r"\s+Also\s+allowed\s+in:\s+site\s+profile\.")
@@ -25,6 +26,7 @@ $ libra-hpc config explain {name}
 
 - A run file is TOML. A key that is left out has its default.
 - An unknown key is an error, and so is a value of another type.
+{paths}
 - `-o section.key=value` replaces one value for one command.
 - Keys marked *(site)* may stand in a site profile as well (site.md).
 - `libra-hpc config show RUN.toml` prints the file with all defaults as JSON.
@@ -40,8 +42,12 @@ This page is written by `python -m tests.docs.keys_page`.
 
 def page() -> str:
     """The text of ``docs/configuration.md``."""
+    everything = as_text(tables()).removesuffix(f"\n{textwrap.fill(PATHS, WIDTH)}\n")
     return _PAGE.format(
-        name=EXAMPLE, example=as_text(select(EXAMPLE)).rstrip(), tables=SITE.sub("\n  *(site)*", as_text(tables()))
+        name=EXAMPLE,
+        example=as_text(select(EXAMPLE)).rstrip(),
+        paths=textwrap.fill(f"- {PATHS}", WIDTH, subsequent_indent="  "),
+        tables=SITE.sub("\n  *(site)*", everything),
     )
 
 
