@@ -46,6 +46,7 @@ from libra_hpc.mesh.world import Endpoint, NoWorld, World, meet
 from libra_hpc.process.agent_folders import hold, kept_folder, make_folders, own, owned, remove
 from libra_hpc.process.child import Child
 from libra_hpc.process.code_stamp import other_code
+from libra_hpc.process.dump import STRAY, dump_on_request, stray_words
 from libra_hpc.process.lease import CHECK_S, Fence
 from libra_hpc.process.leave import leave
 from libra_hpc.process.log_limit import raise_file_limit
@@ -143,6 +144,8 @@ class Agent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             loop.add_signal_handler(number, self._on_signal, number)
+        for stray in (signal.SIGHUP, signal.SIGINT, *STRAY):
+            loop.add_signal_handler(stray, lambda number: log.warning(stray_words(number)), stray)
         loop.set_exception_handler(self._on_defect)
         if self.rank == 0:
             # Before any message is read: what comes for the coordinator waits in the kernel until there is one.
@@ -472,6 +475,7 @@ def main() -> None:
     parser.add_argument("--from-step", type=int)
     arguments = parser.parse_args()
     faulthandler.enable()
+    dump_on_request()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     run, problem = RunDir(arguments.run), raise_file_limit() or other_code(os.environ)
     try:

@@ -30,6 +30,7 @@ import msgspec
 
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.agent_folders import remove_kept
+from libra_hpc.process.dump import STRAY, dump_on_request, stray_words
 from libra_hpc.process.lease import newest_lease
 from libra_hpc.process.retry import CANNOT_NOW, Patience, cannot, patiently, reason_of
 from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD, START, RanksStart, RanksStop
@@ -413,6 +414,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Ending before the ranks would make a stopping run appear dead.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: signals.append("USR1" if number == signal.SIGUSR1 else "TERM"))
+    for number in STRAY:
+        signal.signal(number, lambda number, frame: log_line(stray_words(number)))
+    dump_on_request()
     owner = own(RunDir(options.run), options, signals)
     try:
         raise SystemExit(owner.fail(options.unprepared) if options.unprepared else owner.serve())

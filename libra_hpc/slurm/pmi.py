@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from libra_hpc.process.agent_folders import orphans, remove_orphans
+from libra_hpc.process.dump import DUMP_SIGNAL, STRAY
 
 REQUEST_BYTES = 1024
 """``MAX_READLINE`` of Slurm's ``mpi/pmi2/pmi1.c``, in all its versions."""
@@ -94,7 +95,7 @@ def accompany(work: Callable[[], None]) -> None:
     if os.fork() != 0:
         return
     # Signals to the step are for the rank: this child ends after the rank has.
-    for ignored in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+    for ignored in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, DUMP_SIGNAL, *STRAY):
         signal.signal(ignored, signal.SIG_IGN)
     try:
         # Opened before the work: after it the rank may be gone, and its id may be another process's.
