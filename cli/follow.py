@@ -68,7 +68,7 @@ class Follower:
         known = jobs.records(self.run)
         newest = max(known.at, 0.0 if known.end is None else known.end.at)
         overtaken = newest > self._asked_at
-        quiet = known.status is None or known.end is not None or jobs.clock(self.run, now) - known.at > QUIET_S
+        quiet = known.status is None or known.end is not None or abs(jobs.clock(self.run, now) - known.at) > QUIET_S
         if known.settled or (overtaken and not quiet):
             self._answer, self._pause = NoAnswer(), 0.0
         elif now >= self._poll_at or overtaken:

@@ -285,3 +285,14 @@ def test_a_run_whose_machine_has_another_time_lives_while_its_status_moves(
     found = jobs.judge(run, running, now + 2.0 * SILENT_S)
     assert (found.state, found.reason) == ("silent", "no status for 2:00")
     assert jobs.judge(run, NoAnswer(), now).state == "running", "without Slurm too"
+
+
+def test_a_dead_run_whose_clock_was_ahead_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, now, looks = make_run(tmp_path), time.time(), list[float]()
+    monkeypatch.setattr(jobs.time, "sleep", looks.append)
+    write_status(run, at=now + 3600.0)
+    found = [jobs.judge(run, JobInfo("4711", JobState.RUNNING), now + later).state for later in (0.0, 2.0)]
+    assert (found, looks) == (["silent"] * 2, [jobs.LOOK_S])
+    follower = Follower(run, clock=lambda: now)
+    follower.refresh()
+    assert follower.state.state == "unknown"

@@ -86,6 +86,12 @@ CASES = {
         ("starting", "node 2 was lost", False),
     ),
     "hangs": (job("RUNNING"), OLD, None, ("silent", "no status for 1:05", False)),
+    "is dead, and its clock was ahead": (
+        job("RUNNING"),
+        snapshot("running", -7200.0),
+        None,
+        ("silent", "its status is 2:00:00 ahead of the clock here, and is not renewed", False),
+    ),
     "was queued again and has started": (job("RUNNING", started_s=3.0), OLD, None, "starting"),
     "was stopped, and has started again": (job("RUNNING", started_s=3.0), snapshot("cancelled", 5.0), None, "starting"),
     "was stopped, and its job is ending": (
@@ -169,6 +175,7 @@ CASES = {
     "no record, and a result": (NO_RECORD, OLD, ended("completed"), ("completed", SAVED, True)),
     "no record, and a last snapshot": (NO_RECORD, snapshot("failed", 900.0, "why"), None, ("failed", "why", True)),
     "no controller": (DEAD, None, None, ("unknown", DEAD.reason, False)),
+    "no controller, and its clock was ahead": (DEAD, snapshot("running", -7200.0), None, "unknown"),
     "no controller, and it writes": (DEAD, RUNS, None, ("running", "", False)),
     "no controller, and a result": (DEAD, OLD, ended("cancelled"), ("cancelled", SAVED, True)),
 }

@@ -3,6 +3,7 @@
 - No job was recorded -> never_queued; its record cannot be read -> unknown.
 - The job waits -> pending; it ran before -> requeued.
 - The job runs -> starting, running, or silent by the age of status.json; a stopped run's job is given `LEAVES_S`.
+- A status of a time to come is no sign of life either; ``now`` is by the clock of its machine while it is renewed.
 - A component of the job waits and another does not -> failed, because Slurm starts only whole jobs; its owner has
   `SILENT_S` to queue it again.
 - The job runs on without the node of its script -> failed once it is silent.
@@ -165,7 +166,7 @@ def run_state(records: RunRecords, answer: JobInfo | NoAnswer, now: float) -> Ru
         return _by_records(records, records.job, answer.reason, now)
     if answer.state is JobState.UNKNOWN:
         return _by_records(records, records.job, "Slurm has no record of its job", now)
-    if _never_whole(answer, now - records.at):
+    if _never_whole(answer, abs(now - records.at)):
         lost = "" if records.status is None else records.status.message
         reason = "; ".join(filter(None, [lost, NEVER_WHOLE]))
         return RunState("failed", reason, records.at or None, over=True, broken=True)
@@ -196,7 +197,7 @@ def _by_records(records: RunRecords, job: JobRecord, why: str, now: float) -> Ru
     end, status = records.end, records.status
     if end is not None:
         return RunState(end.state, end.message, end.at, over=True)
-    if status is not None and now - status.updated_at <= SILENT_S:
+    if status is not None and abs(now - status.updated_at) <= SILENT_S:
         return _by_status(status, now)
     return RunState("unknown", why, job.submitted_at if status is None else status.updated_at)
 
@@ -218,7 +219,7 @@ def _running(records: RunRecords, answer: JobInfo, now: float) -> RunState:
         if records.result is not None and (records.settled or now - end.at >= LEAVES_S):
             return RunState(end.state, end.message, end.at, over=True)
         return RunState("running", "; ".join(filter(None, [end.message, "its job is ending"])), end.at)
-    if answer.script_lost and status is not None and now - status.updated_at > SILENT_S:
+    if answer.script_lost and status is not None and abs(now - status.updated_at) > SILENT_S:
         return RunState("failed", SCRIPT_LOST, status.updated_at, over=True, broken=True)
     if status is None or status.state in FINAL or started > status.updated_at:
         return RunState("starting", "its agents are starting", answer.start_time)
@@ -227,8 +228,9 @@ def _running(records: RunRecords, answer: JobInfo, now: float) -> RunState:
 
 def _by_status(status: Status, now: float) -> RunState:
     age = now - status.updated_at
-    if age > SILENT_S:
-        return RunState("silent", f"no status for {duration(age)}", status.updated_at)
+    if abs(age) > SILENT_S:
+        ahead = f"its status is {duration(-age)} ahead of the clock here, and is not renewed"
+        return RunState("silent", f"no status for {duration(age)}" if age > 0.0 else ahead, status.updated_at)
     # A restart inside the job is a start, too; its message has the reason.
     return RunState("running" if status.state == "running" else "starting", status.message, status.started_at)
 
