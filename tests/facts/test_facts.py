@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import subprocess
 import time
@@ -14,6 +15,8 @@ import pytest
 from libra_hpc.facts import fact_writer
 from libra_hpc.facts.fact_writer import FactsWriter
 from libra_hpc.facts.rundir import RunDir, read_lines
+
+from .test_journal import Disk
 
 
 @pytest.fixture
@@ -81,6 +84,25 @@ def test_a_full_disk_keeps_lines_in_memory_and_shows_the_status_all_the_same(
     assert facts.close(10.0) == ""
     assert [line["step"] for line in read_lines(run.metrics)] == list(range(1, 300)), "each line once, none lost"
     assert all(json.loads(line) for line in run.metrics.read_bytes().splitlines()), "no torn line stays in the file"
+
+
+def test_lines_wait_for_a_quota_too_and_the_fault_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fact_writer, "RETRY_S", 0.05)
+    monkeypatch.setattr(fact_writer, "RETRY_MOST_S", 0.1)
+    run = RunDir(tmp_path)
+    facts = FactsWriter(run, 1)
+    disk = Disk(facts._metrics, 0, errno.EDQUOT)
+    for step in (1, 2):
+        facts.step({"step": step})
+    until(lambda: facts.fault)
+    assert facts.fault == f"Disk quota exceeded ({run.metrics})"
+    facts.status(b'{"step": 2}')
+    until(lambda: run.status.exists())
+    assert facts.recorded == 0
+    disk.room = 1000
+    until(lambda: facts.recorded == 2)
+    assert facts.close(10.0) == ""
+    assert [line["step"] for line in read_lines(run.metrics)] == [1, 2]
 
 
 def test_the_end_is_written_on_a_full_disk(disk: Path) -> None:

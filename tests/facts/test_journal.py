@@ -90,8 +90,8 @@ def numbers(path: Path) -> list[int]:
 class Disk:
     """A file on a disk with ``room`` bytes left; it may refuse to shorten files too."""
 
-    def __init__(self, log: LineLog, room: int) -> None:
-        self.file, self.room = log._handle, room
+    def __init__(self, log: LineLog, room: int, number: int = errno.ENOSPC) -> None:
+        self.file, self.room, self.number = log._handle, room, number
         log._handle = self  # type: ignore[assignment]
 
     def fileno(self) -> int:
@@ -100,7 +100,7 @@ class Disk:
     def write(self, data: bytes) -> int:
         part = data[: self.room]
         if not part:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(self.number, os.strerror(self.number))
         self.room -= len(part)
         return self.file.write(part) or 0
 
