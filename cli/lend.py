@@ -85,6 +85,7 @@ def start_lender(terms: LendTerms, runs: Path) -> Path:
     try:
         place = records.folder()
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        records.remove_ended(place)
         page = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base)) / "page"
         Page.create(page)
     except OSError as error:

@@ -181,9 +181,13 @@ def inject(case: Chaos, lent: SmallServer, fault: str) -> SmallServer:
             os.kill(record["pid"], signal.SIGKILL)
             wait(lambda: not Path(f"/proc/{guest}").exists(), "the end of the guest without its lender")
             assert lent.answers(), fault
-            path.unlink()
             lent.end()
-            return SmallServer(case)
+            lent = SmallServer(case)
+            lent.wait("lends")
+            assert {path.stem for path in lent.place.iterdir() if path.stem == name} == set(), (
+                "what the killed one left"
+            )
+            return lent
         case "server killed":
             lent.end()
             wait(lambda: not list(lent.place.iterdir()), "the end of the lender without its server")

@@ -1,7 +1,7 @@
 """The record of a lender: a file that everybody who looks for lenders reads, in a folder beside the site profile.
 
 - `~/.config/libra-hpc/lenders/NAME.json`, mode 0600, replaced as a whole; ``LIBRA_HPC_LENDERS`` names another folder.
-- Its lender renews it every `RENEW_S` and removes it at its end.
+- Its lender renews it every `RENEW_S` and removes it at its end; of one that was killed, the next lender there does.
 - Not renewed for `GONE_S`, by the clock of the file system alone, or its process has ended here -> it is gone.
 - `NAME.out`: what its last guest printed.
 - `NAME.revoked` beside it -> the lender gives nothing until that file is removed.
@@ -84,6 +84,13 @@ def remove_record(place: Path, name: str) -> None:
     for path in (record_file(place, name), revoked_file(place, name), log_file(place, name)):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+def remove_ended(place: Path) -> None:
+    """Remove what lenders left that were killed on this machine."""
+    for name, (record, _) in all_records(place).items():
+        if record is not None and _ended(record):
+            remove_record(place, name)
 
 
 def own_identity() -> tuple[str, int, int]:

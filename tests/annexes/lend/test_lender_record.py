@@ -55,6 +55,10 @@ def test_a_lender_whose_process_has_ended_is_gone_at_once_and_one_elsewhere_afte
     past = time.time() - records.GONE_S - 1.0
     os.utime(records.record_file(tmp_path, "elsewhere"), (past, past))
     assert gone(tmp_path)["elsewhere"]
+    records.log_file(tmp_path, "ended").touch()
+    records.log_file(tmp_path, "elsewhere").touch()
+    records.remove_ended(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere.json", "elsewhere.out"]
 
 
 def test_a_lender_whose_clock_is_an_hour_off_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
