@@ -2,6 +2,7 @@
 
 - An engine has a free slot -> the turn with the lowest `Policy.key` is offered to `Policy.route`.
 - It waits for any slot -> it returns to its place.
+- It waits for its last engine -> it is set aside until that engine has a free slot, or takes no turns.
 - It waits for a sibling -> it is set aside until a trajectory of its prompt ends.
 - It waits for room in a KV cache -> it is set aside, and offered first, until the first of these still has no room.
 - Nothing waits -> a policy that migrates running turns (`turn_migration`) chooses moves.
@@ -41,6 +42,8 @@ class Dispatcher:
         self._entries: dict[str, _Entry] = {}
         self._prompts: dict[str, dict[str, _Entry]] = {}
         self._roomless: list[tuple[float, int, _Entry]] = []
+        self._home: dict[str, list[tuple[float, int, _Entry]]] = {}
+        """By engine: heap of the turns that wait for it."""
         self._count = 0
         self._rebalances = policy if isinstance(policy, Rebalances) else None
         self._rebalance_at = 0.0
@@ -73,6 +76,9 @@ class Dispatcher:
         routed: list[tuple[TurnView, Decision]] = []
         refused: list[_Entry] = []
         heap, board, route = self._heap, self.board, self.policy.route
+        if board.free > 0:
+            for engine in list(self._home):
+                self._requeue(engine)
         if self._roomless:
             self._offer_room(routed, now)
         while heap and board.free > 0 and len(refused) < MAX_REFUSED:
@@ -89,6 +95,9 @@ class Dispatcher:
                 entry.parked = True
                 heappush(self._roomless, (key, entry.number, entry))
                 board.room_key = min(key, board.room_key)
+            elif decision.wait == "home":
+                entry.parked = True
+                heappush(self._home.setdefault(turn.engine, []), (key, entry.number, entry))
             else:
                 refused.append(entry)
         for entry in refused:
@@ -151,6 +160,19 @@ class Dispatcher:
                 entry.parked = False
                 self._push(entry)
         board.room_key = inf
+
+    def _requeue(self, engine: str) -> None:
+        """Offer as many of the turns that wait for an engine as it has free slots; all, if it takes no turns."""
+        waiting, view = self._home[engine], self.board.engines.get(engine)
+        count = view.free if view is not None and view.open else len(waiting)
+        while waiting and count > 0:
+            key, _, entry = heappop(waiting)
+            if entry.alive and entry.parked and key == entry.key:
+                entry.parked = False
+                self._push(entry)
+                count -= 1
+        if not waiting:
+            del self._home[engine]
 
     def _send(self, entry: _Entry, decision: Decision, routed: list[tuple[TurnView, Decision]]) -> None:
         self.board.sent(decision.engine, entry.turn.context_tokens)

@@ -52,8 +52,8 @@ class Decision(msgspec.Struct, frozen=True):
     template: str
     """The reason, with names of ``numbers`` in braces; `reason` fills them in, off the hot path."""
     numbers: Mapping[str, float | str]
-    wait: Literal["slot", "sibling", "room"] = "slot"
-    """What a waiting turn waits for: any free slot, the end of a sibling, or room in any KV cache."""
+    wait: Literal["slot", "home", "sibling", "room"] = "slot"
+    """What a waiting turn waits for: any free slot, one at its last engine, a sibling's end, room in any KV cache."""
 
     @property
     def reason(self) -> str:

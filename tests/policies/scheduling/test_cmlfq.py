@@ -124,6 +124,21 @@ def test_all_full_waits_for_any_slot() -> None:
     assert decision.reason.startswith("wait: ")
 
 
+def test_a_full_home_is_a_queue_unless_moving_pays_by_the_margin() -> None:
+    policy, made = warm_policy(p=3000), board(("a", 1), ("b", 1), cap=1)
+    home = send(policy, made, "t", "p", context=5000)
+    made.answered(home, 5000)
+    made.sent(home, 5)
+    later = turn("t", "p", at=home, turns=1, context=5200, attained=100, signals=(OK,))
+    decision = route(policy, made, later)
+    assert (decision.engine, decision.wait) == ("", "home")
+    assert decision.reason.startswith(f"wait: {home} has the prefix cached and no free slot")
+    for _ in range(8):
+        load = policy._loads.get(home)
+        load.add(Placed(), reach=3e4, work=3e8, prefill=0.0, finish=load.finish_with(3e4, 3e8, 0.0))
+    assert route(policy, made, later).engine not in ("", home)
+
+
 def test_the_probe_goes_first_then_the_longest() -> None:
     policy = warm_policy(long=20_000, short=100)
     keys = {

@@ -55,6 +55,10 @@ def park(board: Board) -> Decision:
     return decision(wait="sibling")
 
 
+def go_home(board: Board) -> Decision:
+    return decision("b" if board.engines["b"].free else "", wait="home")
+
+
 def queued(cap: int = 64) -> tuple[Scripted, Board, Dispatcher]:
     policy, made = Scripted(), board(("a", 1), cap=cap)
     return policy, made, Dispatcher(policy, made)
@@ -92,6 +96,25 @@ def test_a_pass_gives_up_after_so_many_refusals() -> None:
         queue.ready(turn(str(i)), 0.0)
     assert queue.dispatch(0.0) == []
     assert policy.asked == [str(i) for i in range(MAX_REFUSED)]
+
+
+def test_turns_that_wait_for_their_engine_hold_up_nobody_and_come_with_its_slots() -> None:
+    policy, made = Scripted(), board(("a", 1), ("b", 1), cap=2)
+    queue = Dispatcher(policy, made)
+    made.set_cap("b", 0)
+    for i in range(MAX_REFUSED + 5):
+        policy.routes[str(i)] = go_home
+        queue.ready(turn(str(i), at="b", context=1), 0.0)
+    queue.ready(turn("other"), 0.0)
+    assert names(queue.dispatch(0.0)) == ["other"]
+    policy.asked.clear()
+    assert queue.dispatch(0.0) == []
+    assert policy.asked == [], "none is asked while its engine is full"
+    made.set_cap("b", 2)
+    assert names(queue.dispatch(0.0)) == ["0", "1"]
+    made.set_open("b", False)
+    policy.routes.clear()
+    assert names(queue.dispatch(0.0)) == ["2"], "closed: any engine will do"
 
 
 def test_parked_turns_come_back_when_a_sibling_ends_or_is_aborted() -> None:
@@ -140,7 +163,8 @@ def test_withdrawn_and_replaced_turns_do_not_come() -> None:
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from("rdfaw"), st.integers(0, 9), st.sampled_from((refuse, park, anywhere))), max_size=60
+        st.tuples(st.sampled_from("rdfaw"), st.integers(0, 9), st.sampled_from((refuse, park, go_home, anywhere))),
+        max_size=60,
     )
 )
 def test_no_turn_is_lost_or_sent_twice(steps: list[tuple[str, int, Callable[[Board], Decision]]]) -> None:
@@ -152,7 +176,7 @@ def test_no_turn_is_lost_or_sent_twice(steps: list[tuple[str, int, Callable[[Boa
         name = str(i)
         if what == "r" and name not in waiting:
             policy.routes[name] = route
-            queue.ready(turn(name, f"p{i % 3}", context=5), 0.0)
+            queue.ready(turn(name, f"p{i % 3}", at="b", context=5), 0.0)
             waiting.add(name)
         elif what == "w":
             queue.withdraw(name)

@@ -6,6 +6,7 @@ exceed the KV caches, `residency` decides which trajectories keep theirs and whi
 - A turn is ready -> the engine where it adds least to ``sum over engines of finish ** 4`` (`engine_loads`).  The sum
   stands for the makespan: it sends long trajectories to fast engines and fills slow engines with short ones.
 - The prefix is cached at the last engine -> the trajectory stays, unless staying adds `MOVE_MARGIN` times more.
+- Its last engine is full -> it waits there, unless staying adds `MOVE_MARGIN` times more than an engine with a slot.
 - An engine is borrowed -> steps take 1 / share of the time.  If the trajectory must leave (`availability`), its
   prefill and the rest of its work are added at an own engine.
 - First turn -> also the engine of the sibling that started last, whose cache holds the prompt (`SIBLING_MARGIN`).
@@ -36,7 +37,7 @@ from libra_hpc.policies.scheduling.turn_migration import (
 )
 from libra_hpc.protocol.env import Signal
 
-from .cmlfq_reasons import LEAVES, MOVES, NO_ROOM, STARTS, STARTS_AT_SIBLING, STAYS, WAITS
+from .cmlfq_reasons import LEAVES, MOVES, NO_ROOM, STARTS, STARTS_AT_SIBLING, STAYS, WAITS, WAITS_AT_HOME
 from .remaining_work import Cursor, RemainingWorkEstimator
 
 MOVE_MARGIN: Final = 3.0
@@ -160,7 +161,7 @@ class CausalMlfq:
             if not turn.attained_tokens:
                 self._offer_sibling(choice, turn.prompt_id, claim)
         load = choice.load
-        if load is None:
+        if load is None or not load.view.free:
             return self._wait(choice, tracked, load_before, board.room_key)
         load.add(tracked, reach=choice.cursor.reach, work=choice.work, prefill=choice.prefill, finish=choice.finish)
         if load_before is not None:
@@ -269,9 +270,9 @@ class CausalMlfq:
         release(claim)
 
     def _offer_last(self, choice: _Choice, turn: TurnView, tracked: _Tracked, last: EngineWork) -> None:
-        """Offer the engine that has the prefix cached; from then on others must add `MOVE_MARGIN` times less."""
+        """Offer the engine that has the prefix cached, full or not; others must then add `MOVE_MARGIN` times less."""
         view, context = last.view, choice.context
-        if not view.free or view.version != tracked.version or not last.can_hold(tracked.claim, context):
+        if not view.open or view.version != tracked.version or not last.can_hold(tracked.claim, context):
             return
         prefill = choice.cursor.future + (turn.signals[-1].payload_tokens if turn.signals else 0)
         self._offer(choice, last, prefill, STAYS, inf)
@@ -329,15 +330,15 @@ class CausalMlfq:
             load_before.add(
                 tracked, reach=choice.cursor.reach, work=choice.work, prefill=tracked.prefill, finish=finish
             )
-        claim = tracked.claim
+        claim, home = tracked.claim, choice.load is not None
         roomless = claim.cache is None and (claim.key > room_key or self._loads.lack_room(claim, choice.context))
         return Decision(
             engine="",
             priority=tracked.priority,
             level=0,
-            template=NO_ROOM if roomless else WAITS,
+            template=WAITS_AT_HOME if home else NO_ROOM if roomless else WAITS,
             numbers=choice.numbers(),
-            wait="room" if roomless else "slot",
+            wait="home" if home else "room" if roomless else "slot",
         )
 
     @staticmethod

@@ -21,4 +21,5 @@ LEAVES: Final = (
     "move: the last engine is gone, full or under new weights; {engine} finishes in {finish_s:.1f} s" + _LEFT
 )
 NO_ROOM: Final = "wait: the KV caches are full with in-flight contexts" + _LEFT
+WAITS_AT_HOME: Final = "wait: {engine} has the prefix cached and no free slot" + _LEFT
 WAITS: Final = "wait: no engine has a free slot" + _LEFT
