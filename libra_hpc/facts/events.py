@@ -8,6 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from .rundir import RunDir, parse
+
+NEWEST_BYTES = 1 << 17
+"""What a screen reads of events every second: some hundred lines."""
+OFTEN = frozenset({"weights_applied", "held", "node_state", "resubmitted", "turn_interrupted", "trajectory_failed"})
+"""Kinds that come many times a step; a screen counts them, or has none of them."""
+
 
 class EventKind(NamedTuple):
     """One kind; ``fields``: names, separated by spaces."""
@@ -167,6 +174,34 @@ EVENTS = {one.kind: one for one in (*RUN, *NODES, *PLANNER, *ENGINES, *ROLLOUT, 
 def in_words(kind: str) -> str:
     """``engine_lost`` as ``engine lost``."""
     return kind.replace("_", " ")
+
+
+def place_of(event: Mapping[str, Any]) -> str:
+    """Node, engine, part and host of an event."""
+    parts = [f"node {event['rank']}"] if isinstance(event.get("rank"), int) else []
+    parts += [str(event[key]) for key in ("engine", "part", "host") if event.get(key) not in (None, "")]
+    return ", ".join(parts)
+
+
+def cause_of(event: Mapping[str, Any]) -> str:
+    """State and reason of an event."""
+    parts = [str(event[key]) for key in ("state", "reason", "message", "error", "signal") if event.get(key)]
+    if event["kind"] == "experience_kept":
+        parts.append(f"{event.get('trajectories', 0)} finished, {event.get('unfinished', 0)} unfinished")
+    return ": ".join(parts)
+
+
+def last_events(run: RunDir) -> list[dict[str, Any]]:
+    """The newest events of a run but `OFTEN` ones, oldest first, as far as they are in the last `NEWEST_BYTES`."""
+    try:
+        with run.events.open("rb") as file:
+            file.seek(max(0, run.events.stat().st_size - NEWEST_BYTES))
+            found = [parse(line) for line in file]
+    except OSError:
+        return []
+    return [
+        event for event in found if event.get("kind") in EVENTS.keys() - OFTEN and event.get("action", "") != "hold"
+    ]
 
 
 def alert_of(event: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ last decision.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -21,10 +22,12 @@ from rich.text import Text
 
 from libra_hpc.protocol.agents import LenderReport
 
+from . import series
 from .columns import rows_of
 from .estimate import accuracy_line, estimate_line
+from .events import cause_of, in_words, place_of
 from .failed import failed_line
-from .series import first_and_last
+from .series import Record, first_and_last
 from .status import (
     FINAL,
     LENDER_HEADS,
@@ -41,7 +44,11 @@ from .summary import duration, label_grid, state_text
 
 WIDTH = 100
 """Columns the screen is designed for; wider terminals are not stretched."""
+WIDEST = 120
+"""Columns of a watched screen, which fills its terminal."""
 SPARK_WIDTH = 24
+LEAST_ROOM = 6
+"""Lines below a watched screen from which they show what happened lately."""
 BAR_WIDTH = 7
 STALE_HEARTBEAT_S = 5.0
 """Age of a heartbeat that is shown in red; one comes about every second."""
@@ -65,18 +72,52 @@ class StatusScreen:
 
     The short one has no blank lines, lenders, estimates and counts, one row a role, and one line for the decision.
 
-    ``now`` is epoch seconds, ``rewards`` the reward of each step of all attempts.
+    ``now`` is epoch seconds, ``rewards`` the reward of each step of all attempts.  What is left of ``lines`` shows
+    ``steps`` over time and the newest events of ``log``.
     """
 
-    def __init__(self, status: Status, *, now: float, rewards: Sequence[float] = (), lines: int = 0) -> None:
+    def __init__(
+        self,
+        status: Status,
+        *,
+        now: float,
+        rewards: Sequence[float] = (),
+        lines: int = 0,
+        steps: Sequence[Record] = (),
+        log: Sequence[Record] = (),
+    ) -> None:
+        self._steps, self._log, self._width = steps, log, WIDEST if lines else WIDTH
         self._over = status.state in FINAL
         self._status = as_ended(status) if self._over else status
         self._now, self._rewards, self._lines = now, rewards, lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        whole = self._panel(short=False)
-        fits = not self._lines or len(console.render_lines(whole, options)) <= self._lines
-        yield whole if fits else self._panel(short=True)
+        shown = self._panel(short=False)
+        if self._lines and len(console.render_lines(shown, options)) > self._lines:
+            shown = self._panel(short=True)
+        yield shown
+        room = self._lines - len(console.render_lines(shown, options))
+        if room >= LEAST_ROOM and (self._steps or self._log):
+            yield self._lately(room - 2)
+
+    def _lately(self, room: int) -> Panel:
+        """Speeds and rewards over the steps, and below them as many of the newest events as there is room for."""
+        grid = label_grid()
+        grid.columns[1].no_wrap, grid.columns[1].overflow = True, "ellipsis"
+        curves = [(stage, f"{stage}_tokens_per_s", "{:,.0f} tokens/s") for stage in ("train", "rollout")]
+        names = dict.fromkeys(name for row in self._steps for name in row)
+        # Of the tasks of a mixture, and of evaluations.
+        curves += [(one, one, "{:.3f}") for one in names if one.endswith("/reward") or one.startswith("eval/")]
+        for label, name, form in curves[: max(2, room // 2)]:
+            values = series.column(self._steps, name)
+            first, last = first_and_last(values, self._status.steps)
+            if first is not None and last is not None:
+                change = f"{form.format(first).removesuffix(' tokens/s')} → {form.format(last)}"
+                grid.add_row(label, Text.assemble((sparkline(values), "green"), f"  {change}"))
+        for event in self._log[-max(room - grid.row_count, 1) :]:
+            at = time.strftime("%H:%M:%S", time.localtime(event["t"]))
+            grid.add_row(at, ": ".join(filter(None, (in_words(event["kind"]), place_of(event), cause_of(event)))))
+        return Panel(grid, title="lately", title_align="left", box=box.ROUNDED, padding=(0, 2), width=self._width)
 
     def _panel(self, *, short: bool) -> Panel:
         status, over, now = self._status, self._over, self._now
@@ -108,7 +149,7 @@ class StatusScreen:
             title_align="left",
             box=box.ROUNDED,
             padding=(0 if short else 1, 2),
-            width=WIDTH,
+            width=self._width,
         )
 
 

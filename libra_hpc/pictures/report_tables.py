@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from libra_hpc.facts import series
-from libra_hpc.facts.events import EVENTS, in_words
+from libra_hpc.facts.events import EVENTS, cause_of, in_words, place_of
 from libra_hpc.facts.starts import RunStart
 from libra_hpc.facts.status import LENDER_HEADS, because, gone, lender_rows
 from libra_hpc.facts.summary import MOVE_HEADS, Summary, duration, move_rows, seconds_text
@@ -78,7 +78,7 @@ def faults(log: Sequence[series.Record]) -> PageTable:
     """What went wrong and what followed; empty where an attempt only ended well."""
     begin = log[0]["t"] if log else 0.0
     rows = [
-        (duration(event["t"] - begin), in_words(event["kind"]), _where(event), _what(event))
+        (duration(event["t"] - begin), in_words(event["kind"]), place_of(event) or "-", cause_of(event) or "-")
         for event in log
         if event["kind"] in EVENTS and EVENTS[event["kind"]].fault and not _harmless(event)
     ]
@@ -120,19 +120,6 @@ def _action(action: str, event: series.Record) -> str:
     ranks = event.get("nodes")
     ranks = ranks if isinstance(ranks, list) and ranks else [event.get("node")]
     return f"node{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} to {action.removeprefix('to_')}"
-
-
-def _where(event: series.Record) -> str:
-    parts = [f"node {event['rank']}"] if isinstance(event.get("rank"), int) else []
-    parts += [str(event[key]) for key in ("engine", "part", "host") if event.get(key) not in (None, "")]
-    return ", ".join(parts) or "-"
-
-
-def _what(event: series.Record) -> str:
-    parts = [str(event[key]) for key in ("state", "reason", "message", "error", "signal") if event.get(key)]
-    if event["kind"] == "experience_kept":
-        parts.append(f"{event.get('trajectories', 0)} finished, {event.get('unfinished', 0)} unfinished")
-    return ": ".join(parts) or "-"
 
 
 def _harmless(event: series.Record) -> bool:

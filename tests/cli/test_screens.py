@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from libra_hpc_cli import app, output, split
+from libra_hpc_cli.follow import Follower
 from rich.console import Console
 
 from libra_hpc.facts.rundir import RunDir
@@ -143,6 +144,42 @@ def test_the_lenders_of_a_running_run_are_whole_in_80_columns(tmp_path: Path) ->
     assert "t-104 spot gone 90% 2,412 910k -" in found
 
 
+TASKS = [{"step": n, "t": 1.0, "math/reward": 0.01 * n, "code/reward": 0.5} for n in (61, 65)]
+CURVES = ["train", "rollout", "math/reward", "code/reward", "eval/aime"]
+
+
+@pytest.mark.parametrize(("room", "curves", "events"), [(5, 0, 0), (6, 2, 2), (10, 4, 4), (30, 5, 5)])
+def test_the_room_below_a_watched_run_shows_speeds_tasks_and_the_newest_events(
+    site: Path, queue: Queue, room: int, curves: int, events: int
+) -> None:
+    run = synthetic.make_run(site / "runs")
+    synthetic.write(run.metrics, *TASKS)
+    synthetic.write(run.evaluations, {"step": 65, "task": "aime", "mean": 0.3})
+    run.events.write_text("")
+    lost = {"rank": 3, "engine": "r3.0", "reason": "it hung"}
+    for _ in range(5):
+        hold = synthetic.event(1.0, "decision", action="hold", reason="no gain")
+        synthetic.write(run.events, synthetic.event(1.0, "engine_lost", **lost), hold, synthetic.event(1.0, "held"))
+    write_status(run, "running")
+    queue.answer = JobInfo("4711", JobState.RUNNING, start_time=1.0)
+    follower = Follower(run)
+    follower.refresh()
+
+    def shown(lines: int) -> list[str]:
+        out = io.StringIO()
+        Console(file=out, width=120).print(follower.screen(lines))
+        return out.getvalue().splitlines()
+
+    above = next(n for n in range(30, 80) if "rank" in "".join(shown(n)))
+    found = shown(above + room)
+    assert len(found) <= above + room
+    assert {len(line) for line in found} == {120}
+    lately = "\n".join(found[above:])
+    assert [name for name in CURVES if re.search(f"│  {name} .* → ", lately)] == CURVES[:curves]
+    assert lately.count("engine lost: node 3, r3.0: it hung") == events
+    assert "held" not in lately
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("roles", [THREE, SIX, ["planner", *["rollout", "train"] * 30]])
 def test_a_watched_run_fits_a_terminal_of_80x24(
@@ -163,7 +200,8 @@ def test_a_watched_run_fits_a_terminal_of_80x24(
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
     monkeypatch.setattr(sys, "argv", ["libra-hpc", "status", "quick-001", "--watch"])
-    monkeypatch.setenv("TERM", "xterm")
+    for name, value in {"TERM": "xterm", "LINES": "24", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
     with open(theirs, "w", encoding=encoding) as stream, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", stream)
         with pytest.raises(SystemExit):
