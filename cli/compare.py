@@ -20,6 +20,7 @@ from libra_hpc.facts.columns import as_json, cell, compared
 from libra_hpc.facts.comparison import SEED, ComparedRun, Comparison, MetricCurve
 from libra_hpc.facts.comparison import compare as side_by_side
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.status import dry_run
 from libra_hpc.facts.summary import duration, state_text
 from libra_hpc.policies.learning.scaling import Sigmoid, fit_sigmoid
 
@@ -146,7 +147,8 @@ def settings_table(comparison: Comparison, states: Sequence[str]) -> Table:
     made = table("#>", "run~", "state", "step>", "differs in~")
     for number, (run, state) in enumerate(zip(comparison.runs, states, strict=True), start=1):
         step = f"{run.steps}/{run.steps_wanted}"
-        made.add_row(str(number), run.run, state_text(state), step, words(run.values) or "nothing")
+        how = Text.assemble(state_text(state), dry_run(run.speedup))
+        made.add_row(str(number), run.run, how, step, words(run.values) or "nothing")
     return made
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.series import first_and_last
-from libra_hpc.facts.status import read_status
+from libra_hpc.facts.status import dry_run, read_status
 from libra_hpc.facts.summary import state_text
 from libra_hpc.facts.sweep_record import read_member
 from libra_hpc.slurm.queue.run_state import RunState, State
@@ -127,6 +127,7 @@ def row(run: RunDir, state: RunState) -> dict[str, Any]:
         "submitted_at": created(run),
         "step": None if status is None else status.step,
         "steps": None if status is None else status.steps,
+        "speedup": 1.0 if status is None else status.speedup,
         "reward_first": first,
         "reward": last,
         "updated_at": None if status is None else status.updated_at,
@@ -169,7 +170,7 @@ def cells_of(fact: dict[str, Any], now: float) -> dict[str, str | Text]:
     return {
         "run": fact["run"],
         "job": fact["job_id"] or "-",
-        "state": state_text(fact["state"]),
+        "state": Text.assemble(state_text(fact["state"]), dry_run(fact["speedup"])),
         "attempt": str(fact["attempt"]) if fact["attempt"] > 1 else "-",
         "step": "-" if fact["step"] is None else f"{fact['step']}/{fact['steps']}",
         "reward": "-" if fact["reward"] is None else f"{fact['reward_first']:.3f} → {fact['reward']:.3f}",

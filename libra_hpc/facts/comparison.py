@@ -38,6 +38,8 @@ class ComparedRun(msgspec.Struct, frozen=True):
     """The keys in which the compared runs differ."""
     steps: int
     steps_wanted: int
+    speedup: float
+    """How many times faster than the clock its simulated seconds passed; 1.0: a real run."""
     last: float | None
     """Mean of the metric over the last fifth of the steps so far."""
     highest: float | None
@@ -138,7 +140,7 @@ def differing(configs: Sequence[Mapping[str, Any]], unless: frozenset[str] = fro
 
 def read_run(run: RunDir, values: dict[str, Any], metric: str) -> tuple[ComparedRun, MetricCurve]:
     """Facts and curve of one run, whose differing keys have ``values``."""
-    rows, log, start, end, _ = series.read(run)
+    rows, log, start, end, speedup = series.read(run)
     known = flat(without_removed(run.resolved()))
     measured = [(row, value) for row in rows if math.isfinite(value := series.number(row, metric))]
     timed = [row for row in rows[1:] if series.number(row, "step_s") > 0.0]
@@ -149,6 +151,7 @@ def read_run(run: RunDir, values: dict[str, Any], metric: str) -> tuple[Compared
         values=values,
         steps=len(rows),
         steps_wanted=int(known.get("run.steps", 0)),
+        speedup=speedup,
         last=first_and_last([value for _, value in measured])[1],
         highest=max((value for _, value in measured), default=None),
         step_s=seconds / len(timed) if timed else None,

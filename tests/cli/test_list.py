@@ -7,9 +7,12 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from libra_hpc.facts.status import encode_status
 from libra_hpc.facts.sweep_record import SweepMember, write_member
+from libra_hpc.files import write_atomic
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from tests.facts import synthetic
 from tests.preflight.test_checks import write_model
@@ -30,6 +33,16 @@ def test_a_list_has_the_runs_of_one_folder(site: Path, queue: Queue, cli: Cli) -
     assert listed(cli) == ["quick-001"]
     assert listed(cli, "--runs", "paper") == ["other-001"]
     assert cli("list", "--runs", "none").err == "no runs below none/\n"
+
+
+def test_dry_runs_are_marked_among_real_ones(site: Path, queue: Queue, cli: Cli) -> None:
+    for name, speedup in (("real", 1.0), ("dry", 60.0)):
+        run = synthetic.make_run(site / "runs", name)
+        status = msgspec.structs.replace(synthetic.make_status(run, state="completed"), speedup=speedup)
+        write_atomic(run.status, encode_status(status))
+    for verb in (["list"], ["compare", "real-001", "dry-001"]):
+        shown = [line for line in cli(*verb).out.splitlines() if "completed" in line]
+        assert {"dry-001" in line: "completed  dry run, x60" in line for line in shown} == {False: False, True: True}
 
 
 def test_a_list_is_filtered_by_state_and_time_and_sorted(site: Path, queue: Queue, cli: Cli) -> None:
