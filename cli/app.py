@@ -51,41 +51,133 @@ class Verb(NamedTuple):
     help: str
     function: str
     """``module.function``; of a group of verbs its ``typer.Typer``."""
+    example: str
+    """Words after the verb."""
+    page: str
+    """Name of a file of ``docs``."""
+
+    def epilog(self, name: str) -> str:
+        """Last lines of its help."""
+        return f"Example: libra-hpc {name} {self.example}\n\nPage: docs/{self.page}.md"
 
 
 VERBS = {
-    "submit": Verb("Queue a run as one heterogeneous job.", "submit.submit"),
+    "submit": Verb(
+        "Queue a run as one heterogeneous job.", "submit.submit", "run.toml -o optimizer.lr=1e-6 --wait", "runs"
+    ),
     "status": Verb(
         "Show a run: job, stages, nodes and their roles, queue, and the planner's last decision with its reason.",
         "status.status",
+        "RUN --watch",
+        "planner",
     ),
-    "logs": Verb("Print the end of a run's log files.", "logs.logs"),
-    "cancel": Verb("Have a run save at its next step boundary and stop.", "cancel.cancel"),
-    "join": Verb("Give a running job more engines: idle nodes, from any allocation.", "join.join"),
-    "lend": Verb("Start a server whose idle GPU time is lent to runs; list and revoke those that lend.", "lend.app"),
+    "logs": Verb("Print the end of a run's log files.", "logs.logs", "RUN --process host", "faults"),
+    "cancel": Verb("Have a run save at its next step boundary and stop.", "cancel.cancel", "RUN", "runs"),
+    "join": Verb("Give a running job more engines: idle nodes, from any allocation.", "join.join", "RUN", "borrow"),
+    "lend": Verb(
+        "Start a server whose idle GPU time is lent to runs; list and revoke those that lend.",
+        "lend.app",
+        "list",
+        "borrow",
+    ),
     "repartition": Verb(
-        "Repartition a running job: core nodes, TP and PP of training, engines of a node.", "repartition.repartition"
+        "Repartition a running job: core nodes, TP and PP of training, engines of a node.",
+        "repartition.repartition",
+        "RUN components.train.nodes=3 --dry-run",
+        "planner",
     ),
-    "list": Verb("List runs, oldest first.", "list_runs.list_runs"),
-    "sweep": Verb("Queue a run for every combination of some values.", "sweep.sweep"),
-    "compare": Verb("Show runs side by side: settings, reward, speed; draws compare.svg.", "compare.compare"),
-    "summary": Verb("Show reward, speed, moves of nodes and failures of a run; writes summary.svg.", "summary.summary"),
-    "show": Verb("Print the text of the policy: trajectories of a step, with tool results and rewards.", "show.show"),
-    "eval": Verb("Evaluate a checkpoint or a model folder on a task, in a job without trainers.", "evaluate.evaluate"),
+    "list": Verb("List runs, oldest first.", "list_runs.list_runs", "--state running --sort reward", "runs"),
+    "sweep": Verb(
+        "Queue a run for every combination of some values.",
+        "sweep.sweep",
+        "run.toml --over optimizer.lr=1e-6,3e-6",
+        "runs",
+    ),
+    "compare": Verb(
+        "Show runs side by side: settings, reward, speed; draws compare.svg.",
+        "compare.compare",
+        "RUN OTHER --metric entropy",
+        "runs",
+    ),
+    "summary": Verb(
+        "Show reward, speed, moves of nodes and failures of a run; writes summary.svg.",
+        "summary.summary",
+        "RUN",
+        "planner",
+    ),
+    "show": Verb(
+        "Print the text of the policy: trajectories of a step, with tool results and rewards.",
+        "show.show",
+        "RUN --step 40 --worst 3",
+        "runs",
+    ),
+    "eval": Verb(
+        "Evaluate a checkpoint or a model folder on a task, in a job without trainers.",
+        "evaluate.evaluate",
+        "RUN --task math --step best --wait",
+        "tasks",
+    ),
     "report": Verb(
-        "Write one page about a run for others: plots, decisions, failures, configuration.", "report.report"
+        "Write one page about a run for others: plots, decisions, failures, configuration.",
+        "report.report",
+        "RUN --html",
+        "runs",
     ),
-    "check": Verb("Find mistakes in a run file: schema, model, task, memory, and the cluster's limits.", "check.check"),
-    "plan": Verb("Show the best plans for a run: split, parallelism, stage times, memory; needs no GPU.", "plan.plan"),
-    "simulate": Verb("Replay a trace on simulated engines under several scheduling policies.", "simulate.simulate"),
-    "init": Verb("Write a site profile from what Slurm lists of this cluster.", "init.init"),
-    "doctor": Verb("Examine this site: Slurm, its plugins and partitions, interpreter, folders.", "doctor.doctor"),
-    "calibrate": Verb("Measure engine steps or training steps of a model, in a job.", "calibrate.app"),
-    "make-policy": Verb("Make a tiny policy that can learn a task of few words.", "make_policy.make_policy"),
-    "cluster": Verb("The embedded Slurm on this machine.", "cluster.app"),
-    "config": Verb("Show the merged configuration of a run; explain keys.", "config_show.app"),
-    "task": Verb("Try a task: one episode, with the turns of a script or of a policy.", "task_try.app"),
-    "trace": Verb("Recorded trajectories: inspect, generate, convert.", "trace.app"),
+    "check": Verb(
+        "Find mistakes in a run file: schema, model, task, memory, and the cluster's limits.",
+        "check.check",
+        "run.toml -o rollout.tp=2",
+        "models",
+    ),
+    "plan": Verb(
+        "Show the best plans for a run: split, parallelism, stage times, memory; needs no GPU.",
+        "plan.plan",
+        "run.toml --trace RUN/trajectories.jsonl",
+        "plan",
+    ),
+    "simulate": Verb(
+        "Replay a trace on simulated engines under several scheduling policies.",
+        "simulate.simulate",
+        "RUN/trajectories.jsonl --policy cmlfq,least_loaded",
+        "scheduler",
+    ),
+    "init": Verb(
+        "Write a site profile from what Slurm lists of this cluster.",
+        "init.init",
+        "--python .venv-cuda/bin/python",
+        "site",
+    ),
+    "doctor": Verb(
+        "Examine this site: Slurm, its plugins and partitions, interpreter, folders.",
+        "doctor.doctor",
+        "--submit",
+        "site",
+    ),
+    "calibrate": Verb(
+        "Measure engine steps or training steps of a model, in a job.",
+        "calibrate.app",
+        "train --model MODEL --tp 4 -o speed.json",
+        "plan",
+    ),
+    "make-policy": Verb(
+        "Make a tiny policy that can learn a task of few words.",
+        "make_policy.make_policy",
+        "models/tiny --task examples/keychain.py:KeyChain",
+        "quickstart",
+    ),
+    "cluster": Verb("The embedded Slurm on this machine.", "cluster.app", "up", "quickstart"),
+    "config": Verb(
+        "Show the merged configuration of a run; explain keys.",
+        "config_show.app",
+        "explain rollout.tp",
+        "configuration",
+    ),
+    "task": Verb(
+        "Try a task: one episode, with the turns of a script or of a policy.", "task_try.app", "try run.toml", "tasks"
+    ),
+    "trace": Verb(
+        "Recorded trajectories: inspect, generate, convert.", "trace.app", "inspect RUN/trajectories.jsonl", "scheduler"
+    ),
 }
 """In the order of the help.  Only the verb that is called is imported: cold, all of them take a second."""
 ASCII = "libra-hpc"
@@ -139,9 +231,9 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         if isinstance(found, typer.Typer):
             for command in found.registered_commands:
                 command.cls = Command
-            app.add_typer(found, name=name, help=verb.help)
+            app.add_typer(found, name=name, help=verb.help, epilog=verb.epilog(name))
         else:
-            app.command(name, help=verb.help, cls=Command)(found)
+            app.command(name, help=verb.help, epilog=verb.epilog(name), cls=Command)(found)
     return app
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -18,6 +19,7 @@ from libra_hpc.facts.rundir import RunDir
 from .conftest import Cli, Outcome, write_status
 from .test_install import names
 
+DOCS = Path(__file__).parents[2] / "docs"
 HELP_MODULES = 400
 """Most modules that `libra-hpc --help` imports.  A cold one takes 0.3 s of a core with 340."""
 PROGRAM = [sys.executable, "-c", "from libra_hpc_cli.app import main; main()"]
@@ -121,6 +123,19 @@ def test_the_help_of_a_verb_fits_80_columns_and_names_its_arguments_plainly(
     if command in VERBS:
         assert app.VERBS[command].help.split()[0] in outcome.out
         assert "{" not in lines[1]
+
+
+@pytest.mark.parametrize("name", app.VERBS)
+def test_the_help_of_a_verb_ends_with_an_example_that_parses_and_its_page(
+    name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verb, parsed = app.VERBS[name], list[str]()
+    shown = " ".join(cli(name, "--help").out.split())
+    assert shown.endswith(f"Example: libra-hpc {name} {verb.example} Page: docs/{verb.page}.md")
+    assert f"libra-hpc {name}" in (DOCS / f"{verb.page}.md").read_text()
+    monkeypatch.setattr(app.Command, "invoke", lambda command, context: parsed.append(context.command_path))
+    assert cli(name, *shlex.split(verb.example)) == Outcome(0, "", "")
+    assert f"{parsed[0]} ".startswith(f"libra-hpc {name} ")
 
 
 def test_login_node_verbs_never_import_an_engine() -> None:
