@@ -70,7 +70,7 @@ def record(rng: random.Random, name: str, prompt: str) -> Finished:
 
 
 def busy_board() -> Board:
-    board = Board(4 * INFLIGHT // len(LAYOUT), adaptive=False)
+    board = Board(4 * INFLIGHT // len(LAYOUT))
     for i, tp in enumerate(LAYOUT):
         board.up(f"engine-{i}", tp, KV_TOKENS * tp, 0)
         for n in range(3):

@@ -21,7 +21,6 @@ from pathlib import Path
 MODULES = (
     "policies/scheduling/cmlfq/remaining_work",
     "policies/scheduling/costs",
-    "policies/scheduling/concurrency",
     "policies/scheduling/board",
     "policies/scheduling/residency",
     "policies/scheduling/engine_loads",

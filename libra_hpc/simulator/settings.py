@@ -54,8 +54,6 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and delays; the defaults are those of a run file."""
 
     max_inflight: int = 96
-    adaptive: bool = False
-    """Whether caps below ``max_inflight`` follow the engines' reports."""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 8192
     """Most tokens of one engine step, decoded and prefilled (vLLM's default on large GPUs); at least one a sequence."""

@@ -52,7 +52,7 @@ class Simulation:
     ) -> None:
         check(work, engines, settings)
         self.settings = settings
-        self.board = Board(settings.max_inflight, settings.adaptive)
+        self.board = Board(settings.max_inflight)
         self.recorder = Recorder()
         self._policy = policy
         self._queue = Dispatcher(policy, self.board)

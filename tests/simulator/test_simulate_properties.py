@@ -61,7 +61,6 @@ def rules(draw: st.DrawFn) -> Rules:
         eta=draw(st.integers(0, 2)),
         train_s=draw(EIGHTH),
         sync_s=draw(EIGHTH) / 4,
-        adaptive=draw(st.booleans()),
     )
     return Rules(limits, draw(st.none() | st.tuples(EIGHTH, EIGHTH)))
 

@@ -4,7 +4,7 @@ The rollout leader or the simulator writes it; policies read it.  Engines of one
 class*; the index of a class, in ascending degree, is its *level*, a bucket of C-MLFQ.
 
 - A turn is sent or answered -> tokens and slots of its engine change.  A trajectory in a tool call counts nowhere.
-- An engine reports (twice a second) -> its cap (`concurrency`), the step costs of its class and its own (`costs`).
+- An engine reports (twice a second) -> the step costs of its class and its own (`costs`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Final
 
 from libra_hpc.protocol.engine_state import EngineStats
 
-from .concurrency import CapController
 from .costs import PACE_BAND, WINDOW_STEPS, ClassFit, Coefficients, EngineFit, default_costs, scaled_costs
 
 REFIT_EVERY: Final = 16
@@ -90,16 +89,14 @@ class TpClass:
 
 
 class Board:
-    """Load, caps and step costs of all engines.
+    """Load and step costs of all engines.
 
     `answered`, `report` and `down` ignore engines that are not up; other methods raise `KeyError`.
     """
 
-    def __init__(self, max_inflight: int, adaptive: bool = True) -> None:
+    def __init__(self, max_inflight: int) -> None:
         self.max_inflight = max_inflight
         """Most turns in flight at one engine."""
-        self.adaptive = adaptive
-        """Whether caps follow the reports (`concurrency`); else all are ``max_inflight``."""
         self.engines: dict[str, EngineView] = {}
         self.classes: list[TpClass] = []
         """In ascending TP; the index is the level."""
@@ -109,7 +106,6 @@ class Board:
         """Key of the first turn that waits for room in a KV cache; the `Dispatcher` writes it."""
         self.generation = next(_generations)
         """Changes with engines and class costs; unique across boards."""
-        self._controllers: dict[str, CapController] = {}
 
     def up(
         self,
@@ -128,12 +124,8 @@ class Board:
         if tp_class is None:
             tp_class = TpClass(tp)
             insort(self.classes, tp_class, key=lambda c: c.tp)
-        cap = self.max_inflight
-        if self.adaptive:
-            controller = self._controllers[engine] = CapController(self.max_inflight)
-            cap = controller.cap
         view = self.engines[engine] = EngineView(
-            engine, tp=tp, kv_capacity=kv_capacity, cap=cap, version=version, tp_class=tp_class
+            engine, tp=tp, kv_capacity=kv_capacity, cap=self.max_inflight, version=version, tp_class=tp_class
         )
         view.host_tokens, view.borrowed = host_tokens, borrowed
         tp_class.members.append(view)
@@ -149,7 +141,6 @@ class Board:
         view = self.engines.pop(engine, None)
         if view is None:
             return None
-        self._controllers.pop(engine, None)
         self.free -= view.free
         tp_class = view.tp_class
         tp_class.members.remove(view)
@@ -180,14 +171,6 @@ class Board:
             view.open = is_open
             self.free += view.free
 
-    def set_cap(self, engine: str, cap: int) -> None:
-        """Change the most turns in flight at one engine."""
-        view = self.engines[engine]
-        if view.cap != cap:
-            self.free -= view.free
-            view.cap = cap
-            self.free += view.free
-
     def sent(self, engine: str, tokens: int) -> None:
         """A turn of ``tokens`` context tokens is in flight."""
         view = self.engines[engine]
@@ -211,7 +194,7 @@ class Board:
         self.engines[engine].version = version
 
     def report(self, engine: str, stats: EngineStats) -> None:
-        """Update load, speed, class costs and cap from an engine's counters."""
+        """Update load, speed and class costs from an engine's counters."""
         view = self.engines.get(engine)
         if view is None:
             return
@@ -221,9 +204,6 @@ class Board:
         count = view.tp_class.fit.count
         if self._observe(view, stats, WINDOW_STEPS) and (count < REFIT_EVERY or (count + 1) % REFIT_EVERY == 0):
             self._recost()
-        controller = self._controllers.get(engine)
-        if controller is not None:
-            self.set_cap(engine, controller.update(stats, view.inflight))
 
     @staticmethod
     def _observe(view: EngineView, stats: EngineStats, steps: int) -> bool:

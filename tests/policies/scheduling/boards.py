@@ -16,17 +16,25 @@ from libra_hpc.protocol.env import Signal
 OK, ERROR, MISS = (Signal("run", outcome, 50, 1.0) for outcome in ("ok", "error", "miss"))
 
 
-def board_of(*engines: tuple[str, int], cap: int = 4, kv: int = 100_000, adaptive: bool = True) -> Board:
+def board_of(*engines: tuple[str, int], cap: int = 4, kv: int = 100_000) -> Board:
     """A board of idle engines (name, TP)."""
-    board = Board(cap, adaptive)
+    board = Board(cap)
     for name, tp in engines:
         board.up(name, tp, kv, 0)
     return board
 
 
 def board(*engines: tuple[str, int], cap: int = 64, kv: int = 100_000) -> Board:
-    """A board whose caps do not follow the reports."""
-    return board_of(*engines, cap=cap, kv=kv, adaptive=False)
+    """A board whose engines have room for many turns."""
+    return board_of(*engines, cap=cap, kv=kv)
+
+
+def set_cap(board: Board, engine: str, cap: int) -> None:
+    """Change the most turns in flight at one engine."""
+    view = board.engines[engine]
+    board.free -= view.free
+    view.cap = cap
+    board.free += view.free
 
 
 def turn_of(
@@ -128,7 +136,7 @@ def drive(policy: Policy, board: Board, seed: int, lost: float = 0.0) -> None:
         if rng.random() < 0.1:
             engine = rng.choice(list(board.engines))
             board.set_open(engine, not board.engines[engine].open)
-            board.set_cap(engine, rng.randint(1, 5))
+            set_cap(board, engine, rng.randint(1, 5))
         if rng.random() < lost:
             gone = board.engines[rng.choice(list(board.engines))]
             board.down(gone.engine)

@@ -1,4 +1,4 @@
-"""The board against brute force: least, free, levels, costs and caps."""
+"""The board against brute force: least, free, levels, and costs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.policies.scheduling.board import Board
-from libra_hpc.policies.scheduling.concurrency import CUT_TO, FLOOR, HOLD_REPORTS, START, CapController
 from libra_hpc.policies.scheduling.costs import TP_EXPONENT, default_costs
 
-from .boards import board, stats
+from .boards import board, set_cap, stats
 
 NAMES = ("a", "b", "c", "d", "e", "f")
 VERBS = ("up", "down", "sent", "answered", "open", "close", "cap")
@@ -32,7 +31,7 @@ def check(made: Board) -> None:
 @settings(deadline=None)
 @given(operations)
 def test_the_board_equals_brute_force_after_any_operations(steps: list[tuple[str, str, int, int]]) -> None:
-    made = Board(3, adaptive=False)
+    made = Board(3)
     in_flight: list[tuple[str, int]] = []
     for what, name, number, tp in steps:
         if what == "up":
@@ -50,7 +49,7 @@ def test_the_board_equals_brute_force_after_any_operations(steps: list[tuple[str
             elif what in ("open", "close"):
                 made.set_open(name, what == "open")
             elif what == "cap":
-                made.set_cap(name, number % 5)
+                set_cap(made, name, number % 5)
         check(made)
 
 
@@ -85,36 +84,3 @@ def test_a_warm_up_profile_prices_a_class_before_its_first_turn() -> None:
     assert small.fit.count == count
     made.report("small", stats(110, 0.5))
     assert small.fit.count == count + 1
-
-
-def test_a_cap_grows_while_there_is_room_and_is_cut_once_on_preemptions() -> None:
-    control = CapController(256)
-    assert control.cap == START
-    grown = [control.update(stats(kv=0.5), control.cap) for _ in range(5)]
-    assert grown == sorted(grown)
-    assert grown[-1] > START
-    full = control.cap
-    assert control.update(stats(kv=0.9), full) == full, "enough KV in use: hold"
-    assert control.update(stats(kv=0.5, preemptions=2), full) == int(CUT_TO * full)
-    assert control.update(stats(kv=0.5, preemptions=4), full) == int(CUT_TO * full), "one cut per hold"
-    for _ in range(HOLD_REPORTS):
-        control.update(stats(kv=0.5, preemptions=4), full)
-    assert control.cap > int(CUT_TO * full)
-
-
-def test_a_cap_stays_between_the_floor_and_the_runs_limit() -> None:
-    control = CapController(10)
-    for i in range(100):
-        assert control.update(stats(kv=0.2), 10) <= 10
-        assert control.update(stats(kv=1.0, preemptions=i), 10) >= FLOOR
-    assert CapController(2).update(stats(kv=1.0), 2) == 2
-
-
-def test_an_adaptive_board_applies_the_cap() -> None:
-    made = Board(256)
-    made.up("a", 1, 1000, 0)
-    for _ in range(START):
-        made.sent("a", 1)
-    made.report("a", stats(kv=0.3))
-    assert made.engines["a"].cap > START
-    check(made)

@@ -13,7 +13,7 @@ from libra_hpc.policies.scheduling.engine_loads import ENTRY_SLACK, EngineLoads,
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.policies.scheduling.residency import Claim
 
-from .boards import MISS, OK, board, finished, stats, turn
+from .boards import MISS, OK, board, finished, set_cap, stats, turn
 
 NEW = Claim("p", 0)
 
@@ -200,7 +200,7 @@ def test_engines_of_unequal_pace_are_both_candidates() -> None:
     assert len(loads.alike) == 2
     chosen = {load.view.engine for alike in loads.alike if (load := loads.first_to_finish(alike, NEW, 0)) is not None}
     assert chosen == {"slow", "fast"}
-    made.set_cap("fast", 0)
+    set_cap(made, "fast", 0)
     assert [loads.first_to_finish(alike, NEW, 0) for alike in loads.alike] == [None, loads.get("slow")]
 
 

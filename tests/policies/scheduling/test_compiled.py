@@ -24,7 +24,7 @@ from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from bench.decisions import record, views
 import random
 
-rng, policy, board, seen = random.Random(7), CausalMlfq(), Board(24, adaptive=True), hashlib.sha256()
+rng, policy, board, seen = random.Random(7), CausalMlfq(), Board(24), hashlib.sha256()
 for i, tp in enumerate((1, 1, 1, 2, 2, 4)):
     board.up(f"e{i}", tp, 300_000 * tp, 0)
 for round in range(6):

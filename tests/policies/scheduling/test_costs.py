@@ -163,7 +163,7 @@ def test_an_engine_that_is_paused_most_of_the_time_is_neither_slow_nor_fast() ->
 
 
 def test_gpus_of_another_kind_are_not_named() -> None:
-    made = Board(64, adaptive=False)
+    made = Board(64)
     fleet = alike(2)
     fleet.factor["e0"] = 3.0
     assert len(fleet.factor) < MIN_ENGINES

@@ -12,7 +12,7 @@ from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import MAX_REFUSED, Dispatcher
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
 
-from .boards import board, finished, turn
+from .boards import board, finished, set_cap, turn
 
 
 class Scripted:
@@ -101,7 +101,7 @@ def test_a_pass_gives_up_after_so_many_refusals() -> None:
 def test_turns_that_wait_for_their_engine_hold_up_nobody_and_come_with_its_slots() -> None:
     policy, made = Scripted(), board(("a", 1), ("b", 1), cap=2)
     queue = Dispatcher(policy, made)
-    made.set_cap("b", 0)
+    set_cap(made, "b", 0)
     for i in range(MAX_REFUSED + 5):
         policy.routes[str(i)] = go_home
         queue.ready(turn(str(i), at="b", context=1), 0.0)
@@ -110,7 +110,7 @@ def test_turns_that_wait_for_their_engine_hold_up_nobody_and_come_with_its_slots
     policy.asked.clear()
     assert queue.dispatch(0.0) == []
     assert policy.asked == [], "none is asked while its engine is full"
-    made.set_cap("b", 2)
+    set_cap(made, "b", 2)
     assert names(queue.dispatch(0.0)) == ["0", "1"]
     made.set_open("b", False)
     policy.routes.clear()

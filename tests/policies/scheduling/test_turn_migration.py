@@ -22,7 +22,7 @@ from libra_hpc.policies.scheduling.turn_migration import (
     choose_moves,
 )
 
-from .boards import MISS, board, finished, stats, turn
+from .boards import MISS, board, finished, set_cap, stats, turn
 
 EARNED = int(MIN_SAVED_PREFILLS * 4.0 / 0.008) + 1
 """Tokens after which 40,000 of context are worth prefilling again (4 s) for steps of 0.028 instead of 0.036 s."""
@@ -94,7 +94,7 @@ def test_only_an_engine_that_would_start_at_once_is_a_target() -> None:
     made = board(*((name, 1) for name in ("a", "closed", "queue", "full", "small")))
     made.set_open("closed", False)
     made.report("queue", stats(waiting=1))
-    made.set_cap("full", 0)
+    set_cap(made, "full", 0)
     made.engines["small"].kv_capacity = 30_000
     pair = [open_trajectory("x"), open_trajectory("y")]
     assert not choose_moves(made, pair)
