@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 
 from .journal import LineLog
@@ -44,19 +45,23 @@ class Reserve:
         self._spares = [path.with_name(f".{path.name}.reserve-{number}") for number in range(2)]
         self._whole = False
         """Whether both were made, and none was used since: no write needs to look at them."""
+        self.fault = ""
+        """Why the last write needed the reserve; empty: it did not."""
         self._make()
 
     def write(self, data: bytes) -> None:
         """Replace the file atomically; raises `OSError` when neither the disk nor the reserve takes it."""
         try:
             write_atomic(self._path, data)
-        except OSError:
+        except OSError as error:
+            self.fault = f"{self._path} cannot be written: {error_text(error)}"
             spare = next((spare for spare in self._spares if _size(spare) == self._size), None)
             if len(data) > self._size or spare is None:
                 raise
             self._whole = False
             self._write_spare(spare, data)
         else:
+            self.fault = ""
             if not self._whole:
                 self._make()
 

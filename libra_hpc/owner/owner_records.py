@@ -126,10 +126,14 @@ class OwnerRecords:
         return int(self._run.read_json(self._run.status).get("step", 0))
 
     def status(self, state: str = "", message: str = "") -> None:
-        """Write a status that is true now; without a state that of rank 0 stands."""
-        changes = {"state": state, "message": message} if state else {}
-        if content := renewed_status(self._run, self._attempt, **changes):
-            self._write(self._status, content)
+        """Write a status that is true now, and names a fault of the disk; without a state that of rank 0 stands."""
+        for _ in range(2):
+            fault = self._status.fault
+            changes = {"state": state, "message": "; ".join(filter(None, (message, fault)))} if state else {}
+            if content := renewed_status(self._run, self._attempt, **changes):
+                self._write(self._status, content)
+            if self._status.fault == fault:
+                break
 
     def result(self, state: str, message: str, step: int) -> None:
         now = time.time()

@@ -65,6 +65,9 @@ def test_result_and_status_are_written_on_a_full_disk(
 
     monkeypatch.setattr(fact_writer, "write_atomic", full)
     monkeypatch.setattr(module.LineLog, "append", full)
+    records.status("restarting", "the planner's agent (rank 0) was lost")
+    full_disk = f"the planner's agent (rank 0) was lost; {run.status} cannot be written: No space left on device"
+    assert run.read_json(run.status)["message"] == full_disk
     records.result("failed", "the planner's agent (rank 0) was lost", 7)
     assert run.read_json(run.result)["state"] == "failed"
     found = read_status(run, 1)
