@@ -12,6 +12,7 @@ from libra_hpc.coordinator import coordinator as module
 from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, Gone, NodeContact, discount, lost_nodes
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
+from libra_hpc.policies.pool.readmission import SILENCES
 from libra_hpc.protocol.agents import (
     Fatal,
     Heartbeat,
@@ -159,6 +160,18 @@ def test_all_ranks_restart_when_a_further_node_of_the_core_is_lost(tmp_path: Pat
     assert not scene.orders(StopTraining), "nobody has the whole state to save"
     assert scene.end.why == "lost"
     assert scene.end.sentence.startswith("node 2, which has a part of the trainers, was lost (no heartbeat for")
+
+
+def test_silences_of_most_nodes_at_once_cost_none_of_them(tmp_path: Path, now: list[float]) -> None:
+    scene = Scene(tmp_path)
+    scene.hello()
+    for _ in range(2 * SILENCES):
+        now[0] += 12.0
+        scene.coordinator._check(now[0])
+        scene.deliver(*((rank, Heartbeat(rank, "", {}, {}, -1)) for rank in range(4)))
+        scene.coordinator._check(now[0])
+    assert not scene.orders(RankLost)
+    assert not scene.coordinator.nodes.quarantined
 
 
 def test_time_in_which_rank_0_was_stopped_is_no_silence_of_others() -> None:
