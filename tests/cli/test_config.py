@@ -10,6 +10,7 @@ from libra_hpc_cli.check import site_config
 
 from libra_hpc.config.load import PATHS, flat, load_run_file
 from libra_hpc.config.reference import as_records, tables
+from tests.slurm.test_examples import EXAMPLES
 
 from .conftest import Cli, Outcome, Queue
 
@@ -83,6 +84,12 @@ def test_every_path_expands_home_and_variables_and_is_relative_to_where_one_type
 def test_a_name_in_a_file_is_such_a_path_too(key: str, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(site))
     assert flat(site_config({key: "~/x.py:name"}).model_dump())[key] == f"{site}/x.py:name"
+
+
+def test_a_dry_run_takes_the_short_name_of_a_model(site: Path, cli: Cli) -> None:
+    dry = ("-o", "run.engine=simulated", "-o", "model.path=qwen3-4b", "-o", f"run.dir={site}")
+    (site / "examples").symlink_to(EXAMPLES)
+    assert cli("check", str(EXAMPLES / "a800-8.toml"), *dry).out.splitlines()[-1].endswith("a800-8.toml is good")
 
 
 def test_keys_in_common_are_described_once_and_no_regular_expression_is_shown(cli: Cli) -> None:
