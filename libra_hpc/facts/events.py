@@ -53,7 +53,7 @@ NODES = (
     EventKind("node_state", "A node changed its state", "rank state was"),
     _fault("node_lost", "A node was lost", "rank reason silent_s", notice=True),
     _fault("node_returned", "A lost node was taken back", "rank"),
-    _fault("node_quarantined", "A node was lost so often that the run goes on without it", "rank reason"),
+    _fault("node_quarantined", "A node was lost or silent so often that the run goes on without it", "rank reason"),
     EventKind("guest_joined", "An agent joined the running job, with engines alone", "rank host pid"),
     EventKind("guest_serves", "Its engines accept turns", "rank seconds"),
     EventKind("guest_leaves", "It wants to leave: its turns go on elsewhere", "rank reason"),
