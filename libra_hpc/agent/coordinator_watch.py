@@ -70,4 +70,4 @@ class CoordinatorWatch:
     async def _ended(self, rank: int, pid: int = 0) -> bool:
         """Whether the launcher saw the end of a rank, of process ``pid`` where that is given."""
         found = (await asyncio.to_thread(read_gone, self._prefix)).get(rank)
-        return found is not None and pid in (0, found.pid)
+        return found is not None and (pid == found.pid or 0 in (pid, found.pid))

@@ -330,11 +330,6 @@ class Coordinator:
         was_late, self._late = self._late, ""
         if nodes.pool is None or self._ending.over:
             return
-        limits, least_s = self._config.deadlines, 0.0
-        if seen.patient and nodes.receivers:  # without an engine nothing else has a limit
-            least_s = max(limits.first_s, self._config.task.failed_patience_s)
-        if self._limit.saving_since is not None:
-            least_s = max(least_s, limits.storage_s)
         run = Movement(
             (self._step, seen.tokens()),
             tuple(node.state for node in nodes.pool.nodes.values()),
@@ -344,7 +339,7 @@ class Coordinator:
             nodes.droppable,
             nodes.silent_s(now),
             starting=nodes.starting,
-            least_s=least_s,
+            least_s=self._least_s(),
             waits_for=waits_for(nodes.pool, seen.report, notices),
         )
         self._late = "" if self._trained else self._ladder.late(run, now - self._stepped_at)
@@ -362,6 +357,16 @@ class Coordinator:
             nodes.lose(LostNode(rank, rung.reason, now - nodes.contacts[rank].seen), now)
         if rung.action == "restart":
             self._ending.fatal(rung.reason, "lost")
+
+    def _least_s(self) -> float:
+        """No limit of progress is shorter at the moment."""
+        limits, least_s = self._config.deadlines, 0.0
+        if self._observations.patient and self._nodes.receivers:  # without an engine nothing else has a limit
+            least_s = max(limits.first_s, self._config.task.failed_patience_s)
+        # Behind the last step only its checkpoint is missing; one that failed is tried again, as when the disk is full.
+        if self._limit.saving_since is not None or (self._step >= self._config.run.steps and not self._trained):
+            least_s = max(least_s, limits.storage_s)
+        return least_s
 
     def _check_time_limit(self, now: float) -> None:
         stop = self._limit.stop(self._step, self._stepped_at, now)

@@ -10,7 +10,7 @@ Every part has deadlines of its own, which end a process that hangs.  This is fo
 
 Progress is a step, a generated or computed token, or a node that changes its state; a state that comes back counts
 `RETURNS` times a step.  The limit is that of a step; it is longer while a node starts or a tool runs (``first_s``), or
-a state is written (``storage_s``).
+a state is written, or only the last one is missing (``storage_s``).
 """
 
 from __future__ import annotations

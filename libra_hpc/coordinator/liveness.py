@@ -58,6 +58,7 @@ class Gone(NamedTuple):
     """What the launcher saw of an agent that ended."""
 
     pid: int
+    """0: the disk was full, and took the note without its content."""
     why: str = ""
     """Reason why Slurm set the node down; empty: Slurm did not."""
 
@@ -71,7 +72,7 @@ def lost_nodes(
         if rank == own or not node.pid:
             continue
         silent_s = now - node.seen
-        if rank in gone and gone[rank].pid == node.pid:
+        if rank in gone and gone[rank].pid in (0, node.pid):
             why = gone[rank].why
             found.append(LostNode(rank, why or "its agent's process ended", silent_s, down=bool(why)))
         elif silent_s >= (LEADER_LOST_S if rank in leaders else HEARTBEAT_LOST_S):
@@ -114,6 +115,6 @@ def read_gone(prefix: Path) -> dict[int, Gone]:
             with contextlib.suppress(OSError):
                 number = path.name.removeprefix(prefix.name)
                 pid, _, why = path.read_text(errors="replace").strip().partition("\n")
-                if number.isdecimal() and pid.isdecimal():
-                    found[int(number)] = Gone(int(pid), why)
+                if number.isdecimal() and (pid or "0").isdecimal():
+                    found[int(number)] = Gone(int(pid or "0"), why)
     return found

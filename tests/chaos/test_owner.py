@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -103,6 +104,27 @@ def test_a_planner_killed_on_a_full_disk_leaves_a_result_all_the_same(tmp_path: 
     case.wait(lambda: local.state(run).state.ended, "its owner ended")
     nothing_left(run)
     assert not list(run.path.glob(".*.reserve-*"))
+
+
+@pytest.mark.chaos
+def test_a_planner_killed_on_a_full_disk_goes_on_once_there_is_room(tmp_path: Path, disk: Path) -> None:
+    case = Chaos(tmp_path, steps=60)
+    run = case.submit()
+    case.reach(8)
+    planner, filler = case.agent(PLANNER), fill(disk)
+    os.kill(planner, signal.SIGKILL)
+
+    def named() -> bool:
+        status = case.status()
+        said = " ".join([status["message"], *status["notices"]])
+        # Blocks that the dead planner held may take a few lines more, and no checkpoint.
+        return str(run.path) in said and ("No space left on device" in said or "bytes free" in said)
+
+    case.wait(named, "the status that names the disk")
+    time.sleep(10.0)
+    filler.unlink()
+    sound(case)
+    assert len(case.events("restart")) == 1
 
 
 @pytest.mark.chaos

@@ -98,6 +98,20 @@ def test_a_late_step_is_an_event_and_an_alert_once(tmp_path: Path) -> None:
     run_until_over(scene)
 
 
+@pytest.mark.parametrize(("step", "least_s"), [(59, 0.0), (60, 100.0)])
+def test_the_checkpoint_of_the_last_step_may_wait_for_room_as_long_as_for_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, least_s: float
+) -> None:
+    config = RunConfig.model_validate({"run": {"steps": 60}, "deadlines": {"storage_s": 100.0}})
+    scene, found = Scene(tmp_path, step=step, config=config), list[float]()
+    monkeypatch.setattr(scene.coordinator._ladder, "evaluate", lambda run, now: found.append(run.least_s))
+    scene.hello()
+    scene.coordinator._check_progress(time.time())
+    assert found == [least_s]
+    scene.deliver((1, TrainingDone(60)))
+    run_until_over(scene)
+
+
 def test_a_notice_that_comes_again_is_counted_and_leaves_room_for_others() -> None:
     notices = Notices()
     notices.add("host_lost", 10.0, {"reason": "killed", "host": "host0"})

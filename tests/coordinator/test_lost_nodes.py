@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from libra_hpc.agent import coordinator_watch
+from libra_hpc.agent.coordinator_watch import CoordinatorWatch
 from libra_hpc.coordinator import coordinator as module
-from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, Gone, NodeContact, discount, lost_nodes
+from libra_hpc.coordinator.liveness import (
+    HEARTBEAT_LOST_S,
+    LEADER_LOST_S,
+    Gone,
+    NodeContact,
+    discount,
+    lost_nodes,
+    read_gone,
+)
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.policies.pool.readmission import SILENCES
@@ -123,6 +134,22 @@ def test_a_node_that_is_off_for_12_s_and_on_for_5_s_is_quarantined_with_one_even
     assert (kinds.count("node_quarantined"), kinds.count("node_lost")) == (1, 1)
 
 
+async def test_a_note_on_a_full_disk_has_no_content_and_ends_the_wait_for_the_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_watch, "CHECK_S", 0.01)
+    monkeypatch.setattr(coordinator_watch, "QUIET_S", 0.0)
+    watch = CoordinatorWatch(tmp_path / "gone-")
+    watch.seen(4711)
+    (tmp_path / "gone-0").write_text("4712")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(watch.gone(), 0.2)
+    (tmp_path / "gone-0").write_text("")
+    (tmp_path / "gone-1").write_text("no id")
+    assert read_gone(tmp_path / "gone-") == {0: Gone(0)}
+    await asyncio.wait_for(watch.gone(), 5.0)
+
+
 def test_a_node_whose_end_the_launcher_saw_is_lost_at_once(tmp_path: Path, now: list[float]) -> None:
     scene = Scene(tmp_path)
     scene.hello()
@@ -213,6 +240,7 @@ def test_a_broken_connection_between_two_that_live_costs_the_one_that_leads_noth
     )
     assert lost(1, 2, now=1016.0) == [], "nor are those of one that fell silent"
     assert lost(1, 2, gone={2: Gone(12)}) == [(2, "its agent's process ended")]
+    assert lost(1, 2, gone={2: Gone(0)}) == [(2, "its agent's process ended")], "a note on a full disk is empty"
     assert lost(1, 2, gone={2: Gone(12, "Slurm set node a800-3 down")}) == [(2, "Slurm set node a800-3 down")]
     assert lost(1, 2, now=1004.0) == [], "a node that was just taken back is not judged by the old connection"
 
