@@ -135,6 +135,9 @@ def test_a_signal_to_the_owner_saves_and_stops_the_run_whose_files_it_alone_can_
     finally:
         os.umask(before)
     case.reach(8)
+    for agent in (case.agent(PLANNER), case.agent(ROLLOUT)):
+        for number in (signal.SIGUSR2, signal.SIGALRM, signal.SIGHUP):
+            os.kill(agent, number)
     os.kill(case.agent(ROLLOUT), signal.SIGTERM)
     case.wait(lambda: case.events("signal_ignored"), "a notice of the agent that rank 0 alone acts on it")
     os.kill(read_job(run).pid, signal.SIGTERM)
@@ -142,6 +145,10 @@ def test_a_signal_to_the_owner_saves_and_stops_the_run_whose_files_it_alone_can_
     assert " is saved" in case.message()
     sound(case, "cancelled")
     assert len(case.events("stop_requested")) == 1
+    assert not case.events("restart")
+    log = (run.logs(1) / "agent-0.log").read_text()
+    assert "most recent call first" in log
+    assert f"signal 14 ({signal.strsignal(14)}) means nothing here" in log
     assert [path for path in run.path.rglob("*") if path.stat().st_mode & OTHERS_WRITE] == []
 
 
