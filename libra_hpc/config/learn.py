@@ -298,7 +298,7 @@ class TrainSection(Section):
     snapshot_every: Steps = Field(4, ge=0)
     """Steps between snapshots in /dev/shm; 0: none. With one core training node a killed worker starts from one and
     replays the steps since. With several each node also has a copy of another one's part, and all ranks restart from
-    the newest snapshot or checkpoint, also on other nodes and in the next job."""
+    the newest snapshot or checkpoint. Snapshots serve the next job, too, also on other nodes."""
 
 
 class CheckpointSection(Section):

@@ -11,8 +11,8 @@ exceed the KV caches, `residency` decides which trajectories keep theirs and whi
   prefill and the rest of its work are added at an own engine.
 - First turn -> also the engine of the sibling that started last, whose cache holds the prompt (`SIBLING_MARGIN`).
 - A long turn shares its engine in the tail of a batch -> it may migrate while it runs (`turn_migration`).
-- Order of the queue: ready time minus a credit of 0 to `AGEING_S`.  The first sibling of a group gets all of it.
-  Others get r / (r + m) of it, with r expected tokens left and m the mean total; later turns get more than half.
+- Order of the queue: ready time minus a credit of 0 to `AGEING_S`: r / (r + m) of it, with r expected tokens left and
+  m the mean total; later turns get more than half.
 """
 
 from __future__ import annotations
@@ -123,16 +123,14 @@ class CausalMlfq:
     def key(self, turn: TurnView, now: float) -> float:
         """See `Policy.key`: the time it became ready, minus its credit."""
         # Compiled code reads all fields at once faster than two of them.
-        name, _, sample, _, context, attained, turns, ready_at, _, signals, limit = cast(_Fields, astuple(turn))
+        name, _, _, _, context, attained, turns, ready_at, _, signals, limit = cast(_Fields, astuple(turn))
         tracked = self._tracked.get(name)
         if tracked is None:
             tracked = self._track(turn)
         room = float(limit - context) if limit else inf
         left = self.estimator.advance(tracked.cursor, signals, attained, room)
         share = left / (left + tracked.cursor.mean)
-        # The probe of a group is the first turn of its first sibling.
-        first = share if sample else 1.0
-        credit = AGEING_S * (MIN_LATER_SHARE + (1.0 - MIN_LATER_SHARE) * share if turns else first)
+        credit = AGEING_S * (MIN_LATER_SHARE + (1.0 - MIN_LATER_SHARE) * share if turns else share)
         key = ready_at - credit
         tracked.priority = int(key * PRIORITIES_PER_S)
         tracked.claim.key, tracked.claim.running = key, False

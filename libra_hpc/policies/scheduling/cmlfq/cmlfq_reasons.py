@@ -18,7 +18,7 @@ MOVES: Final = (
     + _LEFT
 )
 LEAVES: Final = (
-    "move: the last engine is gone, full or under new weights; {engine} finishes in {finish_s:.1f} s" + _LEFT
+    "move: the last engine is gone, has no room or new weights; {engine} finishes in {finish_s:.1f} s" + _LEFT
 )
 NO_ROOM: Final = "wait: the KV caches are full with in-flight contexts" + _LEFT
 WAITS_AT_HOME: Final = "wait: {engine} has the prefix cached and no free slot" + _LEFT
