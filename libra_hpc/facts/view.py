@@ -212,7 +212,9 @@ def _stages(status: Status) -> Table:
     stages = _table("stage", ("nodes", "right"), ("tokens/s", "right"), ("s/batch", "right"), "busy")
     for name, stage in (("train", status.train), ("rollout", status.rollout)):
         seconds = f"{stage.step_s:.2f}" if stage.step_s else "-"
-        cells = (str(stage.nodes), f"{stage.tokens_per_s:,.0f}", seconds, _bar(stage.busy, "magenta"))
+        # An ended run has nothing to roll out in its last seconds; its summary has the speeds of its steps.
+        idle = status.state in FINAL and not stage.tokens_per_s
+        cells = (str(stage.nodes), "-" if idle else f"{stage.tokens_per_s:,.0f}", seconds, _bar(stage.busy, "magenta"))
         stages.add_row(Text(name, style=ROLE_STYLES[name]), *cells)
     return stages
 
@@ -280,7 +282,7 @@ def _roles(nodes: Sequence[NodeStatus]) -> Table:
     for role in dict.fromkeys(node.role for node in nodes):
         found = [node for node in nodes if node.role == role]
         oldest = max(node.heartbeat_age_s for node in found)
-        table.add_row(_role(role), str(len(found)), _counted(found), f"{oldest:.1f} s")
+        table.add_row(_role(role), str(len(found)), _counted(found), "-" if role == "ended" else f"{oldest:.1f} s")
     return table
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from libra_hpc.facts import estimate, series, summary, view
 from libra_hpc.facts.failed import FailedAttempts
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.status import FINAL, Status, decode_status, encode_status, in_simulated_time
+from libra_hpc.facts.status import FINAL, StageStatus, Status, decode_status, encode_status, in_simulated_time
 
 from . import synthetic
 from .synthetic import event
@@ -280,6 +280,8 @@ def test_a_low_terminal_gets_the_short_screen(run: RunDir) -> None:
     assert [words in whole for words in ("0.310 → 0.710", "2,346", "moving node 2", "a800-03")] == [True] * 4
     assert "1 engine lost, 1 engine ready" in low
     assert [words in low for words in ("0.310 → 0.710", "2,346", "moving node 2", "a800-03")] == [True] * 3 + [False]
+    ended = msgspec.structs.replace(status, state="completed")
+    assert "ended 4 - " in flat(text_of(view.StatusScreen(ended, now=status.updated_at, lines=16))), "no heartbeats"
 
 
 NEW_WEIGHTS = {"changed_share": 0.033, "weights_mb": 34.2, "weights_dense_mb": 690.1, "update_s": 0.58, "pause_s": 6e-4}
@@ -300,6 +302,8 @@ RECOMPUTED = "recomputed 81,920 context tokens, 65,536 of them evicted from a KV
         ({"speedup": 60.0}, 0.0, ["dry run, x60", "weights v60"], ["c3 ready"]),
         ({}, 3600.0, ["no news for 1:00:00"], ["dry run"]),
         ({"state": "completed"}, 3600.0, ["12 s before the end"], ["no news", "weights v"]),
+        ({"rollout": StageStatus(0.0, 0.0, 0.0, 2)}, 0.0, ["rollout 2 0 - ─"], []),
+        ({"rollout": StageStatus(0.0, 0.0, 0.0, 2), "state": "completed"}, 0.0, ["rollout 2 - - ─"], []),
         ({"estimate": None, "accuracy": None}, 0.0, [], ["planner expect"]),
     ],
 )
