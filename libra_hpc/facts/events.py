@@ -12,8 +12,8 @@ from .rundir import RunDir, parse
 
 NEWEST_BYTES = 1 << 17
 """What a screen reads of events every second: some hundred lines."""
-OFTEN = frozenset({"weights_applied", "held", "node_state", "resubmitted", "turn_interrupted", "trajectory_failed"})
-"""Kinds that come many times a step; a screen counts them, or has none of them."""
+OFTEN = {"decision", "held", "node_state", "resubmitted", "trajectory_failed", "turn_interrupted", "weights_applied"}
+"""Kinds that come many times a step, or that a screen shows in its own way."""
 
 
 class EventKind(NamedTuple):
@@ -199,9 +199,7 @@ def last_events(run: RunDir) -> list[dict[str, Any]]:
             found = [parse(line) for line in file]
     except OSError:
         return []
-    return [
-        event for event in found if event.get("kind") in EVENTS.keys() - OFTEN and event.get("action", "") != "hold"
-    ]
+    return [event for event in found if event.get("kind") in EVENTS.keys() - OFTEN]
 
 
 def alert_of(event: Mapping[str, Any]) -> str:

@@ -103,7 +103,6 @@ class StatusScreen:
     def _lately(self, room: int) -> Panel:
         """Speeds and rewards over the steps, and below them as many of the newest events as there is room for."""
         grid = label_grid()
-        grid.columns[1].no_wrap, grid.columns[1].overflow = True, "ellipsis"
         curves = [(stage, f"{stage}_tokens_per_s", "{:,.0f} tokens/s") for stage in ("train", "rollout")]
         names = dict.fromkeys(name for row in self._steps for name in row)
         # Of the tasks of a mixture, and of evaluations.
@@ -116,7 +115,8 @@ class StatusScreen:
                 grid.add_row(label, Text.assemble((sparkline(values), "green"), f"  {change}"))
         for event in self._log[-max(room - grid.row_count, 1) :]:
             at = time.strftime("%H:%M:%S", time.localtime(event["t"]))
-            grid.add_row(at, ": ".join(filter(None, (in_words(event["kind"]), place_of(event), cause_of(event)))))
+            line = ": ".join(filter(None, (in_words(event["kind"]), place_of(event), cause_of(event))))
+            grid.add_row(at, Text(line.partition("\n")[0], no_wrap=True, overflow="ellipsis"))
         return Panel(grid, title="lately", title_align="left", box=box.ROUNDED, padding=(0, 2), width=self._width)
 
     def _panel(self, *, short: bool) -> Panel:
