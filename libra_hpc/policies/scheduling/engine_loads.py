@@ -14,17 +14,14 @@ The fourth root stands for the expected longest trajectory.  All terms are sums:
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush, heapreplace
 from math import exp, sqrt
 from typing import Final
 
 from .board import Board, EngineView
 from .residency import Claim, EngineCache
 
-ENTRY_SLACK: Final = 0.998
-"""A heap entry may be 0.2 % too high, which saves pushes; 5 % would miss five of a hundred trajectories."""
 ALIKE: Final = 1.25
-"""Largest ratio of the paces of engines that share a heap: reports of equal engines differ by less."""
+"""Largest ratio of the paces of alike engines: reports of equal engines differ by less."""
 
 
 class Placed:
@@ -48,10 +45,6 @@ class EngineWork:
         self.placed = 0
         self.finish = 0.0
         """Seconds until all that is placed here is done."""
-        self.entry = 0.0
-        """Its value in the heap, a lower bound of ``finish``."""
-        self.heap: list[tuple[float, int, EngineWork]] = []
-        """Heap of its `Alike`, as of the last `EngineLoads.sync`."""
 
     def expected(self, elsewhere: EngineWork, *, left: float, context: int, alone: float, moved: float) -> float:
         """What a trajectory adds to the late finish here and elsewhere, if it may have to leave.
@@ -112,15 +105,6 @@ class EngineWork:
         self.finish = self.finish_with(0.0, 0.0, 0.0)
 
 
-class Alike:
-    """Engines of one TP class and about one pace, with a heap of lower bounds of their finish."""
-
-    def __init__(self, borrowed: bool) -> None:
-        self.borrowed = borrowed
-        self.loads: list[EngineWork] = []
-        self.heap: list[tuple[float, int, EngineWork]] = []
-
-
 class EngineLoads:
     """The loads of all engines of a board.
 
@@ -130,10 +114,9 @@ class EngineLoads:
     def __init__(self) -> None:
         self.generation = -1
         """Generation of the board at the last `sync`."""
-        self.alike: list[Alike] = []
-        """Own engines and borrowed ones."""
+        self.alike: list[list[EngineWork]] = []
+        """Engines of one TP class and about one pace; own ones and borrowed ones are apart."""
         self._loads: dict[str, EngineWork] = {}
-        self._count = 0
 
     def get(self, engine: str) -> EngineWork | None:
         """The load of an engine."""
@@ -159,62 +142,27 @@ class EngineLoads:
             for view in sorted(tp_class.members, key=_kind):
                 if view.pace > slowest or view.borrowed != borrowed:
                     slowest, borrowed = ALIKE * view.pace, view.borrowed
-                    alike = Alike(borrowed)
-                    self.alike.append(alike)
+                    self.alike.append([])
                 load = self._loads[view.engine]
-                load.entry = load.finish = load.finish_with(0.0, 0.0, 0.0)
-                load.heap = alike.heap
-                self._count += 1
-                alike.heap.append((load.entry, self._count, load))
-                alike.loads.append(load)
-        for alike in self.alike:
-            heapify(alike.heap)
+                load.finish = load.finish_with(0.0, 0.0, 0.0)
+                self.alike[-1].append(load)
 
     def elsewhere(self) -> EngineWork | None:
         """The own engine that would take a turn that must leave a borrowed one; None where there is no own engine."""
-        own = [self._first(alike) for alike in self.alike if not alike.borrowed]
+        own = [load for load in self._loads.values() if not load.view.borrowed]
         return min(own, key=_finish) if own else None
 
-    def first_to_finish(self, alike: Alike, claim: Claim, context: int) -> EngineWork | None:
+    def first_to_finish(self, alike: list[EngineWork], claim: Claim, context: int) -> EngineWork | None:
         """Return the engine that finishes first among those with a free slot and room for ``context`` tokens."""
-        first = self._first(alike)
-        if first.view.free and first.cache.has_room(claim, context):
-            return first
         best: EngineWork | None = None
-        for load in alike.loads:
+        for load in alike:
             if (best is None or load.finish < best.finish) and load.view.free and load.cache.has_room(claim, context):
                 best = load
         return best
 
-    @staticmethod
-    def _first(alike: Alike) -> EngineWork:
-        """The engine that finishes first, full or not."""
-        heap = alike.heap
-        while True:
-            value, count, load = heap[0]
-            if value != load.entry:
-                heappop(heap)
-            elif load.finish * ENTRY_SLACK > value:
-                load.entry = load.finish
-                heapreplace(heap, (load.finish, count, load))
-            else:
-                return load
-
     def lack_room(self, claim: Claim, context: int) -> bool:
         """Whether an engine could take the turn if its cache had room."""
         return any(load.view.free and not load.cache.has_room(claim, context) for load in self._loads.values())
-
-    def update_entry(self, load: EngineWork) -> None:
-        """Lower the heap entry of a load that finishes earlier."""
-        if load.finish < ENTRY_SLACK * load.entry:
-            load.entry = load.finish
-            self._count += 1
-            # The set of engines may have changed since the last sync, so the load has its own reference.
-            heap = load.heap
-            heappush(heap, (load.finish, self._count, load))
-            if len(heap) > 64 + 8 * len(load.view.tp_class.members):
-                heap[:] = [item for item in heap if item[0] == item[2].entry]
-                heapify(heap)
 
 
 def added(before: float, after: float) -> float:

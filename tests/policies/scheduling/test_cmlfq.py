@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import AGEING_S, CausalMlfq
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
-from libra_hpc.policies.scheduling.engine_loads import ENTRY_SLACK, EngineLoads, EngineWork, Placed
+from libra_hpc.policies.scheduling.engine_loads import EngineLoads, EngineWork, Placed
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.policies.scheduling.residency import Claim
 
@@ -167,24 +167,6 @@ def test_no_turn_is_overtaken_by_a_turn_that_became_ready_later_than_the_bound(
     assert len(served) == len(turns)
     for i, ready in enumerate(served):
         assert all(before <= ready + AGEING_S for before in served[:i])
-
-
-def test_the_first_engine_to_finish_is_right_within_the_slack() -> None:
-    made, loads = board(*((f"e{i}", 1) for i in range(6))), EngineLoads()
-    loads.sync(made)
-    residents: list[Placed] = []
-    for i in range(200):
-        load = loads.first_to_finish(loads.alike[0], NEW, 0)
-        assert load.finish <= min(loads.get(name).finish for name in made.engines) / ENTRY_SLACK**2 + 1e-9
-        residents.append(Placed())
-        left = float(100 + i * 37 % 500)
-        finish = load.finish_with(left, left * 1000, 500.0)
-        load.add(residents[-1], reach=left, work=left * 1000, prefill=500.0, finish=finish)
-        if i % 3 == 2:
-            gone = residents.pop(i % len(residents))
-            load = gone.load
-            load.remove(gone)
-            loads.update_entry(load)
 
 
 def test_engines_of_unequal_pace_are_both_candidates() -> None:

@@ -108,8 +108,7 @@ def test_turns_that_wait_for_their_engine_hold_up_nobody_and_come_with_its_slots
     queue.ready(turn("other"), 0.0)
     assert names(queue.dispatch(0.0)) == ["other"]
     policy.asked.clear()
-    assert queue.dispatch(0.0) == []
-    assert policy.asked == [], "none is asked while its engine is full"
+    assert (queue.dispatch(0.0), policy.asked) == ([], []), "none is asked while its engine is full"
     set_cap(made, "b", 2)
     assert names(queue.dispatch(0.0)) == ["0", "1"]
     made.set_open("b", False)

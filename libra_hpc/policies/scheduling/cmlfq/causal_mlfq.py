@@ -162,8 +162,6 @@ class CausalMlfq:
         if load is None or not load.view.free:
             return self._wait(choice, tracked, load_before, board.room_key)
         load.add(tracked, reach=choice.cursor.reach, work=choice.work, prefill=choice.prefill, finish=choice.finish)
-        if load_before is not None:
-            loads.update_entry(load_before)
         if not turn.attained_tokens:
             self._started[turn.prompt_id] = tracked
         return self._send(tracked, load, choice.template, choice.numbers(), context)
@@ -242,11 +240,10 @@ class CausalMlfq:
         if self._started.get(tracked.prompt_id) is tracked:
             del self._started[tracked.prompt_id]
 
-    def _remove_load(self, tracked: _Tracked) -> None:
-        load = tracked.load
-        if load is not None:
-            load.remove(tracked)
-            self._loads.update_entry(load)
+    @staticmethod
+    def _remove_load(tracked: _Tracked) -> None:
+        if tracked.load is not None:
+            tracked.load.remove(tracked)
 
     def _migrate(self, tracked: _Tracked, move: TurnMigration, turn: TurnView, board: Board) -> Decision | None:
         """Send an interrupted turn to its target; None if it ended by itself, or if the target takes no turn."""
