@@ -1,6 +1,7 @@
 """Rows of `bench.fleets`: the work, the GPUs, and the fleets that a user could build from them.
 
 - One batch: the GPUs roll out; nothing is trained.
+- ``256 each``: open trajectories for each TP8 engine, as in the examples for A800; in steady rows if one node trains.
 - Steady: both stages.  Some nodes train (a *split*), or all nodes serve both stages in turn (`bench.fleets_training`).
 
 A fleet is a list of `Part`: so many engines of one TP degree on one kind of GPU.  Only degrees whose KV cache holds the
@@ -138,6 +139,13 @@ ROWS: dict[str, Setting] = {
     "two kinds": Setting(pools=(("a800", 16), ("h200", 16)), trajectories=384),
     "giant": Setting(change="giant"),
     "misleading": Setting(dials=(("outcome", 1.0),), change="mislead"),
+    "256 each": Setting(pools=THREE, trajectories=768),
+    "512 each": Setting(pools=THREE, trajectories=1_536),
+    "256 each, groups of one": Setting(pools=THREE, trajectories=768, group=1),
+    "256 each, search": Setting(preset="search", pools=THREE, trajectories=768),
+    "256 each, eta 0": Setting(pools=THREE, trajectories=512, batches=STEADY),
+    "256 each, eta 1": Setting(pools=THREE, trajectories=256, batches=STEADY, eta=1),
+    "256 each, eta 2": Setting(pools=THREE, trajectories=168, batches=STEADY + 2, eta=2),
     "steady, eta 0": Setting(pools=THREE, trajectories=128, batches=STEADY),
     "steady, eta 1": Setting(pools=THREE, trajectories=128, batches=STEADY, eta=1),
     "steady, eta 2": Setting(pools=THREE, trajectories=128, batches=STEADY + 2, eta=2),

@@ -35,6 +35,7 @@ from bench.fleets_rows import (
     work,
 )
 from bench.fleets_training import Roles, nodes_of, settings_of, train_seconds, training_of
+from bench.policies import POLICIES
 from bench.policies.admission import Admission, Admitted, KvShare, LiveCap
 from bench.policies.episode_cap import EpisodeCap
 from bench.policies.libra import CmlfqCost, LaMlfq, Libra
@@ -51,13 +52,14 @@ BUCKETED: dict[str, type[Libra] | type[CmlfqCost] | type[LaMlfq]] = {
     "cmlfq_cost": CmlfqCost,
     "la_mlfq": LaMlfq,
 }
-RULES = (*PLAIN, "tp_sticky", *BUCKETED)
+STAYS = ("round_robin", "least_live", "cache_aware")
+RULES = (*PLAIN, *STAYS, "tp_sticky", *BUCKETED)
 CAPS = (8, 16, 32, 100)
 """Of a bucket of the shorter degrees: live trajectories per engine."""
 THRESHOLDS = ((), (1_000, 4_000, 16_000))
 """Bounds of the buckets, tokens; empty: quantiles of the lengths that were seen while choosing."""
 SHARES = tuple(f"share 0.{tenths}" for tenths in range(1, 10))
-LIVE = tuple(f"live {most}" for most in (4, 8, 14, 20, 26, 36, 50, 72))
+LIVE = tuple(f"live {most}" for most in (4, 8, 14, 20, 26, 36, 50, 72, 96, 144))
 """Live trajectories per engine: `LiveCap`."""
 EPISODES = ("cap 1.02", "cap 1.1")
 """`EpisodeCap` with that growth."""
@@ -158,7 +160,7 @@ def _policy(contestant: Contestant) -> Policy:
         return BUCKETED[contestant.rule](thresholds, cap)
     if contestant.rule == TpSticky.name:
         return TpSticky(live=not contestant.parameters)
-    return make_policy(contestant.rule)
+    return make_policy(POLICIES[contestant.rule])
 
 
 def _admission(name: str, contestant: Contestant) -> Admission | None:

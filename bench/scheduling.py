@@ -2,12 +2,14 @@
 
 - Work: presets of the generator (tool outcomes or siblings informative or not; long documents), one batch of 512
   trajectories without history; the same in the third epoch; and ``--trace`` files, sampled per seed.
-- Engines: 48 A800 with Qwen3-14B, 12xTP1, 6xTP2, 6xTP4; step times are operator tables.
+- Engines: 48 A800 with Qwen3-14B, 12xTP1, 6xTP2, 6xTP4; step times are operator tables.  ``--gpus 24 --buckets 1xTP8
+  --trajectories 768`` is the load of the A800 examples: 256 trajectories an engine.
+- ``--inflight 96,64``: each policy also with another constant limit of turns in flight at an engine.
 - All policies of a seed get the same trajectories.  Ratios are taken within a seed; their mean has a 95 % interval
   (Student's t over seeds).
 
     python -m bench.scheduling [--seeds 5] [--trajectories 512] [--rows NAME|NAME] [--policy NAME,...]
-    [--trace FILE ...] [--jobs 2]
+    [--gpus 48] [--buckets LIST] [--inflight 96,N,...] [--trace FILE ...] [--jobs 2]
 """
 
 from __future__ import annotations
@@ -19,16 +21,19 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from bench.harness import by_row, interval, options, report, seeds
 from bench.policies import POLICIES
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.simulator.compare import compare
+from libra_hpc.simulator.compare import Compared, compare
 from libra_hpc.simulator.engine.simulated_engines import build_engines
 from libra_hpc.simulator.settings import SimulationSettings
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import read_trace
 
-GPUS, DEVICE, MODEL, BUCKETS = 48, "a800", "qwen3-14b", "4xTP1,2xTP2,2xTP4"
+DEVICE, MODEL = "a800", "qwen3-14b"
+INFLIGHT = SimulationSettings().max_inflight
 MAX_CONTEXT = Dials().max_context
 """Where the generator ends trajectories, as a run file would; for a recorded trace it is unknown."""
 WORK: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,6 +42,7 @@ WORK: dict[str, tuple[str, dict[str, Any]]] = {
     "r2e, nothing tells": ("r2e", {"outcome": 0.0, "sibling": 0.0}),
     "search, outcomes tell": ("search", {"outcome": 1.0}),
     "search, nothing tells": ("search", {"outcome": 0.0, "sibling": 0.0}),
+    "r2e, groups of one": ("r2e", {"group": 1}),
     "math, siblings tell": ("math", {}),
     "math, nothing tells": ("math", {"sibling": 0.0}),
     "documents, siblings tell": ("documents", {}),
@@ -68,16 +74,20 @@ def work_of(name: str, seed: int, trajectories: int) -> list[TrajectoryRecord]:
     return drawn
 
 
-def play(job: tuple[str, int, int, list[str]]) -> Row:
-    """All policies on the work of one seed; the last epoch counts."""
-    name, seed, trajectories, policies = job
-    built = build_engines(BUCKETS, GPUS, DEVICE, MODEL)
+def play(job: tuple[str, int, int, list[str], str, int, list[int]]) -> Row:
+    """All policies on the work of one seed, with each limit of turns in flight; the last epoch counts."""
+    name, seed, trajectories, policies, buckets, gpus, limits = job
+    built = build_engines(buckets, gpus, DEVICE, MODEL)
     work, settings = work_of(name, seed, trajectories), SimulationSettings()
     before: list[list[TrajectoryRecord]] = []
     if name in WORK:
         settings = SimulationSettings(max_model_len=MAX_CONTEXT)
         *before, work = [work[start : start + trajectories] for start in range(0, len(work), trajectories)]
-    done = compare(work, built.engines, [POLICIES[name] for name in policies], settings, before=before)
+    paths, found = [POLICIES[name] for name in policies], dict[str, Compared]()
+    for limit in limits:
+        done = compare(work, built.engines, paths, replace(settings, max_inflight=limit), before=before)
+        named = policies if limit == INFLIGHT else [f"{policy}, {limit} turns" for policy in policies]
+        found |= dict(zip(named, done.values(), strict=True))
     return {
         policy: {
             "makespan_s": one.result.makespan_s,
@@ -88,7 +98,7 @@ def play(job: tuple[str, int, int, list[str]]) -> Row:
             "idle": one.result.idle_share,
             "computed_s": one.computed_s,
         }
-        for policy, one in zip(policies, done.values(), strict=True)
+        for policy, one in found.items()
     }
 
 
@@ -115,13 +125,16 @@ def lines(name: str, results: Sequence[Row]) -> list[list[str]]:
 def main() -> None:
     every = ",".join(POLICIES)
     defaults: dict[str, Any] = {"seeds": 5, "trajectories": 512, "policy": every, "jobs": 2}
+    defaults |= {"gpus": 48, "buckets": "4xTP1,2xTP2,2xTP4", "inflight": [INFLIGHT]}
     given = options("scheduling", __doc__, rows=WORK, trace=True, **defaults)
     policies = list(dict.fromkeys(given.policy.split(",")))
-    jobs = [(name, seed, given.trajectories, policies) for name in given.rows for seed in seeds(given)]
+    how = (given.trajectories, policies, given.buckets, given.gpus, given.inflight)
+    jobs = [(name, seed, *how) for name in given.rows for seed in seeds(given)]
     with ProcessPoolExecutor(given.jobs) as pool:
         found = by_row(pool, play, jobs, lambda row: ", ".join(f"{p} {r['makespan_s']:,.0f} s" for p, r in row.items()))
     rows = [line for name, results in found.items() for line in lines(Path(name).name.split(".")[0], results)]
-    notes = [f"{given.seeds} seeds, {given.trajectories} trajectories, {GPUS} x {DEVICE}, {MODEL}, {BUCKETS} repeated"]
+    engines = f"{given.gpus} x {DEVICE}, {MODEL}, {given.buckets} repeated"
+    notes = [f"{given.seeds} seeds, {given.trajectories} trajectories, {engines}"]
     report(given, "Policies on simulated engines", columns=COLUMNS, rows=rows, notes=notes, raw=found)
 
 

@@ -9,10 +9,12 @@ from libra_hpc.policies.scheduling.registry import policy_names
 
 FILES = {
     "autellix": "autellix.py:Autellix",
+    "cache_aware": "stays.py:CacheAware",
     "cmlfq_cost": "libra.py:CmlfqCost",
     "la_mlfq": "libra.py:LaMlfq",
-    "length_aware": "length_aware.py:LengthAware",
+    "least_live": "stays.py:LeastLive",
     "libra": "libra.py:Libra",
+    "round_robin": "stays.py:RoundRobin",
     "tp_sticky": "tp_sticky.py:TpSticky",
 }
 """Name -> file of this folder and class."""
