@@ -13,6 +13,7 @@ FILES = {
     "cmlfq_cost": "libra.py:CmlfqCost",
     "la_mlfq": "libra.py:LaMlfq",
     "least_live": "stays.py:LeastLive",
+    "length_aware": "length_aware.py:LengthAware",
     "libra": "libra.py:Libra",
     "round_robin": "stays.py:RoundRobin",
     "tp_sticky": "tp_sticky.py:TpSticky",

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from bench.policies import FILES, POLICIES
 from bench.policies.autellix import BETA, DECODE_S, Autellix, lower_bound_s
+from bench.policies.length_aware import LengthAware
 from bench.policies.libra import FOLLOW_S, CmlfqCost, LaMlfq
 from bench.policies.stays import MORE_TURNS, CacheAware, LeastLive, RoundRobin
 from bench.policies.tp_sticky import TpSticky
@@ -29,6 +30,26 @@ def test_everything_is_served_and_nothing_is_kept_of_it(name: str, seed: int) ->
     policy = make_policy(POLICIES[name])
     drive(policy, board_of(*MIXED, cap=2), seed)
     assert_nothing_is_kept(policy)
+
+
+@pytest.mark.parametrize(("prompt", "engine"), [(5_000, "one"), (5_001, "two"), (10_001, "four"), (15_001, "eight")])
+def test_length_aware_maps_the_prompt_to_a_tp_degree(prompt: int, engine: str) -> None:
+    policy, board = LengthAware(), board_of(("eight", 8), ("four", 4), ("two", 2), ("one", 1))
+    assert policy.route(turn_of("t", context=prompt), board, 0.0).engine == engine
+    grown = turn_of("t", context=60_000, at=engine, turns=3)
+    assert policy.route(grown, board, 0.0).engine == engine, "the prompt decides, not the context"
+
+
+def test_length_aware_takes_the_next_degree_and_counts_live_trajectories() -> None:
+    policy, board = LengthAware(), board_of(("a1", 1), ("b1", 1), ("two", 2), ("four", 4), cap=1)
+    assert [policy.route(turn_of(f"t{i}"), board, 0.0).engine for i in range(2)] == ["a1", "b1"], (
+        "one live trajectory each, tool time included"
+    )
+    board.sent("a1", 1)
+    board.sent("b1", 1)
+    assert policy.route(turn_of("u"), board, 0.0).engine == "two"
+    board.sent("two", 1)
+    assert policy.route(turn_of("v"), board, 0.0).engine == "four", "then any other"
 
 
 def test_autellix_serves_the_least_served_program_first_until_the_other_has_waited_as_long() -> None:

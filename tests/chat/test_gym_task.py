@@ -79,7 +79,7 @@ def test_mistakes(tokenizer: TaskTokenizer, name: str, options: dict[str, Any], 
 
 
 def test_its_name_is_no_file() -> None:
-    assert absolute(LEGS) == LEGS
+    assert absolute("task.name", LEGS) == LEGS
     check_tasks(TaskSection(name=LEGS, options={"max_animals": 3}))
 
 
