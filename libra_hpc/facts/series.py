@@ -108,8 +108,9 @@ def read(run: RunDir) -> Recorded:
 
 
 def simulated(value: Any, speedup: float, key: str = "") -> Any:
-    """A record of a dry run with its seconds and rates in simulated time, by the names of its fields."""
-    if isinstance(value, Mapping):
+    """A record of a dry run with its seconds and rates in simulated time, by the names of its fields; one of a real
+    run as it is."""
+    if isinstance(value, Mapping) and speedup != 1.0:
         return {name: simulated(part, speedup, name) for name, part in value.items()}
     if isinstance(value, list):
         return [simulated(part, speedup, key) for part in value]

@@ -197,8 +197,8 @@ def read_status(run: RunDir, attempt: int) -> Status | None:
 
 def in_simulated_time(status: Status) -> Status:
     """The status as screens show it: seconds and rates of a dry run in simulated time, ages by the clock."""
-    found = series.simulated(msgspec.to_builtins(status), status.speedup)
-    return msgspec.convert(found, Status) if status.speedup != 1.0 else status
+    real = status.speedup == 1.0
+    return status if real else msgspec.convert(series.simulated(msgspec.to_builtins(status), status.speedup), Status)
 
 
 def dry_run(speedup: float) -> str:

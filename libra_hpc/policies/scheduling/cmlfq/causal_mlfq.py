@@ -326,7 +326,9 @@ class CausalMlfq:
                 tracked, reach=choice.cursor.reach, work=choice.work, prefill=tracked.prefill, finish=finish
             )
         claim, home = tracked.claim, choice.load is not None
-        roomless = claim.cache is None and (claim.key > room_key or self._loads.lack_room(claim, choice.context))
+        roomless = (
+            not home and claim.cache is None and (claim.key > room_key or self._loads.lack_room(claim, choice.context))
+        )
         return Decision(
             engine="",
             priority=tracked.priority,
