@@ -31,7 +31,7 @@ from libra_hpc.user_file import FORM
 
 from .output import busy, picture_file, print_json, print_line, print_note, show
 from .runs import JsonOption
-from .trace import FileArgument, FormatOption, LimitOption, SkipOption, load
+from .trace import FileArgument, LimitOption, SkipOption, load
 
 DEFAULTS = SimulationSettings()
 FIRST_LINE_S, LINE_S = 1.0, 10.0
@@ -92,7 +92,6 @@ def simulate(
     borrow: Annotated[
         str, typer.Option(metavar="N:KIND", help="Also borrow N engines; KIND: code, chat, rose, spot or flap.")
     ] = "",
-    format: FormatOption = "auto",
     skip_bad: SkipOption = False,
     limit: LimitOption = None,
     plot: Annotated[
@@ -117,7 +116,7 @@ def simulate(
         async_steps=async_steps,
         host_gb=host_kv_gb,
     )
-    work = within(load(file, format, skip_bad, limit).trajectories, max_context)
+    work = within(load(file, skip_bad, limit), max_context)
     settings = SimulationSettings(
         max_num_seqs=max_num_seqs,
         max_inflight=max_inflight,

@@ -1,4 +1,4 @@
-"""`libra-hpc trace`: inspect a trace, convert it to the project's own format, or generate one."""
+"""`libra-hpc trace`: inspect a trace, convert one of another project, or generate one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Annotated
 import msgspec
 import typer
 
-from libra_hpc.traces import profiles, read
-from libra_hpc.traces.describe import TAIL, Description, Spread, describe
+from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.traces import profiles
+from libra_hpc.traces.describe import TAIL, Description, describe
+from libra_hpc.traces.foreign import FORMATS, read_foreign
 from libra_hpc.traces.generate import Dials, generate
+from libra_hpc.traces.read import read_trace, write_trace
 
 from .output import busy, narrow_table, print_json, print_line, print_note, show
 from .runs import JsonOption
@@ -20,60 +23,43 @@ DEFAULTS = Dials()
 SHOWN_TOOLS, SHOWN_OUTCOMES = 12, 6
 """Tools of the table, and outcomes of a tool; further tools are summed up in its last row (all are in the JSON)."""
 
-FileArgument = Annotated[
-    Path, typer.Argument(metavar="FILE", help="Trace, gzip or not; or a folder of kv-cache-tester documents.")
-]
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Trace, gzip or not.")]
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="File to write; compressed if it ends in .gz.")]
-FormatOption = Annotated[
-    str, typer.Option("--format", metavar="NAME", help=f"One of {', '.join((read.AUTO, *read.READERS))}.")
-]
 SkipOption = Annotated[bool, typer.Option("--skip-bad", help="Pass over lines that cannot be read, and count them.")]
 LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="Only the first N trajectories.")]
 
 
 @app.command("inspect")
 def inspect(
-    file: FileArgument,
-    format: FormatOption = read.AUTO,
-    skip_bad: SkipOption = False,
-    limit: LimitOption = None,
-    json: JsonOption = False,
+    file: FileArgument, skip_bad: SkipOption = False, limit: LimitOption = None, json: JsonOption = False
 ) -> None:
     """Show counts, quantiles and the tail."""
-    found = load(file, format, skip_bad, limit)
+    found = load(file, skip_bad, limit)
     with busy("analysing"):
-        description = describe(found.trajectories)
+        description = describe(found)
     if json:
-        facts = {"file": str(file), "format": found.format, "bad_lines": len(found.bad)}
-        print_json({**facts, "description": msgspec.to_builtins(description)})
+        print_json({"file": str(file), "description": msgspec.to_builtins(description)})
     else:
-        show_description(file, found.format, description)
+        show_description(file, description)
 
 
 @app.command("convert")
 def convert(
-    file: Annotated[Path, typer.Argument(metavar="IN", help="Trace of any format, gzip or not.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="IN", help="Trace, gzip or not; or a folder of kv-cache-tester documents.")
+    ],
     out: OutArgument,
-    format: FormatOption = read.AUTO,
-    skip_bad: SkipOption = False,
-    limit: LimitOption = None,
+    format: Annotated[str, typer.Option("--from", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
     json: JsonOption = False,
 ) -> None:
-    """Write a trace in the project's own format."""
-    found = load(file, format, skip_bad, limit)
-    with busy("writing"):
-        read.write_trace(out, found.trajectories)
+    """Write a public trace of another project in the format of this one."""
+    with busy("converting"):
+        found = read_foreign(file, format)
+        write_trace(out, found)
     if json:
-        print_json(
-            {
-                "out": str(out),
-                "format": found.format,
-                "bad_lines": len(found.bad),
-                "trajectories": len(found.trajectories),
-            }
-        )
+        print_json({"out": str(out), "trajectories": len(found)})
     else:
-        print_line(f"{out}: {len(found.trajectories):,} trajectories from {found.format}")
+        print_line(f"{out}: {len(found):,} trajectories from {format}")
 
 
 @app.command("generate")
@@ -117,7 +103,7 @@ def generate_trace(
     )
     with busy("generating"):
         made = generate(preset, dials)
-        read.write_trace(out, made)
+        write_trace(out, made)
     facts = {
         "trajectories": len(made),
         "turns": sum(len(one.turns) for one in made),
@@ -132,62 +118,39 @@ def generate_trace(
         )
 
 
-def load(file: Path, format: str, skip_bad: bool, limit: int | None) -> read.Trace:
+def load(file: Path, skip_bad: bool, limit: int | None) -> list[TrajectoryRecord]:
     """Read a trace, and print skipped lines on stderr."""
     with busy("reading"):
-        found = read.read_trace(file, format, skip_bad, limit)
-    if found.bad:
-        print_note(f"passed over {len(found.bad)} bad lines, the first: {found.bad[0]}")
+        found, bad = read_trace(file, skip_bad, limit)
+    if bad:
+        print_note(f"passed over {len(bad)} bad lines, the first: {bad[0]}")
     return found
 
 
-def show_description(file: Path, format: str, what: Description) -> None:
+def show_description(file: Path, what: Description) -> None:
     """Print counts and quantiles."""
     groups = f"{what.groups:,} with siblings" if what.groups else "no siblings"
-    print_line(f"{file} ({format})")
-    print_line(
-        f"{what.trajectories:,} trajectories of {what.prompts:,} prompts ({groups}),\n{what.turns_total:,} turns,"
-        f" {what.generated_total:,} generated tokens"
-    )
     reward = "" if what.mean_reward is None else f"; mean reward {what.mean_reward:.3f}"
-    print_line(f"the longest {TAIL:.0%} of them generate {what.tail_share:.0%} of the tokens{reward}")
+    print_line(
+        f"{file}\n{what.trajectories:,} trajectories of {what.prompts:,} prompts ({groups}),\n{what.turns:,} turns,"
+        f" {what.generated:,} generated tokens\nthe longest {TAIL:.0%} of them generate {what.tail_share:.0%} of the"
+        f" tokens{reward}"
+    )
     table = narrow_table("per trajectory, turn or call", "p50>", "p90>", "p99>", "max>", "mean>")
-    rows = {
-        "turns": what.turns,
-        "generated tokens": what.generated,
-        "generated tokens of a turn": what.generated_per_turn,
-        "prompt tokens": what.prompt_tokens,
-        "context at the end": what.context,
-        "tokens a tool returns": what.payload,
-        "seconds of a tool call": what.tool_s,
-    }
-    for name, spread in rows.items():
-        table.add_row(name, *_cells(spread))
+    for name, of in what.spreads.items():
+        table.add_row(name, *map(_number, (of.p50, of.p90, of.p99, of.most, of.mean)))
     show(table)
     if not what.tools:
         return
     table = narrow_table("tool", "calls>", "p50 s>", "p90 s>", "p99 s>", "outcomes~")
-    for use in what.tools[:SHOWN_TOOLS]:
-        outcomes = (
-            ", ".join(f"{name} {count / use.calls:.0%}" for name, count in list(use.outcomes.items())[:SHOWN_OUTCOMES])
-            or "-"
-        )
-        table.add_row(
-            use.tool,
-            f"{use.calls:,}",
-            *(_number(value) for value in (use.seconds.p50, use.seconds.p90, use.seconds.p99)),
-            outcomes,
-        )
-    rest = what.tools[SHOWN_TOOLS:]
-    if rest:
-        table.add_row(f"{len(rest)} more", f"{sum(use.calls for use in rest):,}", "", "", "", "")
+    uses = list(what.tools.items())
+    for tool, use in uses[:SHOWN_TOOLS]:
+        shares = [f"{name} {count / use.calls:.0%}" for name, count in list(use.outcomes.items())[:SHOWN_OUTCOMES]]
+        seconds = map(_number, (use.seconds.p50, use.seconds.p90, use.seconds.p99))
+        table.add_row(tool, f"{use.calls:,}", *seconds, ", ".join(shares) or "-")
+    if rest := uses[SHOWN_TOOLS:]:
+        table.add_row(f"{len(rest)} more", f"{sum(use.calls for _, use in rest):,}", "", "", "", "")
     show(table)
-
-
-def _cells(spread: Spread | None) -> list[str]:
-    if spread is None:
-        return ["-"] * 5
-    return [_number(value) for value in (spread.p50, spread.p90, spread.p99, spread.most, spread.mean)]
 
 
 def _number(value: float) -> str:

@@ -30,7 +30,7 @@ def naming(config: RunConfig) -> Iterator[None]:
             raise UserError(f"{keys[kind]} = {rest}") from error
         for key, path in traces.items():
             if path and text.startswith(path):
-                raise UserError(f"{key} = {path!r}: {text.removeprefix(path).lstrip(': ')}") from error
+                raise UserError(f"{key} = {path!r}: {text.removeprefix(path).lstrip(': ,')}") from error
         raise
 
 

@@ -1,73 +1,56 @@
-"""Read a trace of any known format, gzip or not, and write the project's own format."""
+"""Read and write the project's own trace, gzip or not: one `TrajectoryRecord` a line, as `trajectories.jsonl` of a run.
+
+Further fields of a run (engine, versions, times) and lines that a restart superseded are ignored.
+"""
 
 from __future__ import annotations
 
 import gzip
-import itertools
-import os
-import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.files import write_result
-from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.protocol.trace import TrajectoryRecord, live_lines
 
-from . import azure, kv_cache_tester, mooncake
-from . import own_format as libra
-from .record import Bad
+from .record import trajectory, why
 
-Reader = Callable[[Iterable[tuple[int, bytes]], Bad], Iterator[TrajectoryRecord]]
-READERS: dict[str, Reader] = {
-    "libra": libra.read,
-    "kv-cache-tester": kv_cache_tester.read,
-    "mooncake": mooncake.read,
-    "azure": azure.read,
-}
-AUTO = "auto"
-HEAD = 65536
-"""Bytes at the start of a file in which its format is detected: the keys of the first object, or the header."""
 GZIP = b"\x1f\x8b"
-
-_MARKS = (
-    ("azure", re.compile(rb"\A(\xef\xbb\xbf)?[^\n{]*\bContextTokens\b")),
-    ("libra", re.compile(rb'"turns"\s*:')),
-    ("kv-cache-tester", re.compile(rb'"requests"\s*:')),
-    ("mooncake", re.compile(rb'"(input|output)_length"\s*:')),
-)
-"""Text that identifies a format; the first match counts."""
+_decoder = msgspec.json.Decoder(TrajectoryRecord)
+_encoder = msgspec.json.Encoder()
 
 
-class Trace(msgspec.Struct):
-    path: Path
-    format: str
+class Trace(NamedTuple):
     trajectories: list[TrajectoryRecord]
     bad: list[str]
+    """What is wrong with each line that was passed over."""
 
 
-def read_trace(path: Path, format: str = AUTO, skip_bad: bool = False, limit: int | None = None) -> Trace:
-    """Read the first ``limit`` trajectories (None: all) of a file, or of a folder of kv-cache-tester documents.
+def read_trace(path: Path, skip_bad: bool = False, limit: int | None = None) -> Trace:
+    """Read the first ``limit`` trajectories (None: all) of a file.
 
-    ``format`` is a key of `READERS` or ``"auto"``.  Raises `UserError` for a file that is unreadable, of unknown format
-    or without trajectories, and for a bad line unless ``skip_bad``.
+    Raises `UserError` for a file that is unreadable or without trajectories, and for a bad line unless ``skip_bad``.
     """
-    if format not in (AUTO, *READERS):
-        raise invalid("format", format, "unknown format", (AUTO, *READERS))
     if limit is not None and limit < 1:
         raise invalid("limit", limit, "out of range", "an integer >= 1")
-    trace = Trace(path, format, [], [])
-    for file in _files(path):
-        content = _content(file)
-        kind = _detect(file, content[:HEAD]) if format == AUTO else format
-        trace.format = kind
-        room = None if limit is None else limit - len(trace.trajectories)
-        trace.trajectories.extend(
-            itertools.islice(READERS[kind](_lines(content), _bad(file, trace.bad, skip_bad)), room)
-        )
-        if limit is not None and len(trace.trajectories) >= limit:
+    lines = [(number, line) for number, line in enumerate(content(path).split(b"\n"), 1) if line.strip()]
+    if not lines:
+        raise UserError(f"{path}: the trace is empty.")
+    trace = Trace([], [])
+    for place, line in live_lines(lambda: (text for _, text in lines)):
+        try:
+            trace.trajectories.append(_checked(line))
+        except (ValueError, RecursionError) as error:
+            problem = f"line {lines[place - 1][0]}: {why(error)}"
+            if not skip_bad:
+                hint = "--skip-bad goes on without such lines; `libra-hpc trace convert` reads other formats"
+                raise UserError(f"{path}, {problem} ({hint}).") from None
+            trace.bad.append(f"{problem}.")
+        if len(trace.trajectories) == limit:
             break
     if not trace.trajectories:
         passed = f" that can be read; bad lines: {len(trace.bad)}, the first: {trace.bad[0]}" if trace.bad else ""
@@ -75,30 +58,33 @@ def read_trace(path: Path, format: str = AUTO, skip_bad: bool = False, limit: in
     return trace
 
 
+def _checked(line: bytes) -> TrajectoryRecord:
+    """A last turn without generated tokens is dropped: its tool answer did not fit into the context."""
+    found = _decoder.decode(line)
+    turns = found.turns
+    if len(turns) > 1 and turns[-1].gen_tokens == 0:
+        turns = turns[:-1]
+    return trajectory(found.prompt_id, found.sample, found.prompt_tokens, turns, reward=found.reward)
+
+
+def encode(trajectories: Iterable[TrajectoryRecord]) -> bytes:
+    lines = ({**msgspec.structs.asdict(one), "turns": [turn.line() for turn in one.turns]} for one in trajectories)
+    return b"".join(_encoder.encode(line) + b"\n" for line in lines)
+
+
 def write_trace(path: Path, trajectories: Iterable[TrajectoryRecord]) -> None:
-    """Write the project's own format atomically, compressed if the name ends in ``.gz``.
+    """Write a trace atomically, compressed if the name ends in ``.gz``.
 
     Equal trajectories give equal bytes.  Raises `UserError` when the file cannot be written.
     """
-    data = libra.encode(trajectories)
+    data = encode(trajectories)
     if path.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
     write_result(path, data)
 
 
-def _files(path: Path) -> list[Path]:
-    if not os.path.isdir(path):
-        return [path]
-    try:
-        files = sorted(path / name for name in os.listdir(path) if name.endswith((".json", ".json.gz")))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}).") from error
-    if not files:
-        raise UserError(f"{path}: the folder has no trace; valid: a file, or a folder of *.json of kv-cache-tester.")
-    return files
-
-
-def _content(path: Path) -> bytes:
+def content(path: Path) -> bytes:
+    """The bytes of a file, gzip or not; raises `UserError` where it cannot be read."""
     try:
         data = path.read_bytes()
         return gzip.decompress(data) if data.startswith(GZIP) else data
@@ -106,27 +92,3 @@ def _content(path: Path) -> bytes:
         raise UserError(f"{path}: the gzip file is damaged ({error}).") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}).") from None
-
-
-def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
-    for number, line in enumerate(content.split(b"\n"), 1):
-        if line.strip():
-            yield number, line
-
-
-def _detect(path: Path, head: bytes) -> str:
-    if not head.strip():
-        raise UserError(f"{path}: the trace is empty.")
-    for name, mark in _MARKS:
-        if mark.search(head):
-            return name
-    raise UserError(f"{path}: of no known format; valid: {', '.join(READERS)} (name one with --format).")
-
-
-def _bad(path: Path, found: list[str], skip: bool) -> Bad:
-    def bad(number: int, problem: str) -> None:
-        if not skip:
-            raise UserError(f"{path}, line {number}: {problem.rstrip('.')} (--skip-bad goes on without such lines).")
-        found.append(f"line {number}: {problem}.")
-
-    return bad

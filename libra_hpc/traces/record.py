@@ -10,17 +10,11 @@ A violation is a `ValueError` with a fragment of a sentence; `libra_hpc.traces.r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-
-MAX_GAP_S = 60.0
-"""Seconds; a longer gap is an absent person, not a tool.  The replay of kv-cache-tester has the same bound."""
-
-Bad = Callable[[int, str], None]
-"""Called with a line number (from 1) and the problem; raises, or counts the line and returns."""
 
 
 def trajectory(
@@ -58,18 +52,13 @@ def without_tool(turn: TurnRecord) -> TurnRecord:
     return TurnRecord(turn.new_tokens, turn.gen_tokens, new_sample=turn.new_sample)
 
 
-def why(error: ValueError | RecursionError) -> str:
+def why(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "JSON is nested too deeply to be a trace"
     if not isinstance(error, msgspec.DecodeError):
         return str(error)
     text = str(error).rstrip(".")
     return text[0].lower() + text[1:] if isinstance(error, msgspec.ValidationError) else f"not JSON ({text})"
-
-
-def gap_s(seconds: float) -> float:
-    """Seconds between two requests of a session, clipped to 0..`MAX_GAP_S`."""
-    return min(max(seconds, 0.0), MAX_GAP_S)
 
 
 def at_least(field: str, value: int, least: int) -> None:

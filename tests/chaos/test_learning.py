@@ -9,7 +9,7 @@ import pytest
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.policies.learning.guards import HOLD, READ
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.traces import own_format
+from libra_hpc.traces.read import encode
 
 from .harness import PROMPTS, SIMULATED, Chaos, sound
 
@@ -29,7 +29,7 @@ def workload(file: Path) -> Path:
         for sound in [prompt < PROMPTS * (BREAKS - 1)]
         for sample in range(SAMPLES)
     )
-    file.write_bytes(own_format.encode(records))
+    file.write_bytes(encode(records))
     return file
 
 

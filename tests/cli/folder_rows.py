@@ -164,7 +164,7 @@ ON_SIMULATED_ENGINES = [
     ("simulated.model=qwen3-14", "simulated.model = 'qwen3-14': neither a"),
     ("simulated.presets=['chess']", "simulated.presets = 'chess': unknown preset"),
     ("simulated.presets=[]", "simulated.presets = []: too short; valid: a list of"),
-    ("simulated.trace=good.py", "of no known format; valid: libra, kv-cache-tester, mooncake, azure (name one with"),
+    ("simulated.trace=good.py", "simulated.trace = 'good.py': line 1: not JSON ("),
     ("simulated.calibration=run.toml", "run.toml': Expected `object`, got `array`; valid: a JSON file of format"),
     ("simulated.device=", "simulated.device = '': components.train has no gpu_type either; valid: a device such as"),
     ("simulated.devices=garbage.toml", "simulated.devices = 'garbage.toml': Expected ']' at the end of a table"),

@@ -27,7 +27,7 @@ def test_generate_then_inspect(preset: str, tmp_path: Path, cli: Cli, monkeypatc
     assert "512 trajectories of 64 prompts (64 with siblings)" in table.out
     assert "…" not in table.out
     facts = json.loads(cli("trace", "inspect", str(out), "--json").out)
-    assert (facts["format"], facts["bad_lines"], facts["description"]["trajectories"]) == ("libra", 0, 512)
+    assert facts["description"]["trajectories"] == 512
 
 
 def test_every_dial_arrives(tmp_path: Path, cli: Cli) -> None:
@@ -47,39 +47,28 @@ def test_what_was_generated_as_json(tmp_path: Path, cli: Cli) -> None:
     assert printed["generated_tokens"] == sum(one.generated for one in made)
 
 
-def test_convert_writes_the_projects_format(tmp_path: Path, cli: Cli) -> None:
+def test_convert_writes_a_trace_of_ours(tmp_path: Path, cli: Cli) -> None:
     source, out = tmp_path / "a.csv", tmp_path / "b.jsonl.gz"
     source.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4808,10\nx,y,z\n2023-11-16 18:17:04,3180,8\n"
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4808,10\n2023-11-16 18:17:04,3180,8\n"
     )
-    refused = cli("trace", "convert", str(source), str(out))
-    rest = "not a number; valid: an integer >= 0 (--skip-bad goes on without such lines)."
-    assert one_line(refused) == f"error: {source}, line 3: ContextTokens = 'y': {rest}"
-    assert not out.exists()
-    done = cli("trace", "convert", str(source), str(out), "--skip-bad")
+    done = cli("trace", "convert", str(source), str(out), "--from", "azure")
     assert (done.code, done.out) == (0, f"{out}: 2 trajectories from azure\n")
-    assert done.err.startswith("passed over 1 bad lines, the first: line 3: ")
     assert [one.prompt_tokens for one in read_trace(out).trajectories] == [4808, 3180]
-    printed = cli("trace", "convert", str(source), str(out), "--format", "azure", "--limit", "1", "--json")
-    assert json.loads(printed.out) == {"out": str(out), "format": "azure", "bad_lines": 0, "trajectories": 1}
-    assert [one.prompt_tokens for one in read_trace(out, format="libra").trajectories] == [4808]
-
-
-def test_a_trace_without_siblings_is_described(tmp_path: Path, cli: Cli) -> None:
-    source = tmp_path / "a.csv"
-    source.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"t,100,{tokens}\n" for tokens in range(1, 60))
-    )
-    table = cli("trace", "inspect", str(source))
-    assert table.code == 0
-    assert "59 trajectories of 59 prompts (no siblings)" in table.out
+    printed = cli("trace", "convert", str(source), str(out), "--from", "azure", "--json")
+    assert json.loads(printed.out) == {"out": str(out), "trajectories": 2}
+    table = cli("trace", "inspect", str(out))
+    assert "2 trajectories of 2 prompts (no siblings)" in table.out
 
 
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("inspect good.jsonl --format moncake", "format = 'moncake': unknown format"),
-        ("convert good.jsonl nowhere/b.jsonl", "nowhere/b.jsonl cannot be written (No such file or directory)."),
+        (
+            "convert good.jsonl b.jsonl --from moncake",
+            "--from = 'moncake': unknown format; valid: azure, mooncake, kv-c",
+        ),
+        ("generate nowhere/b.jsonl", "nowhere/b.jsonl cannot be written (No such file or directory)."),
         ("generate c.jsonl --outcome 2", "outcome = 2.0: out of range; valid: a number from 0 to 1."),
     ],
 )

@@ -30,6 +30,7 @@ from libra_hpc.protocol.layout_order import decode_order
 from libra_hpc.rollout.recovery.history import records
 from libra_hpc.slurm.queue.job_record import read_job
 from libra_hpc.tasks.tool_outcome import classify
+from libra_hpc.traces.foreign import read_foreign
 from libra_hpc.traces.read import read_trace
 
 DEPTHS = (1000, 100_000)
@@ -68,8 +69,8 @@ FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "step log": ("steps.jsonl", read_steps),
     "job": ("job.json", lambda path: read_job(RunDir(path.parent))),
     "trace": ("trace.jsonl", read_trace),
-    "trace of kv-cache-tester": ("session.json", lambda path: read_trace(path, format="kv-cache-tester")),
-    "trace of mooncake": ("mooncake.jsonl", lambda path: read_trace(path, format="mooncake")),
+    "trace of kv-cache-tester": ("session.json", lambda path: read_foreign(path, "kv-cache-tester")),
+    "trace of mooncake": ("mooncake.jsonl", lambda path: read_foreign(path, "mooncake")),
 }
 
 
@@ -107,7 +108,7 @@ def test_nested_lines_are_passed_over(depth: int, tmp_path: Path) -> None:
     path.write_text(f'{{"turns":{nested(depth)}}}\n{json.dumps(good)}\n')
     assert len(list(records(path))) == 1
     assert [line["prompt_id"] for line in read_lines(path) if "prompt_id" in line] == ["p"]
-    trace = read_trace(path, format="libra", skip_bad=True)
+    trace = read_trace(path, skip_bad=True)
     assert (len(trace.trajectories), len(trace.bad)) == (1, 1)
 
 
