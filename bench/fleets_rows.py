@@ -24,9 +24,8 @@ from bench.scheduling import work_of
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes
-from libra_hpc.policies.costs.lengths import observe, sketch
+from libra_hpc.policies.costs.lengths import BatchWork, observe, sketch
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
-from libra_hpc.policies.costs.training_time import BatchWork
 from libra_hpc.policies.search.even_rollout_layout import homogeneous_layouts
 from libra_hpc.policies.search.rollout_layout import ReplicaClass, RolloutLayout, RolloutSearch
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord

@@ -22,12 +22,12 @@ from libra_hpc.errors import OperationError
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.models.train_seconds import TrainCost
 from libra_hpc.models.update_time import update_time
 from libra_hpc.planning.request import PlanRequest
 from libra_hpc.planning.simulated_plan import simulated_plans
 from libra_hpc.planning.work import Assumed, Work
-from libra_hpc.policies.costs.lengths import observe, sketch
-from libra_hpc.policies.costs.training_time import BatchWork, TrainCost
+from libra_hpc.policies.costs.lengths import BatchWork, observe, sketch
 from libra_hpc.policies.search.run_plan import DevicePool, InTurn
 from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace
 from libra_hpc.simulator.settings import Colocation, SimulationSettings, Training
@@ -83,7 +83,7 @@ def train_seconds(name: str, seed: int, roles: Roles) -> Trained:
     """Of the best layout; raises `OperationError` when none fits."""
     row = setting_of(name)
     batch = BatchWork(row.trajectories, sketch(observe(work(name, seed)[1]), row.trajectories, row.eta), row.eta)
-    cost = TrainCost(model_shape(row.model), device(row.pools[0][0]), NODE, batch)
+    cost = TrainCost(model_shape(row.model), device(row.pools[0][0]), NODE, batch.training)
     core = roles.train or roles.core or nodes_of(row)
     choice = TrainSearch(cost, NODE).best(core * NODE, elastic=int(roles.beside > 0), worlds=roles.beside)
     if choice is None:

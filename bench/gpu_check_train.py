@@ -119,7 +119,7 @@ def training(setting: Setting, figures: Figures) -> None:
             )
         memory.forget_peak()
         seconds = timed(where, lambda: engine.update(1.0, 1.0))
-        figures.add("update alone, s", seconds, step_time(shape, hardware, core_layout(1), 1, 2).optimizer)
+        figures.add("update alone, s", seconds, step_time(shape, hardware, core_layout(1), 1, 2).parts["optimizer"])
         figures.add("update alone: memory beside the state, GB", (memory.peak() - state) / GB)
         offers = WeightOffers(engine, 0)
         seconds_of = timed(where, lambda: offers.write(scratch, 1, WHOLE))

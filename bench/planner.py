@@ -14,8 +14,7 @@ from bench.harness import options, report
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
-from libra_hpc.policies.costs.lengths import lognormal, sketch
-from libra_hpc.policies.costs.training_time import BatchWork
+from libra_hpc.policies.costs.lengths import BatchWork, lognormal, sketch
 from libra_hpc.policies.search.best_plan import ROLLOUT_TP, PlanSearch
 from libra_hpc.policies.search.run_plan import DevicePool
 

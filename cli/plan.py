@@ -24,10 +24,11 @@ from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.planning.borrowed_plan import BorrowedPlan, borrowed_plan
 from libra_hpc.planning.in_turn import asked_in_turn
 from libra_hpc.planning.initial import CANDIDATES, InitialPlan, hybrid_of, planned_pools
-from libra_hpc.planning.measured_train_speed import training_factors, with_train_speed
+from libra_hpc.planning.measured_train_speed import with_train_speed
 from libra_hpc.planning.request import PlanRequest, as_planned, check_gpus, request
 from libra_hpc.planning.simulated_plan import simulated_plans
 from libra_hpc.planning.work import Assumed
+from libra_hpc.policies.costs.factors import Factors
 from libra_hpc.policies.search.best_plan import PlanSearch
 from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
 from libra_hpc.policies.search.scaling_curve import ScalingPoint, knee, steps, sweep
@@ -212,7 +213,7 @@ def best(
         result = normal.run(max(keep, CANDIDATES))
         if simulated:
             result = simulated_plans(asked, normal, result, steps=steps, progress=partial(simulating, status))
-        slow = None if asked.train_speed else search(training_factors(2.0)).run(1).plans[0]
+        slow = None if asked.train_speed else search(Factors(train=2.0)).run(1).plans[0]
     return msgspec.structs.replace(result, plans=result.plans[:keep]), slow
 
 

@@ -12,7 +12,6 @@ from libra_hpc.config.run_file_text import toml_value
 from libra_hpc.models.memory import USABLE
 from libra_hpc.planning.in_turn import in_turn_of, keys
 from libra_hpc.planning.request import PlanRequest, describe
-from libra_hpc.policies.costs.training_time import TrainTime
 from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
 from libra_hpc.policies.search.scaling_curve import ScalingPoint
 
@@ -23,7 +22,12 @@ NEAREST = 3
 CLOSE = 0.02
 """Relative difference below which stages count as balanced, or rollout as bound by its longest trajectory."""
 TERMS = {
-    "compute": "forward and backward",
+    "products": "products of layers",
+    "attention": "attention",
+    "elementwise": "elementwise operations of layers",
+    "head": "head over loss tokens",
+    "gradients": "sums of gradients",
+    "experts": "launches of experts",
     "bubble": "pipeline fills and drains",
     "tp": "tensor-parallel all-reduce",
     "pp": "activations between stages",
@@ -218,9 +222,9 @@ def terms(result: PlanResult) -> Table:
     """Where the training time of the best plan goes."""
     time = result.plans[0].train.time
     table = narrow_table("training of the best plan~", "time>~", "share>~")
-    for name in TrainTime.__struct_fields__:
-        if name in TERMS and getattr(time, name) > 0:
-            table.add_row(TERMS[name], short_s(getattr(time, name)), f"{getattr(time, name) / time.total:.0%}")
+    for name, words in TERMS.items():
+        if seconds := time.parts.get(name):
+            table.add_row(words, short_s(seconds), f"{seconds / time.total:.0%}")
     table.add_row(
         f"all, {time.micro_batches} micro-batches per replica and update", short_s(time.total), "100%", style="bold"
     )

@@ -25,7 +25,15 @@ import msgspec
 from libra_hpc.errors import error_text, invalid
 
 BUILTIN = Path(__file__).with_name("devices.toml")
-SHARES = ("flops_efficiency", "hbm_efficiency", "link_efficiency")
+SHARES = (
+    "flops_efficiency",
+    "hbm_efficiency",
+    "link_efficiency",
+    "product_efficiency",
+    "attention_forward_efficiency",
+    "attention_backward_efficiency",
+    "stream_efficiency",
+)
 NOT_NEGATIVE = ("kernel_s", "allreduce_s", "host_s", "host_sequence_s", "workspace_bytes")
 WORDS = ("name", "aliases", "tables", "fp8_units", "async_steps")
 """Fields that are no numbers; those in none of the three are above 0."""
@@ -56,6 +64,13 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Share of the peak that large matrix products reach."""
     hbm_efficiency: float = 0.8
     """Share of the memory bandwidth that streaming kernels reach."""
+    product_efficiency: float = 0.61
+    """Share of the peak that the matrix products of a training step reach. This and the next three: of one H100."""
+    attention_forward_efficiency: float = 0.354
+    """The same of causal attention, forward."""
+    attention_backward_efficiency: float = 0.293
+    stream_efficiency: float = 0.78
+    """Share of the memory bandwidth that the elementwise operations of a training step reach."""
     kernel_s: float = 3e-6
     """Fixed device time of one kernel in a captured graph."""
     link_efficiency: float = 0.5

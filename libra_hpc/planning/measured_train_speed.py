@@ -22,10 +22,9 @@ from libra_hpc.models.devices import Device
 from libra_hpc.models.memory import TrainLayout
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.train_speed import FIELD, TrainSample, TrainSpeed, load_speed
+from libra_hpc.models.train_seconds import HybridWorlds, TrainCost, TrainTime, work_of
 from libra_hpc.models.update_time import UpdateTime, measured
 from libra_hpc.policies.costs.factors import Factors
-from libra_hpc.policies.costs.lengths import TrajectoryLengths, sketch
-from libra_hpc.policies.costs.training_time import BatchWork, HybridWorlds, TrainCost, TrainTime
 
 from .request import PlanRequest, as_planned, request
 
@@ -44,18 +43,10 @@ class MeasuredFactor(msgspec.Struct, frozen=True):
     """New weights, where the run has measured them."""
 
 
-def training_factors(factor: float) -> Factors:
-    """All of training takes ``factor`` times as long."""
-    return Factors(compute=factor, comm=factor, optimizer=factor)
-
-
-def step_time(
-    shape: ModelShape, device: Device, layout: TrainLayout, trajectories: int, context: int, minibatches: int = 1
-) -> TrainTime:
+def step_time(shape: ModelShape, device: Device, layout: TrainLayout, trajectories: int, context: int) -> TrainTime:
     """Prediction for ``trajectories`` of ``context`` tokens each, on one node."""
-    lengths = sketch([TrajectoryLengths(generated=context - 1, context=context, prompt=1)], trajectories)
-    batch = BatchWork(trajectories=trajectories, lengths=lengths, eta=1, minibatches=minibatches, forwards=0)
-    return TrainCost(shape, device, layout.devices, batch).time(layout)
+    work = work_of([(context, context - 1)] * trajectories)
+    return TrainCost(shape, device, layout.devices, work).time(layout)
 
 
 def speed_of(
@@ -115,8 +106,7 @@ def with_train_speed(asked: PlanRequest, path: str) -> PlanRequest:
     if found.device not in names:
         raise invalid("planner.train_speed", path, f"measured on {found.device}", f"one of {', '.join(names)}")
     words = f"{found.factor:.2f} x the model's seconds ({found.source})"
-    factors = training_factors(found.factor)
-    return msgspec.structs.replace(asked, factors=factors, train_speed=words, updated=found.updated)
+    return msgspec.structs.replace(asked, factors=Factors(train=found.factor), train_speed=words, updated=found.updated)
 
 
 def measured_factor(path: Path) -> MeasuredFactor:
@@ -136,7 +126,7 @@ def _of_run(run: RunDir) -> MeasuredFactor:
         raise invalid(FIELD, str(run.path), "a dry run measures no training", "a run with run.engine = 'real'")
     asked = request(as_planned(config.changed(planner={"trace": str(run.trajectories)})))
     factors, core, own = [], core_layout(config), elastic_world(config)
-    cost = TrainCost(asked.shape, asked.pools[0].device, asked.pools[0].node_devices, asked.batch)
+    cost = TrainCost(asked.shape, asked.pools[0].device, asked.pools[0].node_devices, asked.batch.training)
     lines = list(read_lines(run.metrics))[WARM_UP_STEPS:]
     for line in lines:
         if line.get("trained_tokens", 0) > 0 and line.get("train_s", 0) > 0 and line.get("replicas", 0) > 0:

@@ -25,9 +25,8 @@ from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.update_time import CHANGED, UpdateTime, update_time
 from libra_hpc.policies.costs.factors import NONE, Factors
-from libra_hpc.policies.costs.lengths import Lengths, TrajectoryLengths, lognormal, observe, sketch
+from libra_hpc.policies.costs.lengths import BatchWork, Lengths, TrajectoryLengths, lognormal, observe, sketch
 from libra_hpc.policies.costs.rollout_time import RolloutOptions
-from libra_hpc.policies.costs.training_time import BatchWork
 from libra_hpc.policies.search.best_plan import PlanSearch
 from libra_hpc.policies.search.run_plan import DevicePool, InTurn
 from libra_hpc.policies.search.train_layout import NO_HYBRID, Hybrid, TrainSpace

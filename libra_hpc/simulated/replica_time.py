@@ -13,7 +13,7 @@ import msgspec
 
 from libra_hpc.models.devices import Device
 from libra_hpc.models.shapes import ModelShape
-from libra_hpc.policies.costs.training_time import BACKWARD, forward_flops
+from libra_hpc.models.train_seconds import BACKWARD, forward_flops
 
 PASSES = 1.0 + BACKWARD
 GRADIENT_BYTES = 4
@@ -32,7 +32,7 @@ class ReplicaTime(msgspec.Struct, frozen=True):
 
     def compute_s(self, lengths: Iterable[int]) -> float:
         """Seconds of forward and backward over samples of ``lengths`` tokens, plus ``fixed_s``."""
-        flops = PASSES * sum(forward_flops(self.shape, n, n * n) for n in lengths)
+        flops = PASSES * sum(forward_flops(self.shape, n, n * n, n) for n in lengths)
         return self.fixed_s + flops / (self.devices * self.device.peak_flops * self.mfu)
 
     def reduce_s(self, replicas: int) -> float:

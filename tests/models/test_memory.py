@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,13 +13,13 @@ from bench.tabulate import hf_config
 from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import check_parallel, read_shape, stage_layers
 from libra_hpc.models.devices import device
-from libra_hpc.models.memory import TrainLayout, TrainMemory, stage_params, train_memory
-from libra_hpc.models.shapes import model_shape, shapes
+from libra_hpc.models.memory import TrainLayout, TrainMemory, memory_limit, stage_params, train_memory
+from libra_hpc.models.shapes import ModelShape, model_shape, shapes
 from libra_hpc.models.train_parallel import Degrees
 
 from .support import config_of
 
-SHAPE, A800 = model_shape("qwen3-14b"), device("a800")
+SHAPE, MOE, A800 = model_shape("qwen3-14b"), model_shape("qwen3-30b-a3b"), device("a800")
 CORE = TrainLayout(tp=8, pp=1, cp=1, ep=1, dp=4, micro_tokens=8192)
 WHOLE = msgspec.structs.replace(CORE, dp=1)
 ELASTIC = msgspec.structs.replace(WHOLE, elastic=True)
@@ -67,3 +68,57 @@ def test_search_and_trainer_allow_the_same_degrees(name: str, tmp_path: Path) ->
         for pp in (1, 3, 7, 8, 16, 65, 100):
             with nullcontext() if shape.trains(tp, pp) else pytest.raises(UserError):
                 check_parallel(trained, tp, pp)
+
+
+def memory(shape: ModelShape = SHAPE, micro_batches: int = 1, pack_tokens: int = 4096, **options: Any) -> TrainMemory:
+    plain = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 1, "micro_tokens": 8192}
+    layout = TrainLayout(**{**plain, **options})
+    return train_memory(shape, layout, device=A800, micro_batches=micro_batches, pack_tokens=pack_tokens)
+
+
+def test_14b_memory_by_hand() -> None:
+    """Qwen3-14B, bf16, TP8, micro-batches of 8,192.
+
+    - 14.77e9 parameters of 2 + 4 + 12.125 bytes, an eighth each; a bit of them marks what an update changed.
+    - 40 layers of an eighth of 4 * 5120 elements per token, at 2 bytes.
+    - An eighth of (5120 + 2 * 1024) + 1.25 * (2 * 5120 + 2 * 1024) + 5120 + 3 * 17408 = 79,872 elements, at 2 bytes.
+    - Output layer: 2**25 logits at 6 bytes, 8,192 x 5120 states at 8, and the weight's gradient, 151,936 / 8 x 5120
+      at 2; 3 GB of workspace.
+    """
+    found = memory(micro_batches=4, pack_tokens=8192, tp=8)
+    wanted = {
+        "weights": 14.77e9 * 2 / 8,
+        "gradients": 14.77e9 * 4 / 8,
+        "optimizer": 14.77e9 * 12.125 / 8,
+        "activations": 40 * (20_480 + 79_872) / 8 * 2 * 8192,
+        "logits": 2**25 * 6 + 8192 * 5120 * 8 + 151_936 / 8 * 5120 * 2,
+    }
+    assert {name: getattr(found, name) for name in wanted} == pytest.approx(wanted, rel=0.01)
+    assert found.total == pytest.approx(45.1e9, rel=0.03)
+
+
+def test_14b_does_not_fit_on_one_device_and_the_sentence_says_why() -> None:
+    limit = memory_limit(memory(pack_tokens=8192), A800)
+    assert limit.over > 266e9 - A800.memory_bytes
+    assert limit.reason.endswith("of 80 GB, optimizer 179")
+
+
+def test_pipeline_keeps_as_many_micro_batches_as_stages_and_recomputation_only_inputs() -> None:
+    flat, deep = (memory(micro_batches=8, pp=pp) for pp in (1, 4))
+    assert deep.weights == pytest.approx(flat.weights / 4, rel=0.2)
+    assert memory(micro_batches=8, pp=4, recompute="full").activations < deep.activations / 10
+    assert memory(micro_batches=2, pp=4).activations < deep.activations
+
+
+def test_experts_are_divided_by_ep_and_the_rest_is_not() -> None:
+    one, eight = (memory(MOE, ep=ep, dp=8) for ep in (1, 8))
+    experts = MOE.layers * MOE.experts * MOE.expert_params * 2
+    assert one.weights - eight.weights == pytest.approx(experts * 7 / 8)
+    assert eight.optimizer == pytest.approx(one.optimizer), "as many devices share one state"
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(1, 0), (2, 0), (2, 1), (16, 1), (4, 4)])
+def test_devices_of_a_stage_have_one_state_together(ep: int, etp: int) -> None:
+    """However the experts are spread; 4 tensor ranks of 4 replicas."""
+    found = memory(MOE, tp=4, ep=ep, dp=4, etp=etp)
+    assert 16 * found.optimizer == pytest.approx(12.125 * MOE.params, rel=1e-3)

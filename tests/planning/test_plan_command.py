@@ -79,7 +79,7 @@ def test_small_figures_keep_two_digits_and_an_empty_exclusion_list_is_stated(cal
     tiny = {"layers": 2, "hidden": 64, "intermediate": 128, "vocab": 256, **heads}
     model_folder(tmp_path / "tiny", msgspec.structs.replace(model_shape("qwen3-4b"), **tiny))
     out = call.shown("--model", "tiny", "--explain", "--layouts", "any")
-    assert re.search(r"forward and backward +\d[.\d]* ms +\d+%", out)
+    assert re.search(r"products of layers +\d[.\d]* ms +\d+%", out)
     assert re.search(r"weights +0\.000\d+ ", out)
     assert re.search(r"\n \d+ x TP1 .* \d+\.\d s ", out)
     assert "nothing was excluded" in out
@@ -239,7 +239,7 @@ def test_a_measured_training_speed_replaces_the_assumed_one(call: Call, tmp_path
     assert re.search(r"training speed is assumed \(\d+% MFU; .*\); at half of it: \d\+\d, [\d.]+ s a batch", assumed)
     plain, measured = call.json(), call.json("--train-speed", "speed.json")
     assert measured["half_mfu"] is None
-    assert measured["request"]["factors"]["compute"] == 2.0
+    assert measured["request"]["factors"]["train"] == 2.0
     assert measured["plans"][0]["train"] == plain["half_mfu"]["train"], "factor 2 is half of the MFU"
     assert "measured on h200; valid: one of a800" in call.refused("--train-speed", "other.json")
 

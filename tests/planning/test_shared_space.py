@@ -13,7 +13,7 @@ from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.policies.costs.training_time import TrainCost
+from libra_hpc.models.train_seconds import TrainCost
 from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace
 from libra_hpc.preflight.checks import problems
 from libra_hpc.preflight.train_worlds import degrees_of
@@ -36,7 +36,7 @@ def test_the_search_has_exactly_the_layouts_that_check_takes(
 ) -> None:
     space = TrainSpace(tp=(1, 2, 4, 8), pp=(1, 2, 3), cp=(1, 2), ep=(1, 2, 8, 16), recompute=("none",))
     shape = model_shape(name)
-    search = TrainSearch(TrainCost(shape, A800, gpus, agentic(64)), gpus, space)
+    search = TrainSearch(TrainCost(shape, A800, gpus, agentic(64).training), gpus, space)
     has = {
         layout.degrees._replace(etp=layout.etp)
         for layout in search.candidates(core * gpus)

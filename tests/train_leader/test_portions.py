@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_hpc.policies.costs.training_time import PORTION_PACKS
+from libra_hpc.models.train_seconds import PORTION_PACKS
 from libra_hpc.protocol.agents import Batch, Committed, Group, GroupDone, StepReport
 from libra_hpc.protocol.trainer import PortionDone, TrainPortion, TrainStep
 from libra_hpc.state.data_order import DataOrder

@@ -22,9 +22,10 @@ from libra_hpc.errors import UserError
 from libra_hpc.models.memory import TrainLayout
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
+from libra_hpc.models.train_seconds import HybridWorlds, TrainCost
 from libra_hpc.policies.costs.factors import Factors
+from libra_hpc.policies.costs.lengths import BatchWork
 from libra_hpc.policies.costs.rollout_time import RolloutOptions
-from libra_hpc.policies.costs.training_time import BatchWork, HybridWorlds, TrainCost
 from libra_hpc.policies.search.best_plan import ROLLOUT_TP, PlanSearch
 from libra_hpc.policies.search.run_plan import DevicePool, PlanResult, RunPlan
 from libra_hpc.policies.search.train_layout import NO_HYBRID, Hybrid, TrainSpace
@@ -142,7 +143,7 @@ class RepartitionAdvisor:
             "pays_s": horizon * share,
             "again_s": again,
             "needed_s": needed,
-            "train_factor": factors.compute,
+            "train_factor": factors.train,
             "rollout_factor": factors.decode,
         }
         return PlanDecision("repartition", -1, reason, numbers, candidates=candidates, layout=layout, changes=changes)
@@ -181,14 +182,14 @@ class RepartitionAdvisor:
     def _factors(self, estimate: Estimate, batch: BatchWork) -> Factors | None:
         """Measured over predicted seconds of the running layout; None when the models cannot hold it."""
         pool, running = self._pool, self._running
-        cost = TrainCost(self._shape, pool.device, pool.node_devices, batch)
+        cost = TrainCost(self._shape, pool.device, pool.node_devices, batch.training)
         others = max(0, estimate.split.train - running.core_nodes) // running.beside_nodes
         trains = cost.time(running.core, HybridWorlds(others, running.beside))
         rollout = self._model.seconds(estimate.split.rollout)
         if rollout is None:
             return None
         train, generate = estimate.times.train / trains.total, estimate.times.rollout / rollout
-        return Factors(prefill=generate, decode=generate, tool=generate, compute=train, comm=train, optimizer=train)
+        return Factors(prefill=generate, decode=generate, tool=generate, train=train)
 
 
 def describe(plan: RunPlan, pool: DevicePool) -> str:

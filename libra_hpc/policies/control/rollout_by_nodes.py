@@ -21,9 +21,8 @@ import msgspec
 from libra_hpc.models.devices import Device
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
-from libra_hpc.policies.costs.lengths import TrajectoryLengths, sketch
+from libra_hpc.policies.costs.lengths import BatchWork, TrajectoryLengths, sketch
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
-from libra_hpc.policies.costs.training_time import BatchWork
 from libra_hpc.policies.search.rollout_layout import ReplicaClass, assign
 from libra_hpc.protocol.plan import PlanSnapshot, TrajectoryFact
 

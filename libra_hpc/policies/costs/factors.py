@@ -17,12 +17,8 @@ class Factors(msgspec.Struct, frozen=True, kw_only=True):
     """Rollout: steps that generate."""
     tool: float = 1.0
     """Rollout: time in tools."""
-    compute: float = 1.0
-    """Training: forward, backward and recomputation. No factor takes the model above the device's peak."""
-    comm: float = 1.0
-    """Training: exposed communication."""
-    optimizer: float = 1.0
-    """Training: the optimizer step."""
+    train: float = 1.0
+    """Training: the whole step, because one measured number cannot divide it."""
 
 
 NONE = Factors()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.models.train_seconds import TrainWork
 from libra_hpc.protocol.trace import TrajectoryRecord
 
 BODY_BINS = 16
@@ -134,6 +135,45 @@ class Lengths(msgspec.Struct, frozen=True):
             middle = (low + high) / 2
             low, high = (middle, high) if self.open_at(middle)[0] < context else (low, middle)
         return high
+
+
+class BatchWork(msgspec.Struct, frozen=True):
+    """Work of one global batch, for both stages."""
+
+    trajectories: int
+    """Prompts times group size."""
+    lengths: Lengths
+    eta: int = 1
+    """Staleness bound: batches that rollout may be ahead. With 0, the stages take turns."""
+    minibatches: int = 1
+    forwards: int = 0
+    """See `TrainWork`."""
+
+    @property
+    def streamed(self) -> bool:
+        """Whether groups are trained as they are complete, and not when the batch is (`RunConfig.streamed`)."""
+        return self.eta == 0 and self.minibatches == 1 and not self.forwards
+
+    @property
+    def tokens(self) -> float:
+        return self.trajectories * self.lengths.context
+
+    @property
+    def generated(self) -> float:
+        return self.trajectories * self.lengths.generated
+
+    @property
+    def training(self) -> TrainWork:
+        count, lengths, last = self.trajectories, self.lengths, self.lengths.bins[-1]
+        return TrainWork(
+            sizes=tuple((count * b.share, b.context) for b in lengths.bins),
+            squares=count * lengths.context_square,
+            loss=self.generated,
+            longest=lengths.longest_context,
+            longest_loss=lengths.longest_context * last.generated / last.context,
+            minibatches=self.minibatches,
+            forwards=self.forwards,
+        )
 
 
 def sketch(observed: Sequence[TrajectoryLengths], batch: int, eta: int = 0) -> Lengths:

@@ -26,8 +26,8 @@ from libra_hpc.models.memory import Limit
 from libra_hpc.models.step_times.steps import StepTimes
 
 from .factors import NONE, Factors
+from .lengths import BatchWork
 from .positions import CHUNK, Curve, PositionTable
-from .training_time import BatchWork
 
 PROMPT_COPIES = 1.3
 """Replicas that compute a prompt when the scheduler starts samples beside their siblings; simulated, groups of 8."""

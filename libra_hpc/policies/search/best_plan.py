@@ -29,11 +29,11 @@ from libra_hpc.models.host_memory import HostUse, node_memory
 from libra_hpc.models.memory import Limit
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
+from libra_hpc.models.train_seconds import TrainCost, hidden_seconds
 from libra_hpc.models.update_time import NO_UPDATE, UpdateTime
 from libra_hpc.policies.costs.factors import NONE, Factors
-from libra_hpc.policies.costs.lengths import Lengths
+from libra_hpc.policies.costs.lengths import BatchWork, Lengths
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
-from libra_hpc.policies.costs.training_time import BatchWork, TrainCost, hidden_seconds
 
 from .even_rollout_layout import EvenRolloutSearch, homogeneous_layouts, layout_seconds
 from .node_count import NodeCountSearch
@@ -80,7 +80,9 @@ class PlanSearch:
         self._in_turn = in_turn
         self._shape, self._hosts, self._update, self._group = shape, hosts, update, options.group
         self._train = [
-            TrainSearch(TrainCost(shape, p.device, p.node_devices, batch=batch, factors=factors), p.node_devices, space)
+            TrainSearch(
+                TrainCost(shape, p.device, p.node_devices, batch.training, factors.train), p.node_devices, space
+            )
             for p in pools
         ]
         self._costs = [

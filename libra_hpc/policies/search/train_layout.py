@@ -20,7 +20,7 @@ import msgspec
 
 from libra_hpc.models.memory import RECOMPUTE, Limit, Recompute, TrainLayout, TrainMemory
 from libra_hpc.models.train_parallel import Degrees, runs
-from libra_hpc.policies.costs.training_time import HybridWorlds, TrainCost, TrainTime
+from libra_hpc.models.train_seconds import HybridWorlds, TrainCost, TrainTime
 
 MOST_MICRO_TOKENS = 65536
 """Largest micro-batch, unless one trajectory is longer: kernels are efficient long before."""
@@ -208,10 +208,9 @@ def _experts(cost: TrainCost, tp: int, space: TrainSpace) -> Iterator[tuple[int,
 
 
 def _micro_tokens(cost: TrainCost) -> list[int]:
-    lengths = cost.batch.lengths
-    size = 1 << max(0, math.ceil(math.log2(lengths.context)))
-    top = max(MOST_MICRO_TOKENS, 1 << math.ceil(math.log2(lengths.longest_context)))
+    size = 1 << max(0, math.ceil(math.log2(cost.work.mean)))
+    top = max(MOST_MICRO_TOKENS, 1 << math.ceil(math.log2(cost.work.longest)))
     sizes = [size]
-    while sizes[-1] < min(top, cost.batch.tokens):
+    while sizes[-1] < min(top, cost.work.tokens):
         sizes.append(2 * sizes[-1])
     return sizes

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.shapes import ModelShape, model_shape
-from libra_hpc.policies.costs.lengths import TrajectoryLengths, lognormal, sketch
+from libra_hpc.policies.costs.lengths import BatchWork, TrajectoryLengths, lognormal, sketch
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
-from libra_hpc.policies.costs.training_time import BatchWork
 from libra_hpc.policies.search.rollout_layout import ReplicaClass
 
 A800 = device("a800")

@@ -10,9 +10,8 @@ from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.planning.work import Assumed, Work
-from libra_hpc.policies.costs.lengths import TrajectoryLengths, lognormal, observe, sketch
+from libra_hpc.policies.costs.lengths import BatchWork, TrajectoryLengths, lognormal, observe, sketch
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
-from libra_hpc.policies.costs.training_time import BatchWork
 from libra_hpc.policies.scheduling.rules.least_loaded import LeastLoaded
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.result import SimulationResult

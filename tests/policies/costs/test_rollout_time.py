@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.policies.costs.factors import Factors
-from libra_hpc.policies.costs.lengths import TrajectoryLengths, sketch
+from libra_hpc.policies.costs.lengths import BatchWork, TrajectoryLengths, sketch
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
-from libra_hpc.policies.costs.training_time import BatchWork
 from tests.policies.control.plant_costs import FakeSteps, agentic, batch_of
 
 
