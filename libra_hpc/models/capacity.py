@@ -39,7 +39,7 @@ def kv_capacity(device: Device, shape: ModelShape, tp: int, memory_util: float =
     """
     if not 0 < memory_util <= 1:
         raise invalid("memory_util", memory_util, "is no share of the device memory", "a number in (0, 1]")
-    shape.check_tp(tp)
+    shape.check_tp(tp, "tp", rollout=True)
     free = device.memory_bytes * memory_util - shape.weight_bytes / tp - device.workspace_bytes
     return max(0, int(free // shape.kv_bytes_per_device(tp)))
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.errors import UserError, invalid
+from libra_hpc.errors import UserError, error_text, invalid
 
-from .supported import FAMILIES, MIXTURE, Widths, has_qkv_bias, refusals, sliding_window, with_defaults
+from .supported import FAMILIES, MIXTURE, has_qkv_bias, refusals, sliding_window, with_defaults
 
+CONFIG = "a Hugging Face config.json"
 BUILTIN = Path(__file__).with_name("models.toml")
 ARCHITECTURES = tuple(FAMILIES)
 """Values of ``model_type`` for `model_shape`."""
@@ -121,22 +122,52 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """FLOPs of scores and weighted sum for one (query, key) pair, all layers and heads."""
         return 4 * self.layers * self.heads * self.head_dim
 
-    @property
-    def widths(self) -> Widths:
-        """What tensor parallelism cuts."""
-        return Widths(self.heads, self.kv_heads, self.head_dim, self.intermediate, self.vocab)
+    def fault(self, tp: int) -> str:
+        """Why Megatron-Core cannot cut the model over ``tp`` devices; empty: it can."""
+        fault = self.head_fault(tp)
+        # Fewer key/value heads than devices: Megatron-Core cuts the rows of q, k and v evenly, and gathers the result.
+        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
+        sizes = {"intermediate_size": self.intermediate, "vocab_size": self.vocab, "rows of q, k and v": rows}
+        others = (f"does not divide the model's {what} = {size}" for what, size in sizes.items() if size % tp)
+        return fault or next(others, "")
+
+    def head_fault(self, tp: int) -> str:
+        """Why ``tp`` devices cannot share the heads: q heads evenly, k and v heads evenly or by replication.
+
+        The rule of vLLM, and a part of that of Megatron-Core.
+        """
+        if self.heads % tp:
+            return f"does not divide the model's num_attention_heads = {self.heads}"
+        if self.kv_heads % tp and tp % self.kv_heads:
+            return f"neither divides the model's num_key_value_heads = {self.kv_heads} nor is a multiple of it"
+        return ""
+
+    def check_tp(self, tp: int, field: str = "train.tp", *, rollout: bool = False) -> None:
+        """Raise `UserError` for a degree that Megatron-Core cannot use, or vLLM for ``rollout``."""
+        fault = self.head_fault if rollout else self.fault
+        if why := fault(tp):
+            raise invalid(field, tp, why, ", ".join(str(n) for n in range(1, self.heads + 1) if not fault(n)))
 
     def divides(self, tp: int) -> bool:
         """Whether vLLM can cut the model over ``tp`` devices."""
-        return tp > 0 and not self.widths.head_fault(tp)
-
-    def check_tp(self, tp: int, field: str = "tp") -> None:
-        """Raise `UserError` unless vLLM can cut the model over ``tp`` devices."""
-        self.widths.check(tp, field, rollout=True)
+        return tp > 0 and not self.head_fault(tp)
 
     def trains(self, tp: int, pp: int = 1) -> bool:
         """Whether Megatron-Core can cut the model over ``tp`` devices and ``pp`` stages of different lengths."""
-        return pp <= self.layers and not self.widths.fault(tp)
+        return pp <= self.layers and not self.fault(tp)
+
+
+def read_config(path: Path, field: str, value: str) -> dict[str, Any]:
+    """Read a Hugging Face ``config.json``; raises `UserError` about the ``value`` of a field."""
+    try:
+        config = json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise invalid(field, value, "its config.json is nested too deeply", CONFIG) from error
+    except (OSError, ValueError) as error:
+        raise invalid(field, value, f"its config.json is not valid JSON ({error_text(error)})", CONFIG) from error
+    if not isinstance(config, dict):
+        raise invalid(field, value, "its config.json is not a JSON object", CONFIG)
+    return config
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:
@@ -153,22 +184,9 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
     if os.path.isdir(path):
         path = path / "config.json"
     if not os.path.exists(path):
-        if path.is_absolute():
-            raise invalid("model", text, "no such folder", "a folder or file with a Hugging Face config")
-        raise invalid(
-            "model",
-            text,
-            "neither a known short name nor a folder or file with a Hugging Face config",
-            sorted(shapes()),
-        )
-    try:
-        config = json.loads(path.read_text())
-    except RecursionError as error:
-        raise invalid("model", text, "cannot be read: it is nested too deeply", "a Hugging Face config.json") from error
-    except (OSError, ValueError) as error:
-        raise invalid("model", text, f"cannot be read: {error}", "a Hugging Face config.json") from error
-    if not isinstance(config, dict):
-        raise invalid("model", text, "holds no JSON object", "a Hugging Face config.json")
+        why = "neither a known short name nor a folder or file with a Hugging Face config"
+        raise invalid("model", text, why, sorted(shapes()))
+    config = read_config(path, "model", text)
     return shape_from_config(config, name=path.parent.name if path.name == "config.json" else path.stem)
 
 

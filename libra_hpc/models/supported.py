@@ -2,7 +2,6 @@
 
 - `FAMILIES`: every ``model_type`` with a shape, as a `Family`.
 - `refusals`: keys of a Hugging Face ``config.json`` that the trainer does not support.
-- `Widths`: the tensor-parallel degrees that Megatron-Core can cut a model over.
 
 `check`, `submit`, the planner, the search and the trainer (`libra_hpc.models.architecture`) use these.
 """
@@ -111,44 +110,6 @@ class Refusal(msgspec.Struct, frozen=True):
     def error(self, field: str) -> UserError:
         valid: Iterable[str] | str = self.valid
         return invalid(f"{field}: {self.key}", self.value, self.why, valid)
-
-
-class Widths(msgspec.Struct, frozen=True):
-    """What tensor parallelism cuts, by the keys of a ``config.json``."""
-
-    heads: int
-    groups: int
-    """Key/value heads."""
-    head_dim: int
-    ffn: int
-    vocab: int
-
-    def fault(self, tp: int) -> str:
-        """Why Megatron-Core cannot cut the model over ``tp`` devices; empty: it can."""
-        fault = self.head_fault(tp)
-        # Fewer key/value heads than devices: Megatron-Core cuts the rows of q, k and v evenly, and gathers the result.
-        rows = (self.heads + 2 * self.groups) * self.head_dim
-        sizes = {"intermediate_size": self.ffn, "vocab_size": self.vocab, "rows of q, k and v": rows}
-        others = (f"does not divide the model's {what} = {size}" for what, size in sizes.items() if size % tp)
-        return fault or next(others, "")
-
-    def head_fault(self, tp: int) -> str:
-        """Why ``tp`` devices cannot share the heads: q heads evenly, k and v heads evenly or by replication.
-
-        The rule of vLLM, and a part of that of Megatron-Core.
-        """
-        if self.heads % tp:
-            return f"does not divide the model's num_attention_heads = {self.heads}"
-        if self.groups % tp and tp % self.groups:
-            return f"neither divides the model's num_key_value_heads = {self.groups} nor is a multiple of it"
-        return ""
-
-    def check(self, tp: int, field: str = "train.tp", *, rollout: bool = False) -> None:
-        """Raise `UserError` for a degree that Megatron-Core cannot use, or vLLM for ``rollout``."""
-        fault = self.head_fault if rollout else self.fault
-        why = fault(tp)
-        if why:
-            raise invalid(field, tp, why, ", ".join(str(n) for n in range(1, self.heads + 1) if not fault(n)))
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def stage_entries(shape: Architecture, pp: int, pp_rank: int, experts: range | N
         out.update(_experts(shape, experts, *mlp) if shape.experts else _mlp(shape, *mlp))
     if pp_rank == pp - 1:
         out["decoder.final_layernorm.weight"] = Entry(("model.norm.weight",), "plain", None)
-        if not shape.tied:
+        if not shape.tied_embeddings:
             out["output_layer.weight"] = Entry(("lm_head.weight",), "plain", 0)
         elif pp > 1:
             out["output_layer.weight"] = Entry(("model.embed_tokens.weight",), "plain", 0, copy=True)
@@ -92,8 +92,8 @@ def _experts(shape: Architecture, experts: range, m: str, h: str) -> dict[str, E
 
 
 def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
-    hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.groups * shape.head_dim
-    ffn = shape.moe_ffn if shape.experts else shape.ffn
+    hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    ffn = shape.moe_intermediate if shape.experts else shape.intermediate
     by_suffix: dict[str, tuple[int, ...]] = {
         "q_proj.weight": (q, hidden),
         "k_proj.weight": (kv, hidden),

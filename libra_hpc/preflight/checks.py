@@ -310,7 +310,7 @@ def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iter
     degrees = config.rollout.tp if isinstance(config.rollout.tp, list) else [config.rollout.tp]
     for field, tp in (("train.tp", config.train.tp), *(("rollout.tp", tp) for tp in dict.fromkeys(degrees))):
         try:
-            shape.widths.check(tp, field, rollout=field == "rollout.tp")
+            shape.check_tp(tp, field, rollout=field == "rollout.tp")
         except UserError as error:
             yield error
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from libra_hpc.config.learn import GYM, MIXTURE, NamedTask, TaskSection, TaskTable
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import UserError, error_text, invalid, nearest
+from libra_hpc.errors import UserError, invalid, nearest
 from libra_hpc.facts.columns import COLUMNS
 from libra_hpc.models.devices import device, devices
-from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.shapes import model_shape, read_config
 from libra_hpc.tasks.task_registry import GYM_TASK, TASKS, unknown_task
 from libra_hpc.user_file import FORM, FUNCTION_FORM
 
@@ -41,15 +41,7 @@ def read_model_config(config: RunConfig) -> dict[str, Any]:
             if what == "tokenizer" and (folder / "tokenizer.model").exists():
                 valid += ", which transformers writes: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
             raise invalid("model.path", path, f"the folder has no {what}", valid)
-    try:
-        model = json.loads((folder / "config.json").read_bytes())
-    except RecursionError as error:
-        raise invalid("model.path", path, "its config.json is nested too deeply") from error
-    except (OSError, ValueError) as error:
-        raise invalid("model.path", path, f"its config.json is not valid JSON ({error_text(error)})") from error
-    if not isinstance(model, dict):
-        raise invalid("model.path", path, "its config.json is not a JSON object")
-    return model
+    return read_config(folder / "config.json", "model.path", path)
 
 
 def check_vocabulary(folder: str, model: Mapping[str, Any]) -> None:

@@ -47,7 +47,7 @@ def _check(field: str, path: str, model: Path) -> None:
     shape = read_shape(model)
     # A layer has tensors: with more layers than there are tensors some are missing anyway.
     wanted = hf_shapes(msgspec.structs.replace(shape, layers=min(shape.layers, len(found))))
-    if fault := tensor_fault(found, wanted, shape.tied):
+    if fault := tensor_fault(found, wanted, shape.tied_embeddings):
         keys = f"num_hidden_layers = {shape.layers}, hidden_size = {shape.hidden}, vocab_size = {shape.vocab}"
         owner = "its config.json" if model == folder else "the config.json of model.path"
         raise invalid(field, path, f"by {owner} ({keys}) {fault}", VALID)

@@ -105,7 +105,7 @@ def _check_hardware(config: RunConfig, component: str) -> None:
     device(modelled.device, modelled.devices or None)
     shape = model_shape(modelled.model).with_kv(config.rollout.kv_dtype)
     if component != "rollout":
-        shape.widths.check(config.train.tp)
+        shape.check_tp(config.train.tp)
     rollout = config.rollout
     for tp in sorted({of_node(rollout.tp, node) for node in config.rollout_nodes(component)}):
         steps = lookup(

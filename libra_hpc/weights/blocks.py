@@ -141,19 +141,19 @@ def _halves(entry: Entry, ffn: int) -> Iterator[tuple[str, int]]:
 
 def _heads(entry: Entry, shape: Architecture) -> Iterator[tuple[str, int, int]]:
     """Tensor, first row and rows a group of q, k and v."""
-    q, kv = shape.heads // shape.groups * shape.head_dim, shape.head_dim
+    q, kv = shape.heads // shape.kv_heads * shape.head_dim, shape.head_dim
     at = 0
     for i, rows in enumerate((q, kv, kv)):
         yield entry.hf[i if len(entry.hf) > 1 else 0], at if len(entry.hf) == 1 else 0, rows
-        at += rows * shape.groups
+        at += rows * shape.kv_heads
 
 
 def _groups(entry: Entry, shape: Architecture, parts: int, part: int) -> Iterator[_Rows]:
     """Megatron-Core's rows: for each group its q heads, its k head, its v head; a cut may go through a head."""
     kinds = list(_heads(entry, shape))
-    begin, end = _span(shape.groups * sum(rows for _, _, rows in kinds), parts, part)
+    begin, end = _span(shape.kv_heads * sum(rows for _, _, rows in kinds), parts, part)
     at = 0
-    for group in range(shape.groups):
+    for group in range(shape.kv_heads):
         for tensor, first, rows in kinds:
             low, high = max(begin, at), min(end, at + rows)
             source = first + group * rows - at
@@ -193,10 +193,10 @@ def _engine_heads(entry: Entry, shape: Architecture, tp: int, rank: int) -> Iter
     """Rows of ``qkv_proj``: the rank's q heads, its k heads, its v heads."""
     to = 0
     for i, (tensor, at, rows) in enumerate(_heads(entry, shape)):
-        if i == 0 or shape.groups >= tp:
-            begin, end = _span(shape.groups * rows, tp, rank)
+        if i == 0 or shape.kv_heads >= tp:
+            begin, end = _span(shape.kv_heads * rows, tp, rank)
         else:
-            begin, end = _span(shape.groups * rows, shape.groups, rank * shape.groups // tp)
+            begin, end = _span(shape.kv_heads * rows, shape.kv_heads, rank * shape.kv_heads // tp)
         yield _Rows(tensor, at + begin, at + end, to)
         to += end - begin
 

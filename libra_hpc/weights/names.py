@@ -86,7 +86,7 @@ def own_entries(shape: Architecture, place: ReplicaPlace) -> dict[str, Entry]:
 
 
 def _per_group(shape: Architecture) -> tuple[int, int]:
-    return shape.heads // shape.groups * shape.head_dim, shape.head_dim
+    return shape.heads // shape.kv_heads * shape.head_dim, shape.head_dim
 
 
 def cut(entry: Entry, place: ReplicaPlace) -> tuple[int, int]:
@@ -100,12 +100,12 @@ def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: Architectur
     """This rank's part of a parameter; ``get`` returns a full Hugging Face tensor by name."""
     parts = [get(name) for name in entry.hf]
     if entry.layout == "qkv" and len(parts) == 1:
-        q, kv = (shape.groups * rows for rows in _per_group(shape))
+        q, kv = (shape.kv_heads * rows for rows in _per_group(shape))
         parts = list(torch.split(parts[0], [q, kv, kv]))
     elif entry.layout == "gated" and len(parts) == 1:
         parts = list(parts[0].chunk(2))
     if entry.layout == "qkv":
-        full = torch.cat([x.reshape(shape.groups, -1, *x.shape[1:]) for x in parts], dim=1).reshape(
+        full = torch.cat([x.reshape(shape.kv_heads, -1, *x.shape[1:]) for x in parts], dim=1).reshape(
             -1, *parts[0].shape[1:]
         )
     elif entry.layout == "gated":
@@ -131,6 +131,6 @@ def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture) -> list[
     else:
         full = torch.cat(parts)
         q, kv = _per_group(shape)
-        grouped = full.view(shape.groups, q + 2 * kv, *full.shape[1:])
+        grouped = full.view(shape.kv_heads, q + 2 * kv, *full.shape[1:])
         split = [x.reshape(-1, *full.shape[1:]).clone() for x in torch.split(grouped, [q, kv, kv], dim=1)]
     return split if len(entry.hf) > 1 else [torch.cat(split)]

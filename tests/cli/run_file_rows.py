@@ -380,7 +380,7 @@ ON_GPU_NODES = [
     ("train.tp=16", "train.tp = 16: tensor ranks share a node, and it does not divide the 8 training processes of a"),
     ("rollout.tp=16", "rollout.tp = 16: rollout.tp * rollout.engines_per_node needs 16 GPUs and components.hybrid"),
     ("train.processes=9", "train.processes = 9: each of them needs a GPU, and components.train has 8 per node;"),
-    ("components.split=auto; planner.trace=good.py", "planner.trace = 'good.py': of no known format; valid: libra,"),
+    ("components.split=auto; planner.trace=good.py", "planner.trace = 'good.py': line 1: not JSON ("),
     ("components.split=auto; planner.train_speed=garbage.json", "planner.train_speed = 'garbage.json': Input data was"),
     ("rollout.kv_host_gb_per_gpu=1e9", "components.hybrid.mem = '64G': a hybrid node needs 8,589,934,596 GB of host"),
     ("rollout.kv_cache_mb=200000", "rollout.tp = 1: an engine of model needs 213 GB a GPU for its weights, its"),

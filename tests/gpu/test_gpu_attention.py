@@ -20,15 +20,17 @@ CALLS = 10
 
 def _shape(heads: int, groups: int, head_dim: int) -> Architecture:
     return Architecture(
+        name="qwen3",
         family="qwen3",
+        qk_norm=True,
         layers=1,
         hidden=heads * head_dim,
         heads=heads,
-        groups=groups,
+        kv_heads=groups,
         head_dim=head_dim,
-        ffn=64,
+        intermediate=64,
         vocab=64,
-        tied=True,
+        tied_embeddings=True,
         norm_eps=1e-6,
         rope={},
         qkv_bias=False,

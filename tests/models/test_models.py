@@ -116,4 +116,4 @@ def test_degrees_shard_the_heads_and_those_for_training_more() -> None:
     assert [tp for tp in range(1, 33) if shape.divides(tp)] == [1, 2, 4, 28]
     why = r"tp = 8: does not divide the model's num_attention_heads = 28; valid: 1, 2, 4, 28\."
     with pytest.raises(UserError, match=why):
-        shape.check_tp(8)
+        shape.check_tp(8, "tp", rollout=True)

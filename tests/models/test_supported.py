@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.models.supported import FAMILIES, TRAINED, Widths, check_trained, most_positions, refusals, rope_settings
+from libra_hpc.models.supported import FAMILIES, TRAINED, check_trained, most_positions, refusals, rope_settings
 
 from .support import config_of
 
@@ -133,20 +134,21 @@ def test_yarn_reaches_no_further_than_its_factor_times_the_original_positions() 
 
 
 @pytest.mark.parametrize(
-    ("widths", "valid"),
+    ("sizes", "valid"),
     [
-        (Widths(heads=8, groups=2, head_dim=16, ffn=96, vocab=64), [1, 2, 4, 8]),
-        (Widths(heads=8, groups=1, head_dim=16, ffn=96, vocab=64), [1, 2, 4, 8]),
-        (Widths(heads=6, groups=1, head_dim=128, ffn=96, vocab=96), [1, 2]),
-        (Widths(heads=40, groups=10, head_dim=128, ffn=17920, vocab=100352), [1, 2]),
-        (Widths(heads=8, groups=8, head_dim=16, ffn=96, vocab=100), [1, 2, 4]),
+        ((8, 2, 16, 96, 64), [1, 2, 4, 8]),
+        ((8, 1, 16, 96, 64), [1, 2, 4, 8]),
+        ((6, 1, 128, 96, 96), [1, 2]),
+        ((40, 10, 128, 17920, 100352), [1, 2]),
+        ((8, 8, 16, 96, 100), [1, 2, 4]),
     ],
 )
-def test_key_value_heads_may_be_fewer_than_devices(widths: Widths, valid: list[int]) -> None:
-    assert [tp for tp in range(1, widths.heads + 1) if not widths.fault(tp)] == valid
-    listed = ", ".join(map(str, valid))
-    with pytest.raises(UserError, match=rf"train\.tp = 5: .*; valid: {listed}\.$"):
-        widths.check(5)
+def test_key_value_heads_may_be_fewer_than_devices(sizes: tuple[int, ...], valid: list[int]) -> None:
+    names = ("heads", "kv_heads", "head_dim", "intermediate", "vocab")
+    shape = msgspec.structs.replace(model_shape("qwen3-8b"), **dict(zip(names, sizes, strict=True)))
+    assert [tp for tp in range(1, shape.heads + 1) if not shape.fault(tp)] == valid
+    with pytest.raises(UserError, match=rf"train\.tp = 5: .*; valid: {', '.join(map(str, valid))}\.$"):
+        shape.check_tp(5)
 
 
 def test_a_shape_names_why_it_is_for_study_only(tmp_path: Path) -> None:

@@ -32,14 +32,17 @@ WORLDS = [
 
 
 def architecture(family: str, tied: bool, **keys: Any) -> Architecture:
-    moe = {"experts": 4, "experts_per_token": 2, "moe_ffn": 8} if family == "qwen3_moe" else {}
-    default: dict[str, Any] = {"layers": 3, "heads": 4, "groups": 2, "vocab": 68, **moe}
+    moe = {"experts": 4, "experts_per_token": 2, "moe_intermediate": 8} if family == "qwen3_moe" else {}
+    default: dict[str, Any] = {"layers": 3, "heads": 4, "kv_heads": 2, "vocab": 68, **moe}
     return Architecture(
+        name=family,
         family=family,
+        qk_norm=family.startswith("qwen3"),
+        post_norms=family == "glm4",
         hidden=12,
         head_dim=6,
-        ffn=16,
-        tied=tied,
+        intermediate=16,
+        tied_embeddings=tied,
         norm_eps=1e-6,
         rope={},
         qkv_bias=family in ("qwen2", "glm4"),
@@ -145,11 +148,11 @@ def engine_parameters(shape: Architecture, whole: dict[str, torch.Tensor], tp: i
         prefix = f"model.layers.{layer}."
         for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
             if shape.kind.fused_qkv:
-                q, kv = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+                q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
                 parts = list(whole[f"{prefix}self_attn.qkv_proj.{kind}"].split([q, kv, kv]))
             else:
                 parts = [whole[f"{prefix}self_attn.{x}_proj.{kind}"] for x in "qkv"]
-            of_groups = min(tp, shape.groups)
+            of_groups = min(tp, shape.kv_heads)
             keys = [x.chunk(of_groups)[rank * of_groups // tp] for x in parts[1:]]
             out[f"{prefix}self_attn.qkv_proj.{kind}"] = torch.cat([part(parts[0], 0), *keys])
         out[f"{prefix}self_attn.o_proj.weight"] = part(whole[f"{prefix}self_attn.o_proj.weight"], 1)

@@ -16,9 +16,9 @@ steps, and the sum contains slow ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
 from pathlib import Path
 from statistics import median
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -26,9 +26,10 @@ from libra_hpc.errors import error_text, invalid
 from libra_hpc.files import write_result
 
 from .curves import StepCurve
-from .fitting import robust_fit
 
-FORMAT = "libra-hpc calibration 1"
+Format = Literal["libra-hpc calibration 1"]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Some = Annotated[int, msgspec.Meta(ge=1)]
 MAX_POINTS = 4096
 """Most steps of a fit, spread evenly: a fit takes about a second."""
 MIN_POINTS = 8
@@ -44,15 +45,23 @@ OUTLIER = 5.0
 """A step counts at most so many times its fitted time in the total, so that one suspended process cannot bend it."""
 
 
+TERMS = ("base", "per_sequence", "per_kv", "per_prefill", "per_pair")
+"""Coefficients of a `Fit`."""
+
+
 class StepPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One measured step: arguments of `StepTimes.step_s`, and wall time in seconds."""
 
-    tp: int
-    decodes: int
-    kv_tokens: int
-    prefill: int = 0
-    context: int = 0
-    seconds: float
+    tp: Some
+    decodes: Count
+    kv_tokens: Count
+    prefill: Count = 0
+    context: Count = 0
+    seconds: Annotated[float, msgspec.Meta(gt=0)]
+
+    def __post_init__(self) -> None:
+        if self.decodes + self.prefill == 0:
+            raise ValueError("a step without decodes and prefill")
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,10 +69,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     device: str
     model: str
-    kv_capacity: dict[int, int]
+    kv_capacity: dict[Some, Some]
     """Tokens of KV cache of a replica, by tensor-parallel degree."""
     points: list[StepPoint]
-    format: str = FORMAT
+    format: Format = "libra-hpc calibration 1"
 
     def check(self, device: str, model: str, path: str | Path) -> None:
         """Raise `UserError` unless device and model (in any case) are those of the file."""
@@ -103,9 +112,8 @@ class MeasuredTimes:
         self.kv_capacity = kv_capacity
         self.source = source
         self.fit = fit
-        self._base, self._sequence, self._kv = fit.base, fit.per_sequence, fit.per_kv
-        self._prefill, self._pair = fit.per_prefill, fit.per_pair
-        self._table = _curve(fit.batches)
+        self._base, self._sequence, self._kv, self._prefill, self._pair = (getattr(fit, name) for name in TERMS)
+        self._table = StepCurve(*zip(*fit.batches, strict=True)) if fit.batches else None
 
     def step_s(self, decodes: int, kv_tokens: int, prefill: int = 0, context: int = 0) -> float:
         base = self._base + self._sequence * decodes if self._table is None else self._table(decodes)
@@ -124,41 +132,24 @@ def load(path: str | Path) -> Calibration:
     impossible step.
     """
     try:
-        found = msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
+        return msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid("calibration file", str(path), error_text(error), f"a JSON file of format {FORMAT!r}") from error
-    if found.format != FORMAT:
-        raise invalid(f"{path}: format", found.format, "unknown format of calibration", [FORMAT])
-    for tp, capacity in found.kv_capacity.items():
-        if tp < 1 or capacity < 1:
-            raise invalid(
-                f"{path}: kv_capacity of tp {tp}", capacity, "is no number of tokens", "degree and tokens >= 1"
-            )
-    for number, point in enumerate(found.points):
-        counts = (point.decodes, point.kv_tokens, point.prefill, point.context)
-        if point.tp < 1 or min(counts) < 0 or point.decodes + point.prefill == 0:
-            raise invalid(
-                f"{path}: points[{number}]", counts, "is no step", "tp >= 1, counts >= 0, decodes or prefill positive"
-            )
-        if not (isfinite(point.seconds) and point.seconds > 0):
-            raise invalid(f"{path}: points[{number}].seconds", point.seconds, "is no duration", "a number > 0")
-    return found
+        raise invalid(
+            "calibration file", str(path), error_text(error), "a file of libra-hpc calibrate engine"
+        ) from error
 
 
 def measured_times(calibration: Calibration, tp: int) -> MeasuredTimes:
     """Fit the steps of degree ``tp``; raises `UserError` when there are fewer than `MIN_POINTS`."""
     points = [point for point in calibration.points if point.tp == tp]
     if tp not in calibration.kv_capacity or not points:
-        raise invalid(
-            "tp", tp, "the calibration file has no steps of it", [str(n) for n in sorted(calibration.kv_capacity)]
-        )
+        degrees = map(str, sorted(calibration.kv_capacity))
+        raise invalid("tp", tp, "the calibration file has no steps of it", degrees)
     if len(points) < MIN_POINTS:
         raise invalid(f"steps of tp {tp}", len(points), "too few to fit", f"at least {MIN_POINTS}")
     fit = fit_steps(points)
-    source = (
-        f"measured: {fit.points} steps of {calibration.model} on {tp} x {calibration.device}, median error"
-        f" {fit.median_error:.1%}"
-    )
+    steps = f"{fit.points} steps of {calibration.model} on {tp} x {calibration.device}"
+    source = f"measured: {steps}, median error {fit.median_error:.1%}"
     return MeasuredTimes(fit, tp, calibration.kv_capacity[tp], source)
 
 
@@ -170,10 +161,16 @@ def fit_steps(points: Sequence[StepPoint]) -> Fit:
     table = median(binned) < (1 - MIN_GAIN) * median(plain) - NEGLIGIBLE
     errors = sorted(binned if table else plain)
     line = _line(points)
-    fit = _scaled(_with_table(line, points) if table else line, points)
-    total = sum(fit.seconds(points)) / sum(point.seconds for point in points)
-    return msgspec.structs.replace(
-        fit, points=len(points), median_error=median(errors), p90_error=errors[int(0.9 * len(errors))], total=total
+    fit = _with_table(line, points) if table else line
+    fitted = list(zip(points, fit.seconds(points), strict=True))
+    scale = sum(min(point.seconds, OUTLIER * own) for point, own in fitted) / sum(own for _, own in fitted)
+    return Fit(
+        **{name: scale * getattr(fit, name) for name in TERMS},
+        batches=tuple((batch, seconds * scale) for batch, seconds in fit.batches),
+        points=len(points),
+        median_error=median(errors),
+        p90_error=errors[int(0.9 * len(errors))],
+        total=scale * sum(own for _, own in fitted) / sum(point.seconds for point in points),
     )
 
 
@@ -184,50 +181,27 @@ def _held_out(points: Sequence[StepPoint]) -> tuple[list[float], list[float]]:
         seen, left_out = [point for i, point in enumerate(points) if i % FOLDS != fold], points[fold::FOLDS]
         line = _line(seen)
         for out, fit in zip(errors, (line, _with_table(line, seen)), strict=True):
-            out += [
-                abs(fitted / point.seconds - 1) for fitted, point in zip(fit.seconds(left_out), left_out, strict=True)
-            ]
+            fitted = zip(fit.seconds(left_out), left_out, strict=True)
+            out += [abs(seconds / point.seconds - 1) for seconds, point in fitted]
     return errors
 
 
 def _line(points: Sequence[StepPoint]) -> Fit:
+    # numpy, which sixty simulated engines on one machine need not load.
+    from .fitting import robust_fit
+
     rows = [(1.0, p.decodes, p.kv_tokens, p.prefill, p.prefill * (p.context + 0.5 * p.prefill)) for p in points]
-    base, sequence, kv, new, pair = robust_fit(rows, [point.seconds for point in points])
-    return Fit(base=base, per_sequence=sequence, per_kv=kv, per_prefill=new, per_pair=pair)
+    found = robust_fit(rows, [point.seconds for point in points])
+    return msgspec.convert(dict(zip(TERMS, found, strict=True)), Fit)
 
 
 def _with_table(line: Fit, points: Sequence[StepPoint]) -> Fit:
     bins: dict[int, list[float]] = {}
     for point, fitted in zip(points, line.seconds(points), strict=True):
-        bins.setdefault(point.decodes, []).append(
-            line.base + line.per_sequence * point.decodes + point.seconds - fitted
-        )
+        own = line.base + line.per_sequence * point.decodes + point.seconds - fitted
+        bins.setdefault(point.decodes, []).append(own)
     # A negative remainder is an error of the other coefficients.
     entries = [(batch, max(0.0, median(rest))) for batch, rest in sorted(bins.items()) if len(rest) >= MIN_BIN]
-    if not entries:
-        return line
     # Beyond the largest batch the line's slope continues.
-    largest, seconds = entries[-1]
-    entries.append((2 * largest + 1, seconds + line.per_sequence * (largest + 1)))
-    return msgspec.structs.replace(line, batches=tuple(entries))
-
-
-def _scaled(fit: Fit, points: Sequence[StepPoint]) -> Fit:
-    fitted = fit.seconds(points)
-    scale = sum(min(point.seconds, OUTLIER * own) for point, own in zip(points, fitted, strict=True)) / sum(fitted)
-    return msgspec.structs.replace(
-        fit,
-        base=fit.base * scale,
-        per_sequence=fit.per_sequence * scale,
-        per_kv=fit.per_kv * scale,
-        per_prefill=fit.per_prefill * scale,
-        per_pair=fit.per_pair * scale,
-        batches=tuple((batch, seconds * scale) for batch, seconds in fit.batches),
-    )
-
-
-def _curve(batches: Sequence[tuple[int, float]]) -> StepCurve | None:
-    if not batches:
-        return None
-    xs, ys = zip(*batches, strict=True)
-    return StepCurve(xs, ys)
+    beyond = [(2 * batch + 1, seconds + line.per_sequence * (batch + 1)) for batch, seconds in entries[-1:]]
+    return msgspec.structs.replace(line, batches=(*entries, *beyond))

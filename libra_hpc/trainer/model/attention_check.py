@@ -64,7 +64,7 @@ def torchs_varlen() -> Callable[..., Any]:
 
 def fault(kernel: Kernel, shape: Architecture, device: torch.device, *, dtype: torch.dtype, place: ReplicaPlace) -> str:
     """What the kernel does wrong on this rank of ``place``, in words; empty: nothing."""
-    heads, groups = shape.heads // place.tp, max(1, shape.groups // place.tp)
+    heads, groups = shape.heads // place.tp, max(1, shape.kv_heads // place.tp)
     mask = torch.ones(max(LENGTHS), dtype=torch.bool)
     mask[0] = False
     examples = [

@@ -119,9 +119,9 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, place: ReplicaPl
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
-        num_query_groups=shape.groups,
+        num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn,
+        ffn_hidden_size=shape.intermediate,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True,
@@ -183,7 +183,7 @@ def build_model(
     attention.core_attention = PackedAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    if shape.kind.post_norms:
+    if shape.post_norms:
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedAdd, params={"config": config})
     count = get_num_layers_to_build(config)
     block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm)
@@ -194,7 +194,7 @@ def build_model(
             vocab_size=shape.vocab,
             max_sequence_length=shape.max_positions,
             position_embedding_type="none",
-            share_embeddings_and_output_weights=shape.tied,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
             parallel_output=True,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),

@@ -39,7 +39,7 @@ def expert_config(shape: Architecture, place: ReplicaPlace) -> dict[str, Any]:
     return {
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.experts_per_token,
-        "moe_ffn_hidden_size": shape.moe_ffn,
+        "moe_ffn_hidden_size": shape.moe_intermediate,
         "moe_router_pre_softmax": not shape.norm_topk,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
