@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.policies.scheduling.rules.rule import Rule, eligible, wait
+from libra_hpc.policies.scheduling.rules import Rule, eligible, wait
 
 QUANTUM_S = 2.0
 """Seconds of service in queue 0; quanta double, as in FastServe."""

@@ -11,7 +11,7 @@ from bisect import bisect_left
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.policies.scheduling.rules.rule import LiveTrajectories, Rule, eligible, first_of_tps, wait
+from libra_hpc.policies.scheduling.rules import LiveTrajectories, Rule, eligible, wait
 
 THRESHOLDS = (5_000, 10_000, 15_000)
 """Prompt tokens: upper bound of each list but the last."""
@@ -37,7 +37,8 @@ class LengthAware(Rule):
         tps = self._preferred[bisect_left(self._thresholds, prompt)]
         # The trajectory itself does not count as load.
         self._live.drop(turn.trajectory)
-        chosen = first_of_tps((*tps, *(c.tp for c in board.classes)), eligible(turn, board), self._live.count)
+        order = (*tps, *(c.tp for c in board.classes))
+        chosen = min(eligible(turn, board), key=lambda e: (order.index(e.tp), self._live.count(e)), default=None)
         if chosen is None:
             return wait(board)
         self._live.put(turn.trajectory, chosen.engine)

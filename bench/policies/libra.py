@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
-from libra_hpc.policies.scheduling.rules.rule import LiveTrajectories, Rule, eligible, first_of_tps, last_engine, wait
+from libra_hpc.policies.scheduling.rules import LiveTrajectories, Rule, eligible, last_engine, wait
 from libra_hpc.protocol.env import Signal
 
 RING = 200
@@ -144,8 +144,8 @@ class LengthBuckets:
         """Choose an engine for a trajectory of bucket ``level`` and count it there; None if none is eligible."""
         free = eligible(turn, board)
         below = [e for e in free if self.live.count(e) < self._limit] if self._limit > 0 else free
-        tps = [c.tp for c in board.classes]
-        chosen = first_of_tps((*tps[level : level + 1], *tps), below, self.live.count)
+        levels = [level, *range(len(board.classes))]
+        chosen = min(below, key=lambda e: (levels.index(e.level), self.live.count(e)), default=None)
         if chosen is None and free:
             chosen = min(free, key=self.live.count)
         if chosen is not None:
@@ -260,7 +260,7 @@ class CmlfqCost(Rule):
         node = self.tree.look_up(turn.prompt_id, turn.signals)
         numbers: dict[str, float | str] = {"seen": float(node.count)}
         if not node.count:
-            chosen = last or first_of_tps((c.tp for c in board.classes), below, self._live.count)
+            chosen = last or min(below, key=lambda e: (e.tp, self._live.count(e)), default=None)
             reason = "nothing is known: {engine}"
         else:
             bins = self.bins(node)

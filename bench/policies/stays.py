@@ -12,7 +12,7 @@ from collections import Counter
 
 from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.policies.scheduling.rules.rule import LiveTrajectories, Rule, eligible, wait
+from libra_hpc.policies.scheduling.rules import LiveTrajectories, Rule, eligible, wait
 
 MORE_TURNS, MORE = 64, 1.5
 """SGLang's ``balance_abs_threshold`` and ``balance_rel_threshold``."""
@@ -31,7 +31,7 @@ class LeastLive(Rule):
         if last is not None and last.open and last.kv_capacity >= turn.context_tokens:
             if not last.free:
                 words, numbers = "wait: {engine} ran the last turn and is full", {"engine": last.engine}
-                return Decision(engine="", priority=0, level=0, template=words, numbers=numbers, wait="home")
+                return Decision(engine="", priority=0, level=0, template=words, numbers=numbers, wait="last")
             chosen, reason = last, "{engine} ran the last turn"
         else:
             free = eligible(turn, board)

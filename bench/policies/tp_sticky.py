@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.policies.scheduling.rules.rule import LiveTrajectories, Rule, eligible, last_engine, wait
+from libra_hpc.policies.scheduling.rules import LiveTrajectories, Rule, eligible, last_engine, wait
 
 
 class TpSticky(Rule):

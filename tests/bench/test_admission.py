@@ -12,7 +12,7 @@ from bench.policies.episode_cap import HARDER_CUT, POLL_S, EpisodeCap
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.registry import make_policy, policy_names
-from libra_hpc.policies.scheduling.rules.least_loaded import LeastLoaded
+from libra_hpc.policies.scheduling.rules import LeastLoaded
 from libra_hpc.protocol.engine_state import EngineStats
 from tests.policies.scheduling.boards import assert_nothing_is_kept, board_of, drive, ended, turn_of
 

@@ -177,7 +177,7 @@ def test_common_balancers_spread_trajectories_and_then_stay_even_where_their_eng
         assert policy.route(later, board, 1.0).engine == "a"
         for _ in range(8):
             board.sent("a", 10)
-        assert (policy.route(later, board, 1.0).engine, policy.route(later, board, 1.0).wait) == ("", "home")
+        assert (policy.route(later, board, 1.0).engine, policy.route(later, board, 1.0).wait) == ("", "last")
         board.set_open("a", False)
         assert policy.route(later, board, 1.0).engine == "b"
 

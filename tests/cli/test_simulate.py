@@ -53,7 +53,7 @@ def test_json_has_every_policy_against_the_best(trace: Path, capsys: pytest.Capt
 def test_a_policy_whose_process_ends_is_named(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = tmp_path / "ends.py"
     module.write_text(
-        "import os\nfrom libra_hpc.policies.scheduling.rules.least_loaded import LeastLoaded\n"
+        "import os\nfrom libra_hpc.policies.scheduling.rules import LeastLoaded\n"
         "class Ends(LeastLoaded):\n    def key(self, turn, now):\n        os._exit(3)\n"
     )
     assert simulate(str(trace), *FLEET, "--policy", f"cmlfq,{module}:Ends") == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from libra_hpc.policies.scheduling.availability import LEAVES_S, Availability
-from libra_hpc.policies.scheduling.board import SHARE_MOVE, EngineView
+from libra_hpc.policies.scheduling.board import EngineView
 from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.protocol.joining import FIRST_GUEST
@@ -167,7 +167,7 @@ async def test_the_board_learns_how_much_there_is_of_a_guest() -> None:
         plant.leader.on_engine_load(GUEST, paused(paused_s, still=False, steps=step))
         same.passed(1.5, True)
         same.passed(0.5, False)
-    assert of_guest(plant).share == pytest.approx(same.share, rel=SHARE_MOVE - 1.0)
+    assert of_guest(plant).share == pytest.approx(same.share)
     assert of_guest(plant).share < 0.9
     assert of_guest(plant).leaves_per_s == 0.0
     plant.leader.on_engine_load(GUEST, paused(paused_s, still=True, steps=100))

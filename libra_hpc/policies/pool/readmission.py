@@ -50,8 +50,7 @@ class Readmission:
         if len(times) < SILENCES:
             return ""
         why = f"silent for more than {SILENT_S:.0f} s, {SILENCES} times within {now - times[0]:.0f} s"
-        self.out[rank] = f"node {rank} is quarantined: {why}"
-        return self.out[rank]
+        return self._quarantine(rank, why)
 
     def lost(self, rank: int, now: float) -> None:
         recent = [at for at in self._losses.get(rank, []) if now - at < MEMORY_S]
@@ -64,9 +63,13 @@ class Readmission:
         if rank in self.out:
             return "wait"
         if count >= MOST:
-            self.out[rank] = f"node {rank} is quarantined: lost {MOST} times in an hour"
+            self._quarantine(rank, f"lost {MOST} times in an hour")
             return "quarantine"
         first, last = self._seen.get(rank, (now, now))
         first = now if now - last > GAP_S else first
         self._seen[rank] = (first, now)
         return "take" if count < 2 or now - first >= PROVE_S * min(count - 1, 2) else "wait"
+
+    def _quarantine(self, rank: int, why: str) -> str:
+        self.out[rank] = f"node {rank} is quarantined: {why}"
+        return self.out[rank]

@@ -22,9 +22,6 @@ from .costs import PACE_BAND, WINDOW_STEPS, ClassFit, Coefficients, EngineFit, d
 REFIT_EVERY: Final = 16
 """Observations of a class between two refits (25 us); each of the first 16 refits.  The window holds 64."""
 
-SHARE_MOVE: Final = 1.1
-"""A ratio: smaller changes of a share change no price, because new prices sort all engines again."""
-
 _generations = count(1)
 
 
@@ -44,14 +41,13 @@ class EngineView:
         self.version = version
         self.open = True
         """False while it drains or lacks the newest weights."""
-        self.level = 0
         self.inflight = 0
         """Turns sent and not answered."""
         self.inflight_tokens = 0
         """Context tokens of those turns when they were sent."""
         self.kv_use = 0.0
         """Share of the KV cache, 0..1, as last reported."""
-        self.running = self.waiting = self.preemptions = self.steps = 0
+        self.waiting = self.preemptions = self.steps = 0
         self.base_s = self.slope_s = self.prefill_s = 0.0
         """Its seconds per empty decode step, per KV token in use, and per prefilled token."""
         self.pace = 1.0
@@ -63,6 +59,11 @@ class EngineView:
         """Share of the time that a borrowed engine runs."""
         self.leaves_per_s = 0.0
         """How often all its turns must leave it."""
+
+    @property
+    def level(self) -> int:
+        """Index of its TP class."""
+        return self.tp_class.level
 
     @property
     def free(self) -> int:
@@ -132,7 +133,7 @@ class Board:
         for stats in warm_up:
             self._observe(view, stats, 1)
         view.fit.restart()
-        self._relevel()
+        self._recost()
         self.free += view.free
         return view
 
@@ -147,16 +148,14 @@ class Board:
         view.open = False
         if not tp_class.members:
             self.classes.remove(tp_class)
-        self._relevel()
+        self._recost()
         return view
 
     def lends(self, engine: str, share: float, leaves_per_s: float) -> None:
         """What is left of a borrowed engine."""
         view = self.engines[engine]
-        view.leaves_per_s = leaves_per_s
-        if not view.share / SHARE_MOVE < share < view.share * SHARE_MOVE:
-            view.share = share
-            self._recost()
+        view.share, view.leaves_per_s = share, leaves_per_s
+        self._recost()
 
     def resize(self, engine: str, kv_capacity: int) -> None:
         """An engine has room for more or fewer tokens from now on."""
@@ -198,9 +197,8 @@ class Board:
         view = self.engines.get(engine)
         if view is None:
             return
-        view.kv_use, view.preemptions = stats.kv_use, stats.preemptions
-        view.running, view.waiting = stats.running, stats.waiting
-        view.steps = stats.steps
+        view.kv_use, view.steps = stats.kv_use, stats.steps
+        view.waiting, view.preemptions = stats.waiting, stats.preemptions
         count = view.tp_class.fit.count
         if self._observe(view, stats, WINDOW_STEPS) and (count < REFIT_EVERY or (count + 1) % REFIT_EVERY == 0):
             self._recost()
@@ -218,20 +216,13 @@ class Board:
         tp_class.fit.add(window, view.pace)
         return True
 
-    def _relevel(self) -> None:
-        for level, members in enumerate(self.classes):
-            members.level = level
-            for view in members.members:
-                view.level = level
-        self._recost()
-
     def _recost(self) -> None:
         self.generation = next(_generations)
-        classes = self.classes
-        measured = [c for c in classes if c.fit.observations > 0.0]
-        for c in classes:
+        measured = [c for c in self.classes if c.fit.count]
+        for level, c in enumerate(self.classes):
+            c.level = level
             prior = default_costs(c.tp, c.members[0].kv_capacity)
-            if measured and not (c.fit.observations > 0.0):
+            if measured and not c.fit.count:
                 near = min(measured, key=lambda m: max(m.tp / c.tp, c.tp / m.tp))
                 prior = scaled_costs(near.fit.solve(default_costs(near.tp, near.members[0].kv_capacity)), near.tp, c.tp)
             _price(c, c.fit.solve(prior))

@@ -15,13 +15,9 @@ The fourth root stands for the expected longest trajectory.  All terms are sums:
 from __future__ import annotations
 
 from math import exp, sqrt
-from typing import Final
 
 from .board import Board, EngineView
 from .residency import Claim, EngineCache
-
-ALIKE: Final = 1.25
-"""Largest ratio of the paces of alike engines: reports of equal engines differ by less."""
 
 
 class Placed:
@@ -32,17 +28,22 @@ class Placed:
         self.reach = self.work = self.prefill = 0.0
         """Tokens it may generate; expected tokens times mean context; tokens to prefill."""
 
+    def leave(self) -> None:
+        """Count nowhere."""
+        if self.load is not None:
+            self.load.remove(self)
+
 
 class EngineWork:
     """Sums over the trajectories placed at one engine."""
 
     def __init__(self, view: EngineView) -> None:
         self.view = view
-        self.kv_capacity = float(max(1, view.kv_capacity))
         self.reach4 = self.work = self.prefill = 0.0
         """Sums of reach ** 4, of work, and of tokens to prefill."""
-        self.cache = EngineCache(max(self.kv_capacity, float(view.host_tokens)))
+        self.cache = EngineCache()
         self.placed = 0
+        self.resize()
         self.finish = 0.0
         """Seconds until all that is placed here is done."""
 
@@ -71,22 +72,18 @@ class EngineWork:
             steps = work / self.kv_capacity
         return view.base_s * steps + view.slope_s * work + view.prefill_s * (self.prefill + prefill)
 
-    def can_hold(self, claim: Claim, context: int) -> bool:
-        """Whether the cache is large enough for ``context`` tokens, and has room."""
-        return self.view.kv_capacity >= context and self.cache.has_room(claim, context)
-
-    def add(self, placed: Placed, reach: float, work: float, prefill: float, finish: float) -> None:
-        """Place a trajectory; ``finish`` is what `finish_with` returned."""
+    def add(self, placed: Placed, reach: float, work: float, prefill: float) -> None:
+        """Place a trajectory."""
+        self.finish = self.finish_with(reach, work, prefill)
         placed.reach, placed.work, placed.prefill, placed.load = reach, work, prefill, self
         reach *= reach
         self.reach4 += reach * reach
         self.work += work
         self.prefill += prefill
         self.placed += 1
-        self.finish = finish
 
     def resize(self) -> None:
-        """Follow the capacity of the engine."""
+        """Read the capacity of the engine."""
         self.kv_capacity = float(max(1, self.view.kv_capacity))
         self.cache.capacity = max(self.kv_capacity, float(self.view.host_tokens))
 
@@ -115,7 +112,7 @@ class EngineLoads:
         self.generation = -1
         """Generation of the board at the last `sync`."""
         self.alike: list[list[EngineWork]] = []
-        """Engines of one TP class and about one pace; own ones and borrowed ones are apart."""
+        """Engines of one TP class and one pace; own ones and borrowed ones are apart."""
         self._loads: dict[str, EngineWork] = {}
 
     def get(self, engine: str) -> EngineWork | None:
@@ -127,30 +124,22 @@ class EngineLoads:
         if board.generation == self.generation:
             return
         self.generation = board.generation
-        before = self._loads
-        self._loads = {}
+        before, self._loads = self._loads, {}
+        alike: dict[tuple[int, float, bool], list[EngineWork]] = {}
         for name, view in board.engines.items():
             load = before.get(name)
-            if load is not None and load.view is view:
-                load.resize()
-                self._loads[name] = load
-            else:
-                self._loads[name] = EngineWork(view)
-        self.alike = []
-        for tp_class in board.classes:
-            slowest, borrowed = 0.0, False
-            for view in sorted(tp_class.members, key=_kind):
-                if view.pace > slowest or view.borrowed != borrowed:
-                    slowest, borrowed = ALIKE * view.pace, view.borrowed
-                    self.alike.append([])
-                load = self._loads[view.engine]
-                load.finish = load.finish_with(0.0, 0.0, 0.0)
-                self.alike[-1].append(load)
+            if load is None or load.view is not view:
+                load = EngineWork(view)
+            load.resize()
+            load.finish = load.finish_with(0.0, 0.0, 0.0)
+            self._loads[name] = load
+            alike.setdefault((view.tp, view.pace, view.borrowed), []).append(load)
+        self.alike = list(alike.values())
 
     def elsewhere(self) -> EngineWork | None:
         """The own engine that would take a turn that must leave a borrowed one; None where there is no own engine."""
         own = [load for load in self._loads.values() if not load.view.borrowed]
-        return min(own, key=_finish) if own else None
+        return min(own, key=lambda load: load.finish, default=None)
 
     def first_to_finish(self, alike: list[EngineWork], claim: Claim, context: int) -> EngineWork | None:
         """Return the engine that finishes first among those with a free slot and room for ``context`` tokens."""
@@ -169,11 +158,3 @@ def added(before: float, after: float) -> float:
     """How much the late finish grows: after ** 4 - before ** 4."""
     a, b = after * after, before * before
     return a * a - b * b
-
-
-def _kind(view: EngineView) -> tuple[bool, float]:
-    return view.borrowed, view.pace
-
-
-def _finish(load: EngineWork) -> float:
-    return load.finish

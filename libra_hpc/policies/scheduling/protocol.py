@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from .board import Board
 
 
+Wait = Literal["slot", "last", "room"]
+"""What a waiting turn waits for: any free slot, one at its last engine, room in any KV cache."""
+
+
 class TurnView(msgspec.Struct, frozen=True):
     """A turn that needs an engine."""
 
@@ -52,8 +56,7 @@ class Decision(msgspec.Struct, frozen=True):
     template: str
     """The reason, with names of ``numbers`` in braces; `reason` fills them in, off the hot path."""
     numbers: Mapping[str, float | str]
-    wait: Literal["slot", "home", "sibling", "room"] = "slot"
-    """What a waiting turn waits for: any free slot, one at its last engine, a sibling's end, room in any KV cache."""
+    wait: Wait = "slot"
 
     @property
     def reason(self) -> str:

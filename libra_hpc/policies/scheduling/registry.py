@@ -13,8 +13,8 @@ from .protocol import Policy
 
 _POLICIES: dict[str, tuple[str, str]] = {
     "cmlfq": ("cmlfq.causal_mlfq", "CausalMlfq"),
-    "least_loaded": ("rules.least_loaded", "LeastLoaded"),
-    "sticky": ("rules.least_loaded", "Sticky"),
+    "least_loaded": ("rules", "LeastLoaded"),
+    "sticky": ("rules", "Sticky"),
 }
 """Module, below this folder, and class."""
 MEMBERS = ("name", "key", "route", "finished", "forget")

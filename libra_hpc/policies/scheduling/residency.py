@@ -44,7 +44,7 @@ class Claim:
 class EngineCache:
     """The residents of one engine."""
 
-    def __init__(self, capacity: float) -> None:
+    def __init__(self, capacity: float = 0.0) -> None:
         self.capacity = capacity
         """Tokens."""
         self.held = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from .board import Board, EngineView
+from .board import Board
 
 SLOW: Final = 1.5
 """A ratio.  The pace of equal engines differs by up to 1.2; at 2.0 a slow engine that costs a fifth goes unnamed."""
@@ -39,38 +39,18 @@ class SlowEngines:
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
         """When each engine that is slow now became slow."""
-        self._named: set[str] = set()
 
     def update(self, board: Board, now: float) -> list[SlowEngine]:
         """The engines to name, the slowest first."""
-        ratios = {view.engine: ratio for kind in _kinds(board) for view, ratio in _ratios(kind)}
-        self._since = {name: since for name, since in self._since.items() if ratios.get(name, 0.0) > RECOVERED}
-        self._named &= self._since.keys()
-        for name, ratio in ratios.items():
-            if ratio < SLOW and name not in self._named:
-                self._since.pop(name, None)
-            elif now - self._since.setdefault(name, now) >= SURE_S:
-                self._named.add(name)
-        found = [SlowEngine(name, ratios[name], self._since[name]) for name in self._named]
+        ratios: dict[str, float] = {}
+        own = [view for view in board.engines.values() if not view.borrowed]
+        for view in own:
+            least, most = view.kv_capacity / SAME_KV, view.kv_capacity * SAME_KV
+            kind = [v.pace for v in own if v.tp == view.tp and least <= v.kv_capacity <= most]
+            if len(kind) >= MIN_ENGINES:
+                ratios[view.engine] = view.pace / sorted(kind)[len(kind) // 2]
+        before = {name: self._since.get(name, now) for name in ratios}
+        limits = {name: RECOVERED if now - since >= SURE_S else SLOW for name, since in before.items()}
+        self._since = {name: since for name, since in before.items() if ratios[name] > limits[name]}
+        found = [SlowEngine(name, ratios[name], since) for name, since in self._since.items() if now - since >= SURE_S]
         return sorted(found, key=lambda slow: -slow.ratio)
-
-
-def _kinds(board: Board) -> list[list[EngineView]]:
-    """The engines by TP degree and KV capacity."""
-    kinds: list[list[EngineView]] = []
-    for tp_class in board.classes:
-        smallest = 0.0
-        for view in sorted((v for v in tp_class.members if not v.borrowed), key=lambda v: v.kv_capacity):
-            if view.kv_capacity > SAME_KV * smallest:
-                smallest = view.kv_capacity
-                kinds.append([])
-            kinds[-1].append(view)
-    return kinds
-
-
-def _ratios(kind: list[EngineView]) -> list[tuple[EngineView, float]]:
-    """Time per step of each engine over the median one."""
-    if len(kind) < MIN_ENGINES:
-        return []
-    median = sorted(view.pace for view in kind)[len(kind) // 2]
-    return [(view, view.pace / median) for view in kind]

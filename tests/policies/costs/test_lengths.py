@@ -12,7 +12,7 @@ from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.planning.work import Assumed, Work
 from libra_hpc.policies.costs.lengths import BatchWork, TrajectoryLengths, lognormal, observe, sketch
 from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
-from libra_hpc.policies.scheduling.rules.least_loaded import LeastLoaded
+from libra_hpc.policies.scheduling.rules import LeastLoaded
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.result import SimulationResult
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings

@@ -59,7 +59,7 @@ engines = build_engines("2xTP1,1xTP2", 0, "a800", "qwen3-14b", host_gb=4.0).engi
 seen.update(msgspec.json.encode(simulate(work, engines, CausalMlfq(), rules)))
 modules = libra_hpc.policies.scheduling.cmlfq.remaining_work, libra_hpc.simulator.engine.simulated_engine
 compiled = all(module.__file__.endswith(".so") for module in modules)
-print(json.dumps([compiled, len(policy.estimator), seen.hexdigest()]))
+print(json.dumps([compiled, len(policy.estimator._prompts), seen.hexdigest()]))
 """
 
 
@@ -83,7 +83,7 @@ def test_machine_code_decides_to_the_last_bit_what_the_sources_decide() -> None:
     fast, plain = decide(), decide(**{compiled.INTERPRETED: "1"})
     assert (fast[0], plain[0]) == (True, False)
     assert fast[1:] == plain[1:]
-    assert fast[1] > 15, "prompts and outcomes"
+    assert fast[1] > 10, "prompts"
 
 
 @pytest.fixture

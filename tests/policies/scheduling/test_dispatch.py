@@ -51,12 +51,8 @@ def refuse(board: Board) -> Decision:
     return decision()
 
 
-def park(board: Board) -> Decision:
-    return decision(wait="sibling")
-
-
-def go_home(board: Board) -> Decision:
-    return decision("b" if board.engines["b"].free else "", wait="home")
+def stay(board: Board) -> Decision:
+    return decision("b" if board.engines["b"].free else "", wait="last")
 
 
 def queued(cap: int = 64) -> tuple[Scripted, Board, Dispatcher]:
@@ -103,7 +99,7 @@ def test_turns_that_wait_for_their_engine_hold_up_nobody_and_come_with_its_slots
     queue = Dispatcher(policy, made)
     set_cap(made, "b", 0)
     for i in range(MAX_REFUSED + 5):
-        policy.routes[str(i)] = go_home
+        policy.routes[str(i)] = stay
         queue.ready(turn(str(i), at="b", context=1), 0.0)
     queue.ready(turn("other"), 0.0)
     assert names(queue.dispatch(0.0)) == ["other"]
@@ -111,38 +107,30 @@ def test_turns_that_wait_for_their_engine_hold_up_nobody_and_come_with_its_slots
     assert (queue.dispatch(0.0), policy.asked) == ([], []), "none is asked while its engine is full"
     set_cap(made, "b", 2)
     assert names(queue.dispatch(0.0)) == ["0", "1"]
+    policy.routes.clear()
+    made.applied("b", 1)
+    assert names(queue.dispatch(0.0)) == ["2"], "new weights have emptied its cache: any engine will do"
+
+
+def test_a_turn_whose_engine_closes_goes_elsewhere() -> None:
+    policy, made = Scripted(), board(("a", 1), ("b", 1), cap=1)
+    queue = Dispatcher(policy, made)
+    made.sent("b", 1)
+    policy.routes["t"] = stay
+    queue.ready(turn("t", at="b"), 0.0)
+    assert queue.dispatch(0.0) == []
     made.set_open("b", False)
     policy.routes.clear()
-    assert names(queue.dispatch(0.0)) == ["2"], "closed: any engine will do"
+    assert names(queue.dispatch(0.0)) == ["t"]
 
 
-def test_parked_turns_come_back_when_a_sibling_ends_or_is_aborted() -> None:
-    policy, _, queue = queued()
-    ends: tuple[Callable[[], None], ...] = (
-        lambda: queue.finished(finished(5, "p"), 1.0),
-        lambda: queue.drop("gone", "p", 1.0),
-        lambda: queue.release("p", 1.0),
-    )
-    for end in ends:
-        policy.routes["t"] = park
-        queue.ready(turn("t", "p"), 0.0)
-        assert queue.dispatch(0.0) == []
-        del policy.routes["t"]
-        queue.release("other", 0.0)
-        assert queue.dispatch(0.0) == []
-        end()
-        assert names(queue.dispatch(1.0)) == ["t"]
-    assert "finished done" in policy.asked
-    assert "forget gone" in policy.asked
-
-
-def test_a_release_recomputes_the_keys_of_waiting_turns() -> None:
+def test_the_end_of_a_sibling_recomputes_the_keys_of_waiting_turns() -> None:
     policy, made, queue = queued(cap=1)
     policy.keys = {"p1": 5.0, "q1": 1.0}
     queue.ready(turn("p1", "p", context=1), 0.0)
     queue.ready(turn("q1", "q", context=1), 0.0)
     policy.keys["p1"] = 0.0
-    queue.release("p", 0.0)
+    queue.finished(finished(5, "p"), 0.0)
     assert names(queue.dispatch(0.0)) == ["p1"]
     made.answered("a", 1)
     assert names(queue.dispatch(0.0)) == ["q1"], "the old entry of p1 is dead"
@@ -162,8 +150,7 @@ def test_withdrawn_and_replaced_turns_do_not_come() -> None:
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from("rdfaw"), st.integers(0, 9), st.sampled_from((refuse, park, go_home, anywhere))),
-        max_size=60,
+        st.tuples(st.sampled_from("rdfaw"), st.integers(0, 9), st.sampled_from((refuse, stay, anywhere))), max_size=60
     )
 )
 def test_no_turn_is_lost_or_sent_twice(steps: list[tuple[str, int, Callable[[Board], Decision]]]) -> None:
@@ -191,8 +178,6 @@ def test_no_turn_is_lost_or_sent_twice(steps: list[tuple[str, int, Callable[[Boa
         assert len(queue) == len(waiting)
         assert all(v.inflight <= v.cap for v in made.engines.values())
     policy.routes.clear()
-    for prompt in ("p0", "p1", "p2"):
-        queue.release(prompt, 0.0)
     while waiting:
         while in_flight:
             made.answered(in_flight.pop(), 5)

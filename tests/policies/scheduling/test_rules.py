@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from libra_hpc.errors import UserError
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.registry import check_policy, make_policy, policy_names
-from libra_hpc.policies.scheduling.rules.least_loaded import LeastLoaded, Sticky
-from libra_hpc.policies.scheduling.rules.rule import eligible
+from libra_hpc.policies.scheduling.rules import LeastLoaded, Sticky, eligible
 
 from .boards import assert_nothing_is_kept, board_of, drive, turn_of
 
@@ -90,7 +89,7 @@ def test_names_and_mistakes() -> None:
 
 
 MINE = """
-from libra_hpc.policies.scheduling.rules.least_loaded import LeastLoaded
+from libra_hpc.policies.scheduling.rules import LeastLoaded
 class Mine(LeastLoaded):
     name = "mine"
 class Costly(LeastLoaded):

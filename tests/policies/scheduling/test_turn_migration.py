@@ -12,7 +12,7 @@ from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from libra_hpc.policies.scheduling.dispatch import REBALANCE_EVERY_S, Dispatcher
 from libra_hpc.policies.scheduling.protocol import TurnView
-from libra_hpc.policies.scheduling.rules.least_loaded import LeastLoaded
+from libra_hpc.policies.scheduling.rules import LeastLoaded
 from libra_hpc.policies.scheduling.turn_migration import (
     MAX_OPEN_PER_ENGINE,
     MIN_SAVED_PREFILLS,

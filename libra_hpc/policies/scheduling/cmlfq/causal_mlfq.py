@@ -1,4 +1,4 @@
-"""C-MLFQ: a multi-level feedback queue whose feedback is causal: prompt, siblings and tool results, not only run time.
+"""C-MLFQ: a multi-level feedback queue whose feedback is causal: task, siblings and work done, not only run time.
 
 A level is one TP class of the engines present.  Estimates: `remaining_work`; step costs: `costs`.  Where the contexts
 exceed the KV caches, `residency` decides which trajectories keep theirs and which wait.
@@ -25,7 +25,7 @@ from msgspec.structs import astuple
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.engine_loads import EngineLoads, EngineWork, Placed, added
-from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
+from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView, Wait
 from libra_hpc.policies.scheduling.residency import Claim, release
 from libra_hpc.policies.scheduling.turn_migration import (
     MAX_OPEN_PER_ENGINE,
@@ -37,7 +37,7 @@ from libra_hpc.policies.scheduling.turn_migration import (
 )
 from libra_hpc.protocol.env import Signal
 
-from .cmlfq_reasons import LEAVES, MOVES, NO_ROOM, STARTS, STARTS_AT_SIBLING, STAYS, WAITS, WAITS_AT_HOME
+from .cmlfq_reasons import LEAVES, MOVES, NO_ROOM, STARTS, STARTS_AT_SIBLING, STAYS, WAITS, WAITS_FOR_LAST
 from .remaining_work import Cursor, RemainingWorkEstimator
 
 MOVE_MARGIN: Final = 3.0
@@ -50,9 +50,6 @@ MIN_LATER_SHARE: Final = 0.5
 """Least share of the credit for turns after the first, because their cache is warm."""
 PRIORITIES_PER_S: Final = 10
 """Engine priorities are integers: one is 0.1 s of virtual time."""
-MAX_TRACKED: Final = 65_536
-"""Open trajectories; more than any staleness gate admits, so only abandoned ones are dropped."""
-
 
 _Fields = tuple[str, str, int, str, int, int, int, float, str, tuple[Signal, ...], int]
 """Types of the fields of a `TurnView`, in order."""
@@ -97,8 +94,7 @@ class _Choice:
         found: dict[str, float | str] = {
             "remaining": cursor.left,
             "total": cursor.total,
-            "siblings": cursor.siblings,
-            "factor": cursor.factor,
+            "siblings": cursor.prompt.count,
             "finish_s": self.finish,
             "engine": load.view.engine if load is not None else "",
         }
@@ -116,19 +112,19 @@ class CausalMlfq:
         self.estimator = estimator if estimator is not None else RemainingWorkEstimator()
         self._loads = EngineLoads()
         self._tracked: dict[str, _Tracked] = {}
-        """By name, oldest first."""
+        """Open trajectories by name."""
         self._started: dict[str, _Tracked] = {}
         """By prompt: the sibling that started last."""
 
     def key(self, turn: TurnView, now: float) -> float:
         """See `Policy.key`: the time it became ready, minus its credit."""
         # Compiled code reads all fields at once faster than two of them.
-        name, _, _, _, context, attained, turns, ready_at, _, signals, limit = cast(_Fields, astuple(turn))
+        name, prompt_id, _, task, context, attained, turns, ready_at, _, _, limit = cast(_Fields, astuple(turn))
         tracked = self._tracked.get(name)
         if tracked is None:
-            tracked = self._track(turn)
+            tracked = self._tracked[name] = _Tracked(self.estimator.cursor(prompt_id, task, context), turn)
         room = float(limit - context) if limit else inf
-        left = self.estimator.advance(tracked.cursor, signals, attained, room)
+        left = tracked.cursor.advance(attained, context, room)
         share = left / (left + tracked.cursor.mean)
         credit = AGEING_S * (MIN_LATER_SHARE + (1.0 - MIN_LATER_SHARE) * share if turns else share)
         key = ready_at - credit
@@ -145,10 +141,8 @@ class CausalMlfq:
         if (move := tracked.migration) is not None and (decision := self._migrate(tracked, move, turn, board)):
             return decision
         loads, load_before, context = self._loads, tracked.load, turn.context_tokens
-        if board.generation != loads.generation:
-            loads.sync(board)
-        if load_before is not None:
-            load_before.remove(tracked)
+        loads.sync(board)
+        tracked.leave()
         last, claim = loads.get(turn.engine), tracked.claim
         self._keep_room(claim, last, context)
         choice = _Choice(tracked.cursor, context)
@@ -161,7 +155,7 @@ class CausalMlfq:
         load = choice.load
         if load is None or not load.view.free:
             return self._wait(choice, tracked, load_before, board.room_key)
-        load.add(tracked, reach=choice.cursor.reach, work=choice.work, prefill=choice.prefill, finish=choice.finish)
+        load.add(tracked, choice.cursor.reach, choice.work, choice.prefill)
         if not turn.attained_tokens:
             self._started[turn.prompt_id] = tracked
         return self._send(tracked, load, choice.template, choice.numbers(), context)
@@ -171,8 +165,7 @@ class CausalMlfq:
         if len(self._tracked) > MAX_OPEN_PER_ENGINE * len(board.engines):
             return []
         loads = self._loads
-        if board.generation != loads.generation:
-            loads.sync(board)
+        loads.sync(board)
         trajectories: dict[str, OpenTrajectory] = {}
         cursors: dict[str, Cursor] = {}
         for run in running:
@@ -182,9 +175,9 @@ class CausalMlfq:
                 continue
             context = turn.context_tokens + generated
             room = turn.max_context - context if turn.max_context else inf
-            cursors[turn.trajectory] = cursor = self.estimator.peek(
-                tracked.cursor, turn.attained_tokens + generated, room
-            )
+            before = tracked.cursor
+            cursors[turn.trajectory] = cursor = Cursor(before.task, before.prompt, before.first_context)
+            cursor.advance(turn.attained_tokens + generated, context, room)
             trajectories[turn.trajectory] = OpenTrajectory(
                 turn.trajectory,
                 turns=turn.turns,
@@ -205,10 +198,8 @@ class CausalMlfq:
             moved, target = self._tracked[move.trajectory], loads.get(move.target)
             assert target is not None
             cursor, prefill = cursors[move.trajectory], trajectories[move.trajectory].context
-            reach, work = cursor.reach, cursor.work(prefill)
-            self._remove_load(moved)
-            finish = target.finish_with(reach, work, prefill)
-            target.add(moved, reach=reach, work=work, prefill=prefill, finish=finish)
+            moved.leave()
+            target.add(moved, cursor.reach, cursor.work(prefill), prefill)
             moved.migration = move
         return found
 
@@ -216,34 +207,23 @@ class CausalMlfq:
         """See `Policy.finished`: the estimator learns."""
         tracked = self._tracked.pop(record.trajectory, None)
         if tracked is None:
-            self.estimator.insert(record)
+            cursor = self.estimator.cursor(record.prompt_id, record.task)
         else:
+            cursor = tracked.cursor
             self._end(tracked)
-            self.estimator.finish(tracked.cursor, record)
+        self.estimator.finish(cursor, max(1, record.generated_tokens))
 
     def forget(self, trajectory: str) -> None:
         """See `Policy.forget`."""
         tracked = self._tracked.pop(trajectory, None)
         if tracked is not None:
             self._end(tracked)
-            tracked.cursor.count(0.0)
-
-    def _track(self, turn: TurnView) -> _Tracked:
-        tracked = self._tracked[turn.trajectory] = _Tracked(self.estimator.cursor(turn.prompt_id, turn.task), turn)
-        if len(self._tracked) > MAX_TRACKED:
-            self.forget(next(iter(self._tracked)))
-        return tracked
 
     def _end(self, tracked: _Tracked) -> None:
         release(tracked.claim)
-        self._remove_load(tracked)
+        tracked.leave()
         if self._started.get(tracked.prompt_id) is tracked:
             del self._started[tracked.prompt_id]
-
-    @staticmethod
-    def _remove_load(tracked: _Tracked) -> None:
-        if tracked.load is not None:
-            tracked.load.remove(tracked)
 
     def _migrate(self, tracked: _Tracked, move: TurnMigration, turn: TurnView, board: Board) -> Decision | None:
         """Send an interrupted turn to its target; None if it ended by itself, or if the target takes no turn."""
@@ -267,7 +247,9 @@ class CausalMlfq:
     def _offer_last(self, choice: _Choice, turn: TurnView, tracked: _Tracked, last: EngineWork) -> None:
         """Offer the engine that has the prefix cached, full or not; others must then add `MOVE_MARGIN` times less."""
         view, context = last.view, choice.context
-        if not view.open or view.version != tracked.version or not last.can_hold(tracked.claim, context):
+        if not view.open or view.version != tracked.version or view.kv_capacity < context:
+            return
+        if not last.cache.has_room(tracked.claim, context):
             return
         prefill = choice.cursor.future + (turn.signals[-1].payload_tokens if turn.signals else 0)
         self._offer(choice, last, prefill, STAYS, inf)
@@ -321,21 +303,15 @@ class CausalMlfq:
     def _wait(self, choice: _Choice, tracked: _Tracked, load_before: EngineWork | None, room_key: float) -> Decision:
         """Let the turn wait; it stays in the load of its last engine."""
         if load_before is not None:
-            finish = load_before.finish_with(choice.cursor.reach, choice.work, tracked.prefill)
-            load_before.add(
-                tracked, reach=choice.cursor.reach, work=choice.work, prefill=tracked.prefill, finish=finish
-            )
-        claim, home = tracked.claim, choice.load is not None
-        roomless = (
-            not home and claim.cache is None and (claim.key > room_key or self._loads.lack_room(claim, choice.context))
-        )
+            load_before.add(tracked, choice.cursor.reach, choice.work, tracked.prefill)
+        claim, template = tracked.claim, WAITS
+        wait: Wait = "slot"
+        if choice.load is not None:
+            wait, template = "last", WAITS_FOR_LAST
+        elif claim.cache is None and (claim.key > room_key or self._loads.lack_room(claim, choice.context)):
+            wait, template = "room", NO_ROOM
         return Decision(
-            engine="",
-            priority=tracked.priority,
-            level=0,
-            template=WAITS_AT_HOME if home else NO_ROOM if roomless else WAITS,
-            numbers=choice.numbers(),
-            wait="home" if home else "room" if roomless else "slot",
+            engine="", priority=tracked.priority, level=0, template=template, numbers=choice.numbers(), wait=wait
         )
 
     @staticmethod
