@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from .engine_harness import WAITS_OR_AHEAD, EngineUnderTest, Model, engine_config, make_model
+from .engine_harness import WAITS_OR_AHEAD, EngineUnderTest, Model, engine_config, make_model, versions
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.fixture(scope="package", params=[False, pytest.param(True, marks=pytest.mark.chaos)], ids=WAITS_OR_AHEAD)
-def engine(
+def shared_engine(
     request: pytest.FixtureRequest, old: Model, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
     """An untied tp = 1 engine of 64 KV blocks with a step log, ended by SIGTERM.
@@ -45,6 +45,13 @@ def engine(
         assert ("drained: True" in under_test.log()) is request.param
     finally:
         under_test.close()
+
+
+@pytest.fixture
+def engine(shared_engine: EngineUnderTest, old: Model) -> EngineUnderTest:
+    """The shared engine with the weights of `old`, and no message of an earlier test to come."""
+    shared_engine.begin(old.update(next(versions)))
+    return shared_engine
 
 
 @pytest.fixture

@@ -25,12 +25,14 @@ from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import Shapes, hf_shapes
 from libra_hpc.protocol.codec import FrameBuffer, pack_i32, unpack_i32
 from libra_hpc.protocol.engine import (
+    Abort,
     EngineFailed,
     FromEngine,
     Generate,
     Generated,
     ToEngine,
     UpdateWeights,
+    Wake,
     WeightsApplied,
     from_engine,
     to_engine,
@@ -46,8 +48,8 @@ PATIENCE_S = 280.0
 PROMPTS = [[5, 17, 99, 3, 64, 21, 8], [1, 2, 3], list(range(10, 50))]
 """Of `EngineUnderTest.greedy`."""
 WAITS_OR_AHEAD = ["each step waits", "steps ahead"]
-"""The two kinds of the fixture `engine`."""
-both = pytest.mark.parametrize("engine", [False, True], indirect=True, ids=WAITS_OR_AHEAD)
+"""The two kinds of the fixture `shared_engine`."""
+both = pytest.mark.parametrize("shared_engine", [False, True], indirect=True, ids=WAITS_OR_AHEAD)
 versions = itertools.count(10)
 """Of the weights that an engine of several modules gets."""
 
@@ -203,6 +205,8 @@ class EngineUnderTest:
         self._connection: socket.socket | None = None
         self._buffer = FrameBuffer()
         self._inbox: list[tuple[FromEngine, int]] = []
+        self._turns: list[str] = []
+        """Ids of the turns sent since `begin`."""
         self.stats: list[EngineStats] = []
         self.loaded: Greedy = []
         """What it said with the weights that it had loaded itself."""
@@ -223,6 +227,7 @@ class EngineUnderTest:
 
     def send(self, *messages: ToEngine) -> None:
         assert self._connection is not None
+        self._turns += [message.rid for message in messages if isinstance(message, Generate)]
         self._connection.sendall(b"".join(to_engine.frame(message) for message in messages))
 
     def receive(self) -> FromEngine:
@@ -270,6 +275,16 @@ class EngineUnderTest:
         self.send(update)
         applied: WeightsApplied = self.expect(WeightsApplied)
         return applied
+
+    def begin(self, update: UpdateWeights) -> None:
+        """Begin a test with these weights: the turns of an earlier one, which may have failed, are ended.
+
+        An engine takes its messages in order, so what the earlier test left unread comes before this update's answer.
+        """
+        self.send(Wake(), *map(Abort, self._turns), update)
+        self._turns.clear()
+        while not isinstance(message := self.receive(), WeightsApplied) or message.version != update.version:
+            pass
 
     def refuse(self, update: UpdateWeights) -> str:
         self.send(update)

@@ -48,11 +48,6 @@ def assert_agrees(model: Model, request: Generate, done: Generated) -> None:
     assert logprobs_of(done) == pytest.approx(expected, abs=TOLERANCE)
 
 
-@pytest.fixture(autouse=True)
-def _start_from_old(engine: EngineUnderTest, old: Model) -> None:
-    engine.apply(old.update(next(versions)))
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(
     engine: EngineUnderTest, old: Model, temperature: float
@@ -100,12 +95,11 @@ def test_swap_in_flight_recomputes_running_requests(
 ) -> None:
     # Six requests on four slots: running and waiting ones.
     requests = [turn(f"f{i}", prompt(length + i), 300) for i in range(6)]
-    engine.start(*requests)
     before, after = next(versions) - 1, next(versions)
-    engine.apply(old.update(before))
-    engine.send(new.update(after))
-    messages = [engine.receive() for _ in range(7)]
-    assert [m.version for m in messages if isinstance(m, WeightsApplied)] == [after]
+    # All in one write: an update is staged for at least one step, whatever this process is doing then.
+    engine.send(*requests, old.update(before), new.update(after))
+    messages = [engine.receive() for _ in range(8)]
+    assert [m.version for m in messages if isinstance(m, WeightsApplied)] == [before, after]
     answers = {m.rid: m for m in messages if isinstance(m, Generated)}
     mixed = 0
     for request in requests:
@@ -119,7 +113,8 @@ def test_swap_in_flight_recomputes_running_requests(
         )
         assert logprobs_of(done) == pytest.approx(expected, abs=TOLERANCE)
         mixed += 0 < split < 300
-    assert mixed >= 4
+    # At least those that the first step has read.
+    assert mixed >= min(4, 512 // (length + 1))
 
 
 @both
@@ -244,8 +239,8 @@ def test_stats_count_what_was_done(engine: EngineUnderTest) -> None:
 
 
 def test_a_swap_does_not_count_as_preemption(engine: EngineUnderTest, old: Model) -> None:
-    before = engine.start(turn("p", prompt(8), 300)).preemptions
-    engine.send(old.update(next(versions)))
+    before = engine.idle().preemptions
+    engine.send(turn("p", prompt(8), 300), old.update(next(versions)))
     assert {type(engine.receive()) for _ in range(2)} == {Generated, WeightsApplied}
     assert engine.idle().preemptions == before
 
