@@ -10,12 +10,6 @@ def overrides(text: str) -> list[str]:
     return [word for one in text.split("; ") for word in ("-o", one)]
 
 
-GPU_NODES = overrides("slurm.device=cuda") + [
-    word
-    for name in ("train", "hybrid", "rollout")
-    for key in ("gpus=8", "gpu_type=a800", "cpus=8", "mem=64G")
-    for word in ("-o", f"components.{name}.{key}")
-]
 SIMULATED = ["--engine", "simulated", *overrides("simulated.model=qwen3-14b; simulated.device=a800")] + [
     word for name in ("train", "hybrid", "rollout") for word in ("-o", f"components.{name}.gpus=8")
 ]
@@ -143,6 +137,20 @@ RUN_FILE = [
     ("algorithm.reference_kl_coef=0.1; algorithm.reference=nowhere", "nowhere': no such folder; valid: initial, or a "),
     ("algorithm.reference_kl_coef=0.1; algorithm.reference=player", "player': by the config.json of model.path (num_"),
     ("rollout.warm_start=nowhere", "nowhere does not exist; valid: a run directory, or a"),
+    ("algorithm.eta=1\nvalue2 = 3", r"algorithm.eta = '1\nvalue2 = 3': wrong type"),
+    ("model.path=gpt2; train.tp=3", "model_type = 'gpt2': this version cannot train this architecture; valid: glm4,"),
+    ("task.name=data; task.data=loop; task.reward=good.py:f", "task.data = 'loop': no such file or folder"),
+    *(
+        (
+            f"task.eval=[{{name='{name}', data='good.jsonl'}}]",
+            f"task.eval.0.name = '{name}': a column of metrics.jsonl has",
+        )
+        for name in ("reward", "step_s")
+    ),
+    ("slurm.mpi=pmi2 --foo", "slurm.mpi = 'pmi2 --foo': "),
+    ("slurm.time_limit=1:00 #", "slurm.time_limit = '1:00 #': "),
+    ("components.train.partition=a'b", """components.train.partition = "a'b": """),
+    ('components.train.gpus=1; components.train.gpu_type=a"', "components.train.gpu_type = 'a\"': "),
     # The job: sizes beyond sane bounds, set-up lines, variables.
     ("slurm.time_limit=0:05", "slurm.time_limit = '0:05': 5 s, and Slurm looks at limits twice a minute; valid: min"),
     ("components.train.mem=1M", "components.train.mem = '1M': an agent alone takes 100 MB; valid: a size such as 16G"),
@@ -369,21 +377,4 @@ RUN_FILE = [
     ("model.path=run.toml", "model.path = 'run.toml': no such folder; valid: a Hugging Face folder with config.json,"),
     ("model.path=loop", "model.path = 'loop': no such folder; valid: a Hugging Face folder with config.json,"),
     ("model.path=a\\u0000b", "model.path = 'a\\\\u0000b': no such folder; valid: a Hugging Face folder with"),
-]
-ON_GPU_NODES = [
-    ("borrow.spot.nodes=1; borrow.spot.partition=cpu", "borrow.spot.partition = 'cpu': its nodes have 0 such GPUs, an"),
-    ("components.train.cpus=7", "components.train.cpus = 7: a node with 8 GPUs"),
-    ("components.hybrid.mem=2G", "components.hybrid.mem = '2G': a hybrid node needs "),
-    ("model.path=huge; components.train.mem=0", "train.tp = 1: training huge with TP1 PP1 needs "),
-    ("planner.device=a80", "planner.device = 'a80': unknown device; valid: a100, a800, "),
-    ("planner.devices=no.toml", "planner.devices = 'no.toml': no such file; valid: a file"),
-    ("train.tp=16", "train.tp = 16: tensor ranks share a node, and it does not divide the 8 training processes of a"),
-    ("rollout.tp=16", "rollout.tp = 16: rollout.tp * rollout.engines_per_node needs 16 GPUs and components.hybrid"),
-    ("train.processes=9", "train.processes = 9: each of them needs a GPU, and components.train has 8 per node;"),
-    ("components.split=auto; planner.trace=good.py", "planner.trace = 'good.py': line 1: not JSON ("),
-    ("components.split=auto; planner.train_speed=garbage.json", "planner.train_speed = 'garbage.json': Input data was"),
-    ("rollout.kv_host_gb_per_gpu=1e9", "components.hybrid.mem = '64G': a hybrid node needs 8,589,934,596 GB of host"),
-    ("rollout.kv_cache_mb=200000", "rollout.tp = 1: an engine of model needs 213 GB a GPU for its weights, its"),
-    ("components.train.gpu_type=A800", "components.train.gpu_type = 'A800': nodes of partition a800 have none; valid:"),
-    ("rollout.block_size=24", "rollout.block_size = 24: vLLM has other blocks; valid: multiples of 16."),
 ]

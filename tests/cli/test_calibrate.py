@@ -16,8 +16,6 @@ from libra_hpc.models.step_times.measured import MAX_POINTS, load
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import write_trace
 
-from .conftest import Cli
-
 BASE, SEQUENCE, KV, PREFILL = 4e-3, 2e-4, 3e-8, 5e-5
 
 
@@ -119,24 +117,6 @@ def test_plan_takes_the_measured_degrees(recorded: Path, tmp_path: Path, capsys:
     assert batches[0] != batches[1]
     assert run([*plan, "--calibration", str(tmp_path / "none.json")]) == 2
     assert "calibration file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("", "--model, --run"),
-        ("--model m --run r", "one of the two"),
-        ("--model m --device gpu", "valid: cpu, cuda"),
-        ("--model m --dtype float64", "valid: auto, float32"),
-        ("--model no-such-folder", "no config.json there"),
-        ("--model no-such-folder --here", "no config.json there"),
-        ("--run demo-001", "no run of that name"),
-    ],
-)
-def test_mistakes(arguments: str, named: str, tmp_path: Path, cli: Cli) -> None:
-    outcome = cli("calibrate", "engine", str(tmp_path / "out.json"), *arguments.split(), "--runs", str(tmp_path))
-    assert (outcome.code, outcome.err.count("\n"), named in outcome.err) == (2, 1, True)
-    assert not (tmp_path / "out.json").exists()
 
 
 def test_mistakes_in_files(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

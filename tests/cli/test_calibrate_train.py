@@ -84,15 +84,3 @@ def test_a_refusal_of_slurm_is_one_sentence(
     assert "nowhere" in done.err
     assert done.err.count("\n") == 1
     assert not (tmp_path / "speed.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("more", "named"), [(("--name", "abacus"), "abacus"), (("--tp", "3"), "train.tp = 3"), (("--name", ""), "--name")]
-)
-def test_mistakes_are_found_before_the_job(
-    cli: Cli, model: Path, tmp_path: Path, more: tuple[str, ...], named: str
-) -> None:
-    done = cli(*arguments(model, tmp_path / "speed.json", *more))
-    assert done.code == 2
-    assert named in done.err
-    assert done.err.count("\n") == 1

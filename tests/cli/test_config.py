@@ -12,7 +12,7 @@ from libra_hpc.config.load import PATHS, flat, load_run_file
 from libra_hpc.config.reference import as_records, tables
 from tests.slurm.test_examples import EXAMPLES
 
-from .conftest import Cli, Outcome, Queue
+from .conftest import Cli, Queue
 
 
 @pytest.fixture
@@ -100,9 +100,3 @@ def test_keys_in_common_are_described_once_and_no_regular_expression_is_shown(cl
     )
     assert "- `constraint`: " in cli("config", "explain", "components.hybrid").out
     assert [one["key"] for one in as_records(tables()) if set("^$\\+") & set(one["valid"].replace("$VAR", ""))] == []
-
-
-def test_an_unknown_key_is_named_with_the_nearest_one(cli: Cli) -> None:
-    outcome = cli("config", "explain", "rolout.tp")
-    assert outcome == Outcome(2, "", "error: KEY = 'rolout.tp': no such section or key (did you mean 'rollout.tp'?).\n")
-    assert cli("config", "explain", "rollout.tp", "-o", "rollout.tp=2").code == 2

@@ -205,10 +205,6 @@ def test_a_terminal_without_unicode_is_no_traceback(submitted: RunDir) -> None:
     assert "step" in done.stdout
 
 
-def test_a_misspelt_verb_ends_with_one_mark(cli: Cli) -> None:
-    assert cli("statuss").err == "error: No such command 'statuss' (did you mean 'status'?).\n"
-
-
 def test_a_verb_without_streams_does_its_work() -> None:
     command = 'exec "$@" >&- 2>&-'
     assert subprocess.run(["bash", "-c", command, "bash", *PROGRAM, "config", "explain", "run.steps"]).returncode == 0

@@ -31,13 +31,13 @@ from .mistake_rows import LACKS, MODELS, Mistake, table
 TABLE = list(table())
 EXPECTED_START = check.expected_start
 FIELD = re.compile(
-    r"error: (With \S+: |site profile \S+: )?"
+    r"error: (With [^:]+: |site profile \S+: )?"
     r"([\w.,* \[\]'-]+ = |\[[\w.]+\]: |[\w./-]+(:\d+|, line \d+)?: |model\.path: |--over |\S+ cannot be )"
 )
 """How a sentence names what has the wrong value."""
 USAGE = re.compile(
     r"error: (No such (option|command)|Missing (option|argument)|Option '-|Got unexpected|(submit|compare) needs"
-    r"|There is no run|--toml and --json)"
+    r"|There is no run|--toml and --json|-o changes)"
 )
 """How one begins where words are missing, or not known."""
 POLICY = """
@@ -58,6 +58,8 @@ FILES = {
     + POLICY.format("Takes", "", "self.key = lambda turn: 0.0"),
     "exits.py": "import sys\nsys.exit(3)\n",
     "empty.jsonl": "",
+    "good.jsonl": '{"prompt_id": "a", "sample": 0, "prompt_tokens": 9,'
+    ' "turns": [{"new_tokens": 0, "gen_tokens": 5, "tool": null}]}\n',
     "garbage.jsonl": "\x00\xff garbage\n{\n",
     "garbage.json": "{",
     "garbage.toml": "[x\n",
@@ -148,11 +150,6 @@ def test_a_mistake_is_one_sentence_that_names_the_field(
     assert listed(folder) == before
 
 
-def test_the_table_has_250_mistakes() -> None:
-    different = {(*mistake.words, mistake.sentence) for mistake in TABLE}
-    assert len(different) == len(TABLE) >= 250
-
-
 @pytest.mark.parametrize(
     ("state", "change", "sentence"),
     [
@@ -202,23 +199,13 @@ def test_a_mistake_in_a_resume(
     assert queue.submitted == [("quick-001", 1)]
 
 
-def test_a_complete_run_is_resumed_only_for_more_steps(submitted: RunDir, queue: Queue, cli: Cli) -> None:
-    folder = submitted.checkpoints / "step-000100"
-    folder.mkdir(parents=True)
-    (folder / "state.json").write_text("{}")
-    submitted.write_json(submitted.result, {"state": "completed", "message": "step 100 is saved"})
-    queue.answer = JobInfo("4711", JobState.COMPLETED)
-    refused = one_line(cli("submit", "--resume", "quick-001"))
-    assert "run.steps = 100: the run is complete at step 100; valid: a larger number" in refused
-    assert cli("submit", "--resume", "quick-001", "-o", "run.steps=120").code == 0
-
-
 @pytest.mark.parametrize(
     ("state", "steps", "sentence"),
     [
         ("failed", 10, "run.steps = 10: step 40 is trained and saved; valid: a larger number, for instance -o run.ste"),
         ("completed", 40, "run.steps = 40: the run is complete at step 40; valid: a larger number"),
         ("failed", 40, ""),
+        ("completed", 41, ""),
     ],
 )
 def test_a_run_is_not_resumed_for_steps_that_it_has_trained(

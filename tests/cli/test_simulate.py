@@ -94,36 +94,6 @@ def test_steps_under_a_staleness_bound(trace: Path, capsys: pytest.CaptureFixtur
     assert overlapped["makespan_s"] < together["makespan_s"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--policy", "cmflq"], ["--policy", "did you mean 'cmlfq'"]),
-        (["--policy", ","], ["--policy", "no policy"]),
-        (["--policy", "seer"], ["--policy = 'seer': unknown policy", "bench/policies", "cmlfq, least_loaded, sticky"]),
-        (["--policy", "absent.py:Mine"], ["--policy = 'absent.py:Mine': no file 'absent.py'"]),
-        (["--buckets", "4xTP1,2TP2"], ["--buckets", "2TP2", "4xTP1"]),
-        (["--buckets", "0xTP1"], ["--buckets", "0xTP1"]),
-        (["--gpus", "3"], ["--gpus = 3", "4 GPUs"]),
-        (["--device", "a8000"], ["a8000", "did you mean 'a800'"]),
-        (["--model", "qwen3-41b"], ["qwen3-41b", "qwen3-14b"]),
-        (["--model", "llama-3.1-70b"], ["does not fit 1 x a800"]),
-        (["--eta", "1"], ["--eta = 1", "--batch-groups"]),
-        (["--max-context", "5"], ["--max-context = 5", "no prompt"]),
-        (["--batch-groups", "1", "--train-s", "inf"], ["--train-s = inf: not a finite number"]),
-        (["--batch-groups", "1", "--sync-s", "inf"], ["--sync-s = inf: not a finite number"]),
-    ],
-)
-def test_a_mistake_is_one_sentence(
-    trace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
-) -> None:
-    assert simulate(str(trace), *FLEET, *arguments) == 2
-    out = capsys.readouterr()
-    assert out.out == ""
-    assert len(out.err.splitlines()) == 1
-    for word in words:
-        assert word in out.err
-
-
 def test_a_trajectory_no_engine_can_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text(line(9000000))
@@ -177,18 +147,3 @@ def test_borrowed_engines_stand_between_none_and_as_many_own(trace: Path, capsys
 def test_where_the_longest_trajectory_decides_it_says_so(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate(str(trace), "--buckets", "8xTP1", "--policy", "cmlfq", "--borrow", "8") == 0
     assert "borrowing does not pay, and own engines would not either" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ("x:code", "no number of engines"),
-        ("0:code", "no number of engines"),
-        ("4:cod", "did you mean 'code'"),
-        ("4:code:fast", "its rate is no number"),
-        ("4:code:-1", "its rate is no number"),
-    ],
-)
-def test_a_wrong_borrow_is_named(trace: Path, given: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(str(trace), "--borrow", given) == 2
-    assert why in " ".join(capsys.readouterr().err.split())

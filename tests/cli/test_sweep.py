@@ -43,26 +43,6 @@ def test_a_sweep_queues_every_combination_under_its_own_name(site: Path, queue: 
     assert "sweep quick" in cli("list").out
 
 
-@pytest.mark.parametrize(
-    ("over", "message"),
-    [
-        (
-            ["run.sed=0,1"],
-            "unknown key in [run]; valid: dir, engine, name, seed, share, steps, transcripts_gb (did you mean 'seed'?)",
-        ),
-        (["run.seed=0,x"], "With run.seed=x: run.seed = 'x': wrong type"),
-        (["run.seed=0,1", "rollout.tp=1,3"], "With run.seed=0, rollout.tp=3: "),
-        (["run.seed=" + ",".join(map(str, range(9))), "algorithm.eta=0,1,2,3"], "36 runs (9 x 4), more than 32"),
-    ],
-)
-def test_a_mistake_in_one_combination_queues_nothing(
-    over: list[str], message: str, site: Path, queue: Queue, cli: Cli
-) -> None:
-    assert message in one_line(cli("sweep", "run.toml", *(word for one in over for word in ("--over", one))))
-    assert queue.submitted == []
-    assert folders(site) == []
-
-
 def test_a_dry_run_checks_and_touches_nothing(site: Path, queue: Queue, cli: Cli) -> None:
     outcome = cli("sweep", "run.toml", *OVER, "--dry-run")
     assert outcome.code == 0

@@ -9,9 +9,9 @@ import pytest
 from libra_hpc_cli import output
 
 from libra_hpc.traces.generate import Dials, generate
-from libra_hpc.traces.read import read_trace, write_trace
+from libra_hpc.traces.read import read_trace
 
-from .conftest import Cli, one_line
+from .conftest import Cli
 
 
 @pytest.mark.parametrize("preset", ["r2e", "search", "math"])
@@ -59,22 +59,3 @@ def test_convert_writes_a_trace_of_ours(tmp_path: Path, cli: Cli) -> None:
     assert json.loads(printed.out) == {"out": str(out), "trajectories": 2}
     table = cli("trace", "inspect", str(out))
     assert "2 trajectories of 2 prompts (no siblings)" in table.out
-
-
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        (
-            "convert good.jsonl b.jsonl --from moncake",
-            "--from = 'moncake': unknown format; valid: azure, mooncake, kv-c",
-        ),
-        ("generate nowhere/b.jsonl", "nowhere/b.jsonl cannot be written (No such file or directory)."),
-        ("generate c.jsonl --outcome 2", "outcome = 2.0: out of range; valid: a number from 0 to 1."),
-    ],
-)
-def test_mistakes(command: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_trace(tmp_path / "good.jsonl", generate("math", Dials(trajectories=8)))
-    before = sorted(tmp_path.iterdir())
-    assert sentence in one_line(cli("trace", *command.split()))
-    assert sorted(tmp_path.iterdir()) == before

@@ -218,12 +218,6 @@ def test_notice_cancel_and_the_next_attempt(run: RunDir, slurm_env: dict[str, st
             time.sleep(0.05)
 
 
-def test_what_only_slurm_knows_is_refused_in_its_words(run: RunDir, slurm_env: dict[str, str]) -> None:
-    config = RunConfig.model_validate({"components": {"rollout": {"constraint": "nvlink"}}})
-    with pytest.raises(UserError, match=r"components\.rollout\.constraint = 'nvlink': Slurm refuses it \(.*feature"):
-        submit.submit(Launch(job_request(config), run, 1), slurm_env)
-
-
 def test_estimate_queues_nothing(run: RunDir, slurm_env: dict[str, str]) -> None:
     submit.expected_start(Launch(job_request(RunConfig.model_validate(CONFIG)), run, 1), slurm_env)
     assert run.script.exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,24 +50,6 @@ def test_a_value_of_letters_is_set_apart_from_its_key() -> None:
 def test_values_that_look_alike_or_are_too_long_give_numbers() -> None:
     assert names('model.path="a/base","b/base"') == ["001", "002"]
     assert names("optimizer.lr=1e-6,3e-6", run_name="x" * 58) == ["001", "002"]
-
-
-@pytest.mark.parametrize(
-    ("over", "message"),
-    [
-        (["run.seed"], "malformed"),
-        (["run.seed="], "malformed"),
-        (["run.seed=0,,1"], "malformed"),
-        (["seed=0,1"], "malformed"),
-        (["run.seed=0,1,0"], "the value 0 occurs twice"),
-        (["optimizer.lr=1e-6,0.000001"], "the value 0.000001 occurs twice"),
-        (["run.seed=0", "run.seed=1"], "the key occurs twice"),
-        (["run.name=a,b"], "run.name of the run file"),
-    ],
-)
-def test_a_mistake_in_over_is_one_sentence(over: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        grid.parse_axes(over)
 
 
 @given(st.lists(st.text(st.characters(exclude_characters=",[]{}\"'"), min_size=1), min_size=1, max_size=4))

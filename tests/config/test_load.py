@@ -57,31 +57,6 @@ def test_text_fields_take_overrides_verbatim(tmp_path: Path, override: str, valu
     assert load_run_file(write(tmp_path, ""), [override]).slurm.time_limit == value
 
 
-def test_a_line_break_in_an_override_sets_no_second_key(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"algorithm\.eta = '1\\nvalue2 = 3': wrong type"):
-        load_run_file(write(tmp_path, ""), ["algorithm.eta=1\nvalue2 = 3"])
-
-
-def test_an_unknown_key_is_reported_although_another_field_is_wrong_too(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^algorithm\.clp = 0\.2: unknown key"):
-        load_run_file(write(tmp_path, "[algorithm]\neta = -1\nclp = 0.2\n"))
-
-
-@pytest.mark.parametrize("override", ["algorithm.eta", "eta=2", "=2", "algorithm..eta=2"])
-def test_malformed_overrides_are_named(tmp_path: Path, override: str) -> None:
-    with pytest.raises(UserError, match=r"override = .*malformed; valid: section\.key=value"):
-        load_run_file(write(tmp_path, ""), [override])
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"absent\.toml: the run file cannot be read: No such file"):
-        load_run_file(tmp_path / "absent.toml")
-    binary = tmp_path / "binary.toml"
-    binary.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="not UTF-8"):
-        load_run_file(binary)
-
-
 def test_deep_nesting_is_a_sentence_and_no_traceback(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not valid TOML: it is nested too deeply"):
         load_run_file(write(tmp_path, "[task.options]\nx = " + "[" * 20_000))

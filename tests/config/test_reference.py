@@ -10,7 +10,6 @@ import pytest
 from libra_hpc.config import reference
 from libra_hpc.config.learn import EvalPart, TrainPart
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import UserError
 from tests.docs import keys_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -58,9 +57,3 @@ def test_a_section_or_one_key_can_be_selected() -> None:
     assert record == {**shown, "description": record["description"], "set_in": ["run file"]}
     (record,) = reference.as_records(reference.select("slurm.account"))
     assert record["set_in"] == ["run file", "site profile", "components.*.account"]
-
-
-def test_an_unknown_key_is_named_with_the_nearest_one() -> None:
-    sentence = r"KEY = 'rolout\.tp': no such section or key \(did you mean 'rollout\.tp'\?\)\."
-    with pytest.raises(UserError, match=sentence):
-        reference.select("rolout.tp")

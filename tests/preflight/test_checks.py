@@ -117,29 +117,6 @@ def test_problems_name_field_value_and_limit(values: dict[str, Any], sentence: s
     assert all(message.endswith(".") for message in found)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (
-            {"model_type": "cohere2"},
-            "model_type = 'cohere2': this version cannot train this architecture; valid: glm4, llama, mistral, phi3,"
-            " qwen2, qwen3, qwen3_moe.",
-        ),
-        (
-            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
-            "type = 'dynamic': the trainer has no such rotary embedding; valid: default, linear, llama3, yarn.",
-        ),
-        ({"hidden_size": None}, "the model's config has no 'hidden_size'; valid: an integer from 1 to 10000000."),
-        ({"num_hidden_layers": "six"}, "num_hidden_layers = 'six': is no count; valid: an integer from 1 to 10000000."),
-    ],
-)
-def test_a_model_that_cannot_be_trained_is_refused_before_its_parallelism(
-    change: dict[str, Any], sentence: str
-) -> None:
-    found = next(checks.problems(configured(train={"tp": 3}), {**MODEL, **change}))
-    assert str(found) == f"model.path: {sentence}"
-
-
 def test_nodes_of_different_degree_that_fit_are_no_problem() -> None:
     assert messages(on_gpus(1, 2, 4, tp=[2, 1, 2], engines_per_node=[1, 4, 2]) | NODES) == []
     assert messages(on_gpus(1, 2, 4, tp=[4, 1, 1], engines_per_node=1) | NODES) == [

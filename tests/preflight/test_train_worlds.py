@@ -22,37 +22,6 @@ def configured(nodes: tuple[int, int], **train: Any) -> RunConfig:
     return with_values(RunConfig(), {**NODES, **counts, **{f"train.{key}": value for key, value in train.items()}})
 
 
-@pytest.mark.parametrize(
-    ("nodes", "train", "sentence"),
-    [
-        (
-            *((3, 0), {"tp": 8, "pp": 2}),
-            "train.tp * train.pp = 16: 3 nodes x 8 training processes are 24, no whole number of replicas of 16"
-            " processes; valid: a product that divides 24, or other nodes.",
-        ),
-        (
-            *((1, 0), {"tp": 4, "processes": 6}),
-            "train.tp = 4: tensor ranks share a node, and it does not divide the 6 training processes of a node;"
-            " valid: divisors of 6, or other train.processes.",
-        ),
-        (
-            *((2, 1), {"tp": 8, "pp": 2}),
-            "components.hybrid.nodes_per_replica = 1: a replica of TP8 PP2 needs 16 processes, and a hybrid node has 8;"
-            " valid: multiples of 2, or components.hybrid.nodes = 0.",
-        ),
-        (
-            (1, 0),
-            {"processes": 16},
-            "train.processes = 16: each of them needs a GPU, and components.train has 8 per node; valid: 0 to 8.",
-        ),
-        ((1, 0), {"ep": 2}, "train.ep = 2: the model has no experts; valid: 1."),
-    ],
-)
-def test_a_world_that_cannot_run_is_one_sentence(nodes: tuple[int, int], train: dict[str, Any], sentence: str) -> None:
-    found = [str(problem) for problem in problems(configured(nodes, **train), MODEL)]
-    assert found == [sentence]
-
-
 def test_hybrid_nodes_that_move_together_are_whole_groups() -> None:
     together = {"components.hybrid.nodes_per_replica": 2}
     (found,) = problems(with_values(configured((2, 3), tp=8, pp=2), together), MODEL)

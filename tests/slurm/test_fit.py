@@ -112,11 +112,6 @@ def test_of_several_partitions_one_is_enough_and_the_request_fits_each() -> None
             check_fit(wrong, cluster)
 
 
-def test_time_limit() -> None:
-    with pytest.raises(UserError, match=r"slurm\.time_limit = '02:00:01': .*allows 120 minutes"):
-        fit({}, time_limit="02:00:01")
-
-
 def test_memory_units() -> None:
     assert [memory_mb(text) for text in ("2048K", "2", "2M", "2G", "1T")] == [2, 2, 2, 2048, 1048576]
 

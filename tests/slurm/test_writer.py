@@ -231,24 +231,6 @@ def test_slurms_notice_is_the_last_resort_unless_it_is_given(limit: str, given: 
     assert f"--signal=B:USR1@{notice}\n" in script({**FULL, "slurm": {"time_limit": limit, "notice_s": given}})
 
 
-@pytest.mark.parametrize(
-    ("section", "field", "value"),
-    [
-        ("slurm", "account", "a b"),
-        ("slurm", "qos", "x\n#SBATCH --uid=0"),
-        ("slurm", "mpi", "pmi2 --foo"),
-        ("slurm", "time_limit", "1:00 #"),
-        ("slurm", "extra", ["constraint=x"]),
-        ("slurm", "extra", ["--x=1\nrm -rf /"]),
-        ("components", "train", {"partition": "a'b"}),
-        ("components", "train", {"gpus": 1, "gpu_type": 'a"'}),
-    ],
-)
-def test_unwritable_values_name_their_field(section: str, field: str, value: Any) -> None:
-    with pytest.raises(UserError, match=rf"^{section}\.{field}"):
-        script({section: {field: value}})
-
-
 def test_lists_of_gres_are_merged_and_other_options_are_not_given_twice() -> None:
     train = {**FULL["components"]["train"], "extra": ["--gres=nvme:1"], "account": "gpu"}
     data = {

@@ -44,14 +44,6 @@ def test_wrong_names(name: str, message: str) -> None:
         task_class(name)
 
 
-def test_the_error_of_a_broken_file_is_named(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.py"
-    broken.write_text("import no_such_package\n")
-    sentence = r"broken.py does not import \(ModuleNotFoundError: No module named 'no_such_package'\)"
-    with pytest.raises(UserError, match=sentence):
-        task_class(f"{broken}:Mine")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
