@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from libra_hpc.models.tensors import Shapes
 from libra_hpc.protocol.carriers import Peer, PolicySaved, Publish, SavePolicy
 from libra_hpc.simulated.state import image_shapes, offer
 from libra_hpc.weights.image import IMAGE_FILE, Image, pin, write_pinned
@@ -13,12 +12,10 @@ from libra_hpc.weights.pieces import WHOLE, offer_path, payload_path, read_offer
 
 
 class WrittenImage:
-    """Stands for `NodeCarrier`."""
+    """Stands for `NodeCarrier`; its tensors are those of simulated trainers."""
 
-    def __init__(self, folder: Path, shapes: Shapes | None = None, dtype: str = "float32") -> None:
-        """``shapes`` and ``dtype`` of the tensors; None: those of simulated trainers."""
-        self._folder, self._shapes, self.version = folder, shapes or image_shapes(), -1
-        self._dtype = "BF16" if shapes and dtype == "bfloat16" else "F32"
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.version = folder, -1
         self.told: list[int | None] = []
         """Versions that all live engines were said to have."""
         self.wire_s = self.image_s = 0.0
@@ -38,7 +35,7 @@ class WrittenImage:
         """All writers are of this node."""
         paths = [offer_path(self._folder, message.version, writer) for writer, _ in message.writers]
         offers = [(read_offer(path), payload_path(path)) for path in paths]
-        Image(self._folder, self._shapes, self._dtype).apply(message.version, offers)
+        Image(self._folder, image_shapes(), "F32").apply(message.version, offers)
         self.version = message.version
         self._pin()
 
