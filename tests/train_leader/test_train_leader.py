@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from libra_hpc.protocol.agents import Batch, Committed, Group, StepReport, TrainingDone
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Sample
-from libra_hpc.state.data_order import DataOrder
 from tests.protocol.step_reports import batch_stats
 from tests.train_leader.world import World, batch, until
 
@@ -111,13 +108,3 @@ async def test_prompts_that_were_given_up_are_done_with_when_the_step_is_committ
     await world.finish()
     assert [c.indices for c in world.of(Committed)] == [(0, 1, 2, 5)]
     assert world.saved == [(1, 3, [5])]
-
-
-def test_the_data_order_refuses_to_count_twice() -> None:
-    order = DataOrder(4, (6,))
-    order.trained([5])
-    assert (order.low, order.extra) == (4, {5, 6})
-    order.trained([4])
-    assert (order.low, order.extra) == (7, set())
-    with pytest.raises(ValueError, match="prompt 5"):
-        order.trained([5])
