@@ -142,7 +142,7 @@ class Dispatcher:
         elif decision.wait == "room":
             board.room_key = min(entry[0], board.room_key)
             heappush(self._roomless, entry)
-        elif decision.wait == "last":
+        elif decision.wait == "last" and turn.engine in board.engines:
             version = board.engines[turn.engine].version
             heappush(self._last.setdefault((turn.engine, version), []), entry)
         else:

@@ -124,6 +124,15 @@ def test_a_turn_whose_engine_closes_goes_elsewhere() -> None:
     assert names(queue.dispatch(0.0)) == ["t"]
 
 
+def test_a_first_turn_whose_policy_waits_for_its_last_engine_is_offered_again() -> None:
+    policy, _, queue = queued()
+    policy.routes["t"] = lambda _: decision(wait="last")
+    queue.ready(turn("t"), 0.0)
+    assert queue.dispatch(0.0) == []
+    policy.routes.clear()
+    assert names(queue.dispatch(0.0)) == ["t"]
+
+
 def test_the_end_of_a_sibling_recomputes_the_keys_of_waiting_turns() -> None:
     policy, made, queue = queued(cap=1)
     policy.keys = {"p1": 5.0, "q1": 1.0}
