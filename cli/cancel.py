@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from libra_hpc.errors import UserError, error_text, invalid
+from libra_hpc.errors import OperationError, UserError, error_text, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
 from libra_hpc.slurm.queue.run_state import RunState
@@ -113,11 +113,19 @@ def end_all(runs: Sequence[RunDir], *, now: bool) -> Iterator[Cancelled]:
 def at_once(run: RunDir, job: str, state: RunState, *, alone: bool) -> Iterator[Cancelled]:
     """Cancel a job that is not asked to save; where there are others, a record that cannot be read is only noted."""
     try:
-        yield Cancelled(run, job, state, "", (state.broken or not state.over) and jobs.cancel(run))
+        cancelled = (state.broken or not state.over) and jobs.cancel(run)
     except UserError as error:
         if alone:
             raise
         print_note(f"{run.name} is not cancelled: {error}")
+        return
+    message = ""
+    if cancelled and (state.broken or state.state == "requeued"):
+        try:
+            message = jobs.clean_up(run)
+        except (OperationError, UserError, OSError) as error:
+            print_note(f"its snapshots may stay in memory of its nodes until your next job there: {error}")
+    yield Cancelled(run, job, state, message, cancelled)
 
 
 def own_runs(runs: Sequence[RunDir]) -> list[RunDir]:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from libra_hpc.config.load import validate
+from libra_hpc.config.load import load_resolved, validate
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import OperationError, UserError, error_text, invalid
 from libra_hpc.facts.rundir import RunDir
@@ -212,6 +212,15 @@ def cancel(run: RunDir) -> bool:
         return submit.cancel(run, None if read_job(run).executor == "local" else slurm_environment())
     except OSError as error:
         raise OperationError(f"{run.name} cannot be cancelled ({error_text(error)}).") from error
+
+
+def clean_up(run: RunDir) -> str:
+    """Have what the start before a requeue left in memory removed; a sentence about it, empty where nothing is left."""
+    config, env, nodes = load_resolved(run.config), slurm_environment(), list[str]()
+    for node in submit.kept_nodes(run, config, read_job(run).attempt):
+        submit.queue_clean_up(run, config, node, env)
+        nodes.append(node)
+    return f"a small job a node frees the memory that its snapshots have on {', '.join(nodes)}" if nodes else ""
 
 
 def cancel_left(name: str) -> list[str]:

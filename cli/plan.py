@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -163,13 +163,13 @@ def plan(
     times = measured_steps(calibration)
     rooms = known_rooms(config)
     asked = question(config, given, assumed, node=node, rooms=rooms, switch_s=switch_s)
-    search = partial(asked.search, whole_nodes=node, steps=times)
     if low != high:
-        show_sweep(asked, search(in_turn=False), low, high, json=json, plot=plot)
+        search = asked.search(whole_nodes=node, steps=times, in_turn=False)
+        show_sweep(asked, search, low, high, json=json, plot=plot)
         return
     made = planned(given.over(config), rooms, simulated=not quick) if config.components.split == "auto" else None
     # With a split to fill in, only its plans are simulated.
-    result, slow = best(asked, search, keep, times, simulated=not quick and made is None)
+    result, slow = best(asked, keep, times, node=node, simulated=not quick and made is None)
     if plot is not None:
         from libra_hpc.pictures.study_charts import draw_splits
 
@@ -190,9 +190,9 @@ def question(
     given: Options,
     assumed: Assumed,
     *,
-    node: bool,
+    node: bool = True,
     rooms: Mapping[str, HostRoom],
-    switch_s: float | None,
+    switch_s: float | None = None,
 ) -> PlanRequest:
     """What to search; ``node``: only layouts that run, with the pools that a run file can divide."""
     config = given.over(as_planned(config))
@@ -205,9 +205,10 @@ def question(
 
 
 def best(
-    asked: PlanRequest, search: Callable[..., PlanSearch], keep: int, steps: StepLookup, *, simulated: bool
+    asked: PlanRequest, keep: int, steps: StepLookup = lookup, *, node: bool = True, simulated: bool
 ) -> tuple[PlanResult, RunPlan | None]:
     """The best plans, and the best one at half of an assumed training speed; None where it is measured."""
+    search = partial(asked.search, whole_nodes=node, steps=steps)
     with busy("searching") as status:
         normal = search()
         result = normal.run(max(keep, CANDIDATES))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +39,6 @@ from libra_hpc.facts.columns import as_json
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import Status
 from libra_hpc.facts.summary import summarise
-from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.planning.work import Assumed
 from libra_hpc.preflight.checked_run import known_rooms
 from libra_hpc.slurm.queue.run_state import RunState
@@ -127,11 +125,8 @@ def plan(
     ``gpus``: to plan for, 0: those of the run file; ``quick``: by the cost models alone, without the simulator.
     """
     config = load(Path(run_file), _texts(overrides))
-    asked = plan_verb.question(
-        config, Options(gpus=gpus), Assumed(), node=True, rooms=known_rooms(config), switch_s=None
-    )
-    search = partial(asked.search, whole_nodes=True, steps=lookup)
-    return plan_verb.plan_facts(asked, *plan_verb.best(asked, search, best, lookup, simulated=not quick))
+    asked = plan_verb.question(config, Options(gpus=gpus), Assumed(), rooms=known_rooms(config))
+    return plan_verb.plan_facts(asked, *plan_verb.best(asked, best, simulated=not quick))
 
 
 def submit(

@@ -28,18 +28,7 @@ from .estimate import accuracy_line, estimate_line
 from .events import cause_of, in_words, place_of
 from .failed import failed_line
 from .series import Record, first_and_last
-from .status import (
-    FINAL,
-    LENDER_HEADS,
-    LENDER_NUMBERS,
-    DecisionStatus,
-    NodeStatus,
-    Status,
-    as_ended,
-    because,
-    dry_run,
-    lender_rows,
-)
+from .status import FINAL, LENDER_HEADS, LENDER_NUMBERS, NodeStatus, Status, as_ended, because, dry_run, lender_rows
 from .summary import duration, label_grid, state_text
 
 WIDTH = 100
@@ -115,6 +104,8 @@ class StatusScreen:
                 grid.add_row(label, Text.assemble((sparkline(values), "green"), f"  {change}"))
         for event in self._log[-max(room - grid.row_count, 1) :]:
             at = time.strftime("%H:%M:%S", time.localtime(event["t"]))
+            if dry_run(self._status.speedup):
+                at = f"{_ago(event['t'], self._status, self._now)} ago"
             line = ": ".join(filter(None, (in_words(event["kind"]), place_of(event), cause_of(event))))
             grid.add_row(at, Text(line.partition("\n")[0], no_wrap=True, overflow="ellipsis"))
         return Panel(grid, title="lately", title_align="left", box=box.ROUNDED, padding=(0, 2), width=self._width)
@@ -302,7 +293,7 @@ def _footer(status: Status, rows: Mapping[str, str], *, over: bool, short: bool,
     if status.failures:
         grid.add_row("failed", Text(failed_line(status.failures), style="red" if status.paused else "yellow"))
     _add_warnings(grid, "slow", () if over else status.slow)
-    decision = _decision(status.decision, "before the end" if over else "ago", now=status.updated_at if over else now)
+    decision = _decision(status, "before the end" if over else "ago", now=status.updated_at if over else now)
     if short:
         decision.no_wrap, decision.overflow = True, "ellipsis"
     grid.add_row("planner", decision)
@@ -322,14 +313,20 @@ def _add_warnings(grid: Table, label: str, sentences: Sequence[str]) -> None:
         grid.add_row("" if number else label, Text(sentence, style="yellow"))
 
 
-def _decision(decision: DecisionStatus | None, since: str, *, now: float) -> Text:
+def _ago(at: float, status: Status, now: float) -> str:
+    """How long ago a time of the clock was, in the time of the run."""
+    return duration(max(now - at, 0.0) * status.speedup)
+
+
+def _decision(status: Status, since: str, *, now: float) -> Text:
+    decision = status.decision
     if decision is None:
         return Text("no decision yet", style="dim")
     moved = f"node{'s' if len(decision.nodes) > 1 else ''} {', '.join(map(str, decision.nodes or (decision.node,)))}"
     what = decision.action if decision.node < 0 else f"{moved} {decision.action.replace('to_', '→ ')}"
     return Text.assemble(
         (what, "bold yellow" if decision.action != "hold" else "bold"),
-        (f"  {duration(max(now - decision.at, 0))} {since}  ", "dim"),
+        (f"  {_ago(decision.at, status, now)} {since}  ", "dim"),
         because(decision.reason, decision.action),
     )
 

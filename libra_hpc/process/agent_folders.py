@@ -149,6 +149,12 @@ def remove_kept(run: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def removal(run: Path) -> str:
+    """A shell command that removes on a node what agents of a run left there; what an agent has locked stays."""
+    found = f"find /dev/shm -maxdepth 1 -type d -uid {os.getuid()} -name '{_kept_prefix(run)}*'"
+    return f"{found} -exec flock --nonblock '{{}}/{OWNER_FILE}' rm -rf '{{}}' ';'"
+
+
 def _kept_prefix(run: Path) -> str:
     return f"{KEPT}{os.getuid()}-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]}-"
 

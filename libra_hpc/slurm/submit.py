@@ -9,17 +9,20 @@ from datetime import datetime
 from pathlib import Path
 
 from libra_hpc.config.job import Component, SlurmSection
-from libra_hpc.config.node_groups import het_groups
+from libra_hpc.config.node_groups import het_groups, rank_components
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import OWNER_ONLY, write_atomic
+from libra_hpc.process.agent_folders import removal
+from libra_hpc.protocol.ranks_stop import STATES
 from libra_hpc.slurm.queue.command import SlurmRefused, SlurmSilent, call
 from libra_hpc.slurm.queue.job_record import JobRecord, read_job, start_attempt, write_job
 from libra_hpc.slurm.queue.query import JobInfo, JobState, cluster_name, job, own_jobs
 
 from . import local
-from .launch import Launch, given_options
+from .launch import Launch, component_options, given_options
+from .pmi import AT
 from .writer import het_script, spot_script
 
 SUBMIT_TIMEOUT_S = 90.0
@@ -44,6 +47,11 @@ USER_MISTAKES = (
     "limit",
 )
 """Words of sbatch's refusals that mean a mistake in the request, not a fault of the cluster."""
+
+CLEAN_MINUTES = 5
+"""For hundreds of GB: memory is freed at 5 to 10 GB/s.  Half: too short on a busy node; double: it starts later."""
+CLEAN_DEADLINE = "now+1day"
+"""Until then the node must be up.  Half: over by morning; double: such jobs fill the user's list for longer."""
 
 REFUSED = (
     ("wallduration", "slurm.time_limit", "--time-min"),
@@ -195,6 +203,35 @@ def left_jobs(name: str, env: Mapping[str, str]) -> list[str]:
         return ours and not script.exists() and not info.state.ended
 
     return [job_id for job_id, info in own_jobs(env).items() if left(info)]
+
+
+def kept_nodes(run: RunDir, config: RunConfig, attempt: int) -> list[str]:
+    """Nodes on which the last start of an attempt left snapshots in memory."""
+    why = run.read_json(run.ended(attempt)).get("why", "lost")
+    if not config.train.snapshot_every or STATES.get(why) != "restarting":
+        return []
+    core = [rank for rank, name in enumerate(rank_components(config)) if name == "train"]
+    places = [path for rank in core if (path := run.logs(attempt) / f"{AT}{rank}").exists()]
+    return sorted({path.read_text().partition(" ")[0] for path in places})
+
+
+def queue_clean_up(run: RunDir, config: RunConfig, node: str, env: Mapping[str, str]) -> None:
+    """Queue the job that empties a node's memory of a run; raises `OperationError`."""
+    component = config.components.train.model_copy(update={"gpus": 0})
+    given = component_options(config, "train", component) | {
+        "job-name": f"{config.run.name}-clean-up",
+        "nodelist": node,
+        "nodes": "1",
+        "ntasks": "1",
+        "mem": "100M",
+        "time": str(CLEAN_MINUTES),
+        "deadline": CLEAN_DEADLINE,
+        "output": "/dev/null",
+        "chdir": "/",
+        "wrap": removal(run.path),
+    }
+    given.pop("gres", None)
+    call(["sbatch", "--parsable", *(f"--{option}={value}" for option, value in given.items())], env, tries=1)
 
 
 def state(run: RunDir, env: Mapping[str, str] | None = None) -> JobInfo:

@@ -276,3 +276,22 @@ def test_slurmd_of_a_node_is_killed(slurm_env: dict[str, str], tmp_path: Path) -
     assert f"Slurm set node {node} down: Not responding" in case.events("node_lost")[0]["reason"]
     case.goes_on()
     sound(case)
+
+
+@pytest.mark.chaos
+def test_a_run_that_is_cancelled_while_it_was_queued_again_leaves_nothing_in_memory(
+    slurm_env: dict[str, str], tmp_path: Path
+) -> None:
+    case = OnNodes(tmp_path, slurm_env, "pairs")
+    core = [case.node(ROLES[role]) for role in ("first train", "second train")]
+    case.set_down(case.node(ROLES["second train"]))
+    assert case.run is not None
+    kept = [kept_folder(case.run.path, node) for node in core]
+    case.wait(lambda: case.info.state is query.JobState.PENDING, "the queue, after this start has ended")
+    assert all(folder.exists() for folder in kept)
+    said = case.cli("cancel", str(case.run.path)).stdout
+    assert f"frees the memory that its snapshots have on {', '.join(sorted(core))}" in said
+    # All nodes of the cluster are this machine, so the job of one node frees all.
+    case.wait(lambda: not any(folder.exists() for folder in kept), "the small job, after the run has ended")
+    waiting = call(["squeue", "--me", "--noheader", "--states=PENDING", "--format=%j %r"], slurm_env)
+    assert waiting.startswith("t-clean-up "), "the one of the node that is down"

@@ -19,12 +19,13 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.preflight import checked_run
 from libra_hpc.preflight.task_trial import TaskTrial
+from libra_hpc.process.agent_folders import removal
 from libra_hpc.slurm.queue import command
 from libra_hpc.slurm.queue.job_record import JobRecord, write_job
 from tests.preflight.test_checks import write_model
 from tests.slurm.scripts import program
 
-from .conftest import RUN, Cli, one_line
+from .conftest import RUN, Cli, one_line, write_status
 
 QUEUE = '[ ! -e "$SITE/job" ] || echo "4711|PENDING|Priority|N/A|N/A|$(cat "$SITE/job")"'
 QUEUED = 'for script; do :; done; echo "$script" >"$SITE/job"; echo 4711'
@@ -268,3 +269,38 @@ def test_a_sweep_is_cancelled_though_one_of_its_jobs_cannot_be_read(other: Path,
     assert f"quick-seed1-001 is not cancelled: {damaged} is damaged" in outcome.err
     assert outcome.out.startswith("quick-seed0-001: job 4711 cancelled")
     assert str(damaged) in one_line(cli("cancel", "quick-seed1-001"))
+
+
+OPTIONS = ("-o", "components.train.nodes=2", "-o", "components.hybrid.nodes=0", "-o", "slurm.account=red")
+LISTS = 'printf "%s\\n" "$@" >>"$SITE/queued"; echo 4712'
+FREES, STAYS = "a small job a node frees the memory that its snapshots have on a1, a2; ", "snapshots may stay in memory"
+
+
+@pytest.mark.parametrize(
+    ("ended", "sbatch", "found", "jobs"),
+    [
+        ("", LISTS, FREES, 2),
+        ('{"why":"lost","sentence":"","step":9}', LISTS, FREES, 2),
+        ('{"why":"time_limit","sentence":"","step":9}', LISTS, "", 0),
+        ("", LISTS + fails("error: Job violates accounting/QOS policy"), STAYS, 1),
+    ],
+)
+def test_the_memory_of_a_run_that_is_cancelled_while_it_was_queued_again_is_freed(
+    ended: str, sbatch: str, found: str, jobs: int, other: Path, cli: Cli
+) -> None:
+    assert cli("submit", "run.toml", *OPTIONS).code == 0
+    run, queued = RunDir(other / "runs" / "quick-001"), other / "queued"
+    write_status(run, "cancelled", message="node a2 was lost")
+    for rank, node in enumerate(("c1", "a2", "a1", "a3")):
+        (run.logs(1) / f"at-{rank}").write_text(f"{node} 4711")
+    run.ended(1).write_text(ended)
+    program(other / "bin" / "sbatch", sbatch)
+    queued.touch()
+    outcome = cli("cancel", "quick-001")
+    assert (outcome.code, "quick-001: job 4711 cancelled; " in outcome.out) == (0, True)
+    assert found in outcome.out + outcome.err
+    assert ("memory" in outcome.out + outcome.err) == bool(found)
+    options = queued.read_text().splitlines()
+    assert [one for one in options if "nodelist" in one] == ["--nodelist=a1", "--nodelist=a2"][:jobs]
+    assert options.count(f"--wrap={removal(run.path)}") == options.count("--account=red") == jobs
+    assert not any("gpu" in one for one in options)

@@ -144,6 +144,18 @@ def test_the_lenders_of_a_running_run_are_whole_in_80_columns(tmp_path: Path) ->
     assert "t-104 spot gone 90% 2,412 910k -" in found
 
 
+@pytest.mark.parametrize(("speedup", "lost", "decided"), [(1.0, r"\d\d:\d\d:\d\d", "2 s"), (60.0, "10:00 ago", "2:00")])
+def test_the_times_of_a_dry_run_are_simulated_ones(tmp_path: Path, speedup: float, lost: str, decided: str) -> None:
+    made = synthetic.make_status(synthetic.make_run(tmp_path))
+    assert made.decision is not None
+    decision = msgspec.structs.replace(made.decision, at=made.updated_at - 2.0)
+    status, out = msgspec.structs.replace(made, speedup=speedup, decision=decision), io.StringIO()
+    log = [synthetic.event(status.updated_at - 10.0, "engine_lost", rank=3, engine="r3.0", reason="it hung")]
+    Console(file=out, width=120).print(StatusScreen(status, now=status.updated_at, lines=80, log=log))
+    assert re.search(rf"│ +{lost} +engine lost: node 3, r3.0: it hung", out.getvalue())
+    assert re.search(rf"planner .* {decided} ago ", out.getvalue())
+
+
 TASKS = [{"step": n, "t": 1.0, "math/reward": 0.01 * n, "code/reward": 0.5} for n in (61, 65)]
 CURVES = ["train", "rollout", "math/reward", "code/reward", "eval/aime"]
 

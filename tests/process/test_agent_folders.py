@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from libra_hpc.process.agent_folders import (
     orphans,
     own,
     owned,
+    removal,
     remove,
     remove_kept,
     remove_orphans,
@@ -116,11 +117,26 @@ def test_a_folder_of_an_agent_that_ended_is_kept_for_a_while(tmp_path: Path) -> 
     assert orphans() == [], "the next start has it"
 
 
-def test_the_end_of_a_run_removes_its_folders_and_no_other_ones(tmp_path: Path) -> None:
+def by_command(run: Path) -> None:
+    subprocess.run(["sh", "-c", removal(run).replace("/dev/shm", str(run.parent))], check=True)
+
+
+@pytest.mark.parametrize("end", [remove_kept, by_command])
+def test_the_end_of_a_run_removes_its_folders_and_no_other_ones(tmp_path: Path, end: Callable[[Path], None]) -> None:
     mine, other = kept_folder(tmp_path / "run", "1"), kept_folder(tmp_path / "run-2", "1")
     mine.mkdir(), other.mkdir()
-    remove_kept(tmp_path / "run")
+    end(tmp_path / "run")
     assert (mine.exists(), other.exists()) == (False, True)
+
+
+def test_the_command_leaves_what_the_next_start_has_locked(tmp_path: Path) -> None:
+    killed, live, link = (kept_folder(tmp_path / "run", place) for place in ("1", "2", "3"))
+    for folder in (killed, live):
+        own(folder)
+    os.close(agent_folders._locks.pop(killed))
+    link.symlink_to(killed)
+    by_command(tmp_path / "run")
+    assert (killed.exists(), live.exists(), link.is_symlink()) == (False, True, True)
 
 
 def test_a_removed_folder_is_made_again_by_its_owner(tmp_path: Path) -> None:
