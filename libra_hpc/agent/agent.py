@@ -312,7 +312,8 @@ class Agent:
         await self._watch.gone()
         if self.train_leader is not None and self._training is not None:
             self.train_leader.on_coordinator_lost()
-            await self._watch.save(self._training)
+            if self.train_leader.unsaved:
+                await self._watch.save(self._training)
         elif self.layout.components[self.rank] in ("train", "hybrid"):
             await self._watch.stay(self.layout.train_leader)
         self._restarts = True

@@ -131,7 +131,7 @@ class TrainLeader(StepRequests):
         """Committed batches retained for replay: more than the steps between two snapshots."""
         self._rollout_leader, self._fence = rollout_leader, fence
         self.weights = WeightPublisher(core, lambda: self._with_joining(receivers()), send)
-        self._stop_reason = ""
+        self._stop_reason, self._start = "", step
         self._last_commit = clock()
         # The first weights are published too: an engine that wakes from standby needs them before the first step.
         self._offers = RequestedOffers(core, step - 1)
@@ -237,6 +237,11 @@ class TrainLeader(StepRequests):
     def on_coordinator_lost(self) -> None:
         self._alone = True
         self.on_stop("the coordinator was lost")
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether steps were trained that neither the state of the start nor a checkpoint has."""
+        return self.step > self._start and not self._saves.has(self.step)
 
     # --- the loop ---
 

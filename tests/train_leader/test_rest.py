@@ -64,8 +64,10 @@ async def test_without_a_coordinator_the_core_that_rests_wakes_and_is_saved() ->
     world = await resting()
     world.leader.on_generation(5, (2,))
     world.leader.on_coordinator_lost()
+    assert world.leader.unsaved
+    assert not World(step=1).leader.unsaved, "what it starts with is no reason to stay"
     await world.finish()
-    assert world.saved[-1][0] == 1
+    assert (world.saved[-1][0], world.leader.unsaved) == (1, False)
     assert world.of(StartEngine) == [StartEngine(1, "train")]
     assert world.asked(Join)[-1][1].generation == 6
 
