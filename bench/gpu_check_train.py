@@ -1,7 +1,6 @@
 """Training on one device against the planner's cost models: seconds of a step, MFU, memory, and the export of weights.
 
-A Megatron-Core core of one rank with random weights runs GRPO steps over random trajectories of three lengths. Then,
-with both attention kernels where the device has them, over trajectories that fill a pack, and over mixed ones.
+A Megatron-Core core of one rank with random weights runs GRPO steps over random trajectories of three lengths.
 """
 
 from __future__ import annotations
@@ -25,13 +24,10 @@ from libra_hpc.protocol.trainer import Join, Sample, TrainStep
 from libra_hpc.trainer.device import choose_device, local_store
 from libra_hpc.trainer.elastic import ElasticReplicas
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
-from libra_hpc.trainer.model.attention import Kernel, has_segments, rectangles
-from libra_hpc.trainer.model.attention_check import checked_segments
-from libra_hpc.trainer.model.megatron_model import attend_with
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.saved.weight_offers import WeightOffers
 from libra_hpc.trainer.settings import algorithm_settings, optimizer_settings
-from libra_hpc.trainer.shards import loss_tokens_of, tokens_of
+from libra_hpc.trainer.shards import loss_tokens_of
 from libra_hpc.trainer.train_engine import TrainEngine, init_world
 from libra_hpc.weights.pieces import WHOLE, offer_path, payload_path
 
@@ -72,7 +68,7 @@ class DeviceMemory:
 
 
 def training(setting: Setting, figures: Figures) -> None:
-    """Measure; the last batch of each pack size has trajectories that fill a pack."""
+    """Measure; the last batch of each size of packs has trajectories that fill one."""
     hardware = setting.hardware()
     shape = setting.shape(hardware)
     with roomy_folder(shape.weight_bytes) as scratch:
@@ -125,31 +121,6 @@ def training(setting: Setting, figures: Figures) -> None:
         seconds_of = timed(where, lambda: offers.write(scratch, 1, WHOLE))
         size = payload_path(offer_path(scratch, 1, "t0")).stat().st_size
         figures.add(f"whole offer of {size / GB:.2f} GB, s", seconds_of)
-        # Last, because an error of a kernel can make the process unusable.
-        compare_kernels(engine, trainer, samples, figures, peak_s=time_of.mfu * time_of.total)
-
-
-def compare_kernels(
-    engine: TrainEngine, trainer: GrpoTrainer, full: tuple[Sample, ...], figures: Figures, *, peak_s: float
-) -> None:
-    """Steps with padded blocks, and with the variable-length kernel or the reason why the engine cannot use it.
-
-    ``full``: trajectories that each fill a pack; at the device's peak they take ``peak_s``.
-    """
-    kernels: dict[str, Kernel] = {"padded blocks": rectangles}
-    if has_segments(engine.device, torch.bfloat16, engine.shape.head_dim):
-        found = checked_segments(engine.shape, engine.device, torch.bfloat16, engine.split)
-        if isinstance(found, str):
-            figures.add("variable-length kernel", found)
-        else:
-            kernels["variable-length kernel"] = found
-    lengths = [int(share * tokens_of(full[0])) for share in MIXED]
-    mixed = tuple(one for n in lengths for one in random_samples(len(full), n, engine.shape.vocab))
-    for name, kernel in kernels.items():
-        attend_with(engine.ddp, kernel)
-        full_s, mixed_s = (median(_steps(engine, trainer, samples)) for samples in (full, mixed))
-        figures.add(f"{name}, full packs: MFU", peak_s / full_s)
-        figures.add(f"{name}, mixed packs: tokens/s", sum(map(tokens_of, mixed)) / mixed_s)
 
 
 def _steps(engine: TrainEngine, trainer: GrpoTrainer, samples: tuple[Sample, ...]) -> list[float]:
