@@ -265,15 +265,16 @@ def report(
 
 
 def versus(found: Mapping[tuple[str, int], Mapping[str, Figures]], policies: Sequence[str]) -> list[list[Any]]:
-    """A line for each figure of each part of the runs, by (policy, seed).
+    """A line for each figure of each part of the runs, by (policy, seed); a part may lack whole seeds.
 
     Medians over the seeds, then the ratio of the first policy to each other within a seed.
     """
     first, *others = policies
     rows: list[list[Any]] = []
-    for part, figures in next(iter(found.values())).items():
-        for name in figures:
-            values = {key: parts[part][name] for key, parts in found.items()}
+    for part in dict.fromkeys(part for parts in found.values() for part in parts):
+        runs = {key: parts[part] for key, parts in found.items() if part in parts}
+        for name in next(iter(runs.values())):
+            values = {key: figures[name] for key, figures in runs.items()}
             row: list[Any] = [f"{part}  {name}"]
             row += [median([value for (policy, _), value in values.items() if policy == one]) for one in policies]
             for other in others:

@@ -15,24 +15,24 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Figures, by_turns, median, options, progress, report_policies
+import msgspec
+
+from bench.gpu_check_steps import SMALLER
+from bench.gpu_model import random_model
+from bench.harness import Figures, Options, by_turns, median, options, progress, report_policies
 from bench.policies import POLICIES
 from bench.replay import Replayer, Setup
 from bench.simulated_vs_real import model, tool_turn
 from libra_hpc.protocol.trace import TrajectoryRecord
+from tests.example_files import write_keychain_tokenizer
 
-GROUPS, GROUP_SIZE = 12, 4
-PROMPT = (400, 800)
-"""Range of tokens."""
-TURNS = (5, 12)
-GENERATED = (8, 40)
-"""Range of tokens of a turn."""
-ANSWER = (60, 200)
-"""Range of tokens of a tool's answer."""
+GROUP_SIZE = 4
 TOOL_S = 0.5
 """Mean of an exponential distribution, cut at four times the mean."""
 WARM_UP_GROUPS = 2
@@ -41,18 +41,37 @@ Key = tuple[str, int]
 """(policy, seed)."""
 
 
-def make_work(seed: int, groups: int = GROUPS) -> list[TrajectoryRecord]:
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """The work for a kind of device; ranges are of tokens, but for those of turns."""
+
+    groups: int
+    prompt: tuple[int, int]
+    turns: tuple[int, int]
+    generated: tuple[int, int]
+    """Of a turn."""
+    answer: tuple[int, int]
+    """Of a tool."""
+    longest: int
+
+
+LOADS = {
+    "cpu": Load(groups=12, prompt=(400, 800), turns=(5, 12), generated=(8, 40), answer=(60, 200), longest=4096),
+    "cuda": Load(groups=12, prompt=(3000, 6000), turns=(5, 12), generated=(32, 160), answer=(500, 1600), longest=32768),
+}
+
+
+def make_work(seed: int, load: Load = LOADS["cpu"], groups: int = 0) -> list[TrajectoryRecord]:
     """Long contexts in many turns; siblings share the prompt."""
     rng = random.Random(f"live-kv:{seed}")
     work = []
-    for group in range(groups):
-        prompt = rng.randint(*PROMPT)
+    for group in range(groups or load.groups):
+        prompt = rng.randint(*load.prompt)
         for sample in range(GROUP_SIZE):
-            count = rng.randint(*TURNS)
+            count = rng.randint(*load.turns)
             turns = []
             for number in range(count):
                 last = number + 1 == count
-                new, generated = rng.randint(*ANSWER) if number else 0, rng.randint(*GENERATED)
+                new, generated = rng.randint(*load.answer) if number else 0, rng.randint(*load.generated)
                 tool_s = 0.0 if last else min(4 * TOOL_S, rng.expovariate(1 / TOOL_S))
                 turns.append(tool_turn(new, generated, tool_s, last))
             work.append(TrajectoryRecord(f"{seed} {group}", sample, prompt, tuple(turns)))
@@ -65,13 +84,24 @@ def held(work: Sequence[TrajectoryRecord]) -> int:
     return sum(record.context - record.prompt_tokens for record in work) + sum(prompts.values())
 
 
-async def measure(cache_mb: int, policies: Sequence[str], seeds: Sequence[int], folder: Path) -> dict[Key, Figures]:
-    """All runs on two engines of this KV cache."""
+async def measure(given: Options, model: Path, cache_mb: int, folder: Path) -> dict[Key, Figures]:
+    """All runs on two engines of this KV cache; after ``--limit-s`` no further seed begins."""
     found: dict[Key, Figures] = {}
-    async with Replayer(Setup(model=model(), kv_cache_mb=cache_mb, max_model_len=4096), folder) as replayer:
-        await replayer.play(make_work(-1, WARM_UP_GROUPS), POLICIES[policies[0]], WARM_UP_GROUPS)
-        for seed, policy in by_turns(seeds, policies):
-            played = await replayer.play(make_work(seed), POLICIES[policy], GROUPS)
+    load, end = LOADS[given.device], time.monotonic() + given.limit_s
+    setup = Setup(
+        model=model,
+        kv_cache_mb=cache_mb,
+        max_model_len=load.longest,
+        device=given.device,
+        max_inflight=given.slots,
+        max_num_seqs=min(given.slots, 32),
+    )
+    async with Replayer(setup, folder) as replayer:
+        await replayer.play(make_work(-1, load, WARM_UP_GROUPS), POLICIES["sticky"], WARM_UP_GROUPS)
+        for seed, policy in by_turns(given.seeds, given.policies):
+            if found and time.monotonic() > end and not any(known == seed for _, known in found):
+                break
+            played = await replayer.play(make_work(seed, load), POLICIES.get(policy, policy), load.groups)
             prefill_s = sum(step.seconds for step in played.steps if step.prefill)
             found[policy, seed] = {
                 "makespan, s": played.makespan_s,
@@ -87,20 +117,33 @@ async def measure(cache_mb: int, policies: Sequence[str], seeds: Sequence[int], 
     return found
 
 
+@contextmanager
+def model_of(device: str) -> Iterator[Path]:
+    """The tiny one on CPUs; of 1.7 B parameters on a GPU."""
+    if device == "cpu":
+        yield model()
+        return
+    with random_model(SMALLER[0]) as folder:
+        write_keychain_tokenizer(folder)
+        yield folder
+
+
 def main() -> None:
     defaults: dict[str, Any] = {"policies": ["sticky", "cmlfq"], "seeds": [0, 1, 2], "caches": [48, 192]}
+    defaults |= {"device": ("cpu", "cuda"), "slots": 48, "limit_s": 1e4}
     given = options("live_kv", __doc__, **defaults)
     found: dict[Key, dict[str, Figures]] = {}
-    with tempfile.TemporaryDirectory(prefix="libra-kv-") as name:
+    with tempfile.TemporaryDirectory(prefix="libra-kv-") as name, model_of(given.device) as model:
         for cache in given.caches:
             folder = Path(name) / str(cache)
             folder.mkdir()
-            for key, figures in asyncio.run(measure(cache, given.policies, given.seeds, folder)).items():
+            for key, figures in asyncio.run(measure(given, model, cache, folder)).items():
                 found.setdefault(key, {})[f"{cache} MiB"] = figures
-    contexts = median([held(make_work(seed)) / 2 for seed in given.seeds])
+    load = LOADS[given.device]
+    contexts = median([held(make_work(seed, load)) / 2 for seed in given.seeds])
     notes = [
-        f"{GROUPS * GROUP_SIZE} trajectories on two engines, medians of {len(given.seeds)} seeds; final contexts of"
-        f" half of them: {contexts:,.0f} tokens, shared prompts counted once."
+        f"{load.groups * GROUP_SIZE} trajectories on two engines of {given.slots} slots, medians of the seeds; final"
+        f" contexts of half of them: {contexts:,.0f} tokens, shared prompts counted once."
     ]
     report_policies(given, "Rollout with KV caches that hold a part of the contexts", found, notes)
 

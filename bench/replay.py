@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,6 +28,7 @@ from libra_hpc.errors import OperationError
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.models.step_times.measured import StepPoint
+from libra_hpc.process.visible_devices import VARIABLE
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.protocol.trace import TrajectoryRecord
@@ -89,6 +90,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 32
     max_inflight: int = 48
     kv_cache_mb: int = 64
+    device: Literal["cpu", "cuda"] = "cpu"
+    """All engines share the first GPU."""
 
     def config(
         self, work: Path, *, groups: int, group_size: int, open_groups: int, policy: str, seed: int = 0
@@ -97,7 +100,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         return RunConfig.model_validate(
             {
                 "run": {"steps": 1, "seed": seed},
-                "model": {"path": str(self.model), "dtype": "float32"},
+                "model": {"path": str(self.model), "dtype": "float32" if self.device == "cpu" else "bfloat16"},
+                "slurm": {"device": self.device},
                 "task": {"name": task, "options": {"work": str(work), "group_size": group_size}},
                 "algorithm": {"eta": 0, "prompts_per_step": groups, "group_size": group_size},
                 "rollout": {
@@ -121,6 +125,8 @@ class Replayer(RolloutSide):
         self.setup = setup
         self._folder = folder
         config = setup.config(folder / "none", groups=1, group_size=2, open_groups=1, policy="least_loaded")
+        if setup.device == "cuda":
+            os.environ[VARIABLE] = ",".join("0" * setup.engines)
         super().__init__(config, RunDir.create(folder, "engines"))
         self._up: dict[str, EngineState] = {}
         self._stats: dict[str, EngineStats] = {}

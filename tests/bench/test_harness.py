@@ -64,6 +64,10 @@ def test_policies_take_turns_and_their_ratios_are_taken_within_a_seed() -> None:
     rows = versus({key: {"x": {"seconds": seconds, "moves": 0.0}} for key, seconds in times.items()}, ["a", "b"])
     assert rows[0] == ["x  seconds", 4.0, 4.0, "1.00 (0.50..1.50)"]
     assert rows[1] == ["x  moves", 0.0, 0.0, "-"], "a ratio to nothing is none"
+    whole = {(policy, 0): {"x": {"s": 1.0}, "y": {"s": 2.0}} for policy in "ab"}
+    late = {(policy, 1): {"x": {"s": 3.0}} for policy in "ab"}
+    assert versus(whole | late, ["a", "b"])[1] == ["y  s", 2.0, 2.0, "1.00 (1.00..1.00)"], "a part without a seed"
+    assert versus({}, ["a", "b"]) == []
 
 
 def test_a_rate_leaves_out_start_and_end() -> None:
@@ -83,7 +87,7 @@ def test_the_report_is_a_table_and_a_file(tmp_path: Path, capsys: pytest.Capture
 def test_equal_seeds_give_equal_work_that_every_engine_can_hold() -> None:
     work = live_kv.make_work(3)
     assert work == live_kv.make_work(3) != live_kv.make_work(4)
-    assert len(work) == live_kv.GROUPS * live_kv.GROUP_SIZE
+    assert len(work) == live_kv.LOADS["cpu"].groups * live_kv.GROUP_SIZE
     assert max(record.context for record in work) < 4096
     turns = (TurnRecord(0, 10), TurnRecord(5, 10))
     siblings = [TrajectoryRecord("p", sample, 100, turns) for sample in (0, 1)]
