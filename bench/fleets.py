@@ -6,8 +6,8 @@
 - ``x``: the opponent's seconds over ours, geometric mean over five other seeds, two standard errors below and above.
 - ``split``, ``turn``: seconds of the best opponent of each kind; in turn a pair of switches takes 80 s.
 - ``now``: seconds of the planner's choice among what this version runs, where ours is not.
-- ``plan``, ``quick``: seconds of a batch as `plan` prints them, and by the cost models alone, over those simulated with
-  the choosing seeds, whose lengths the planner knows.
+- ``plan``: seconds of a batch as `plan` prints them, over those simulated with the choosing seeds, whose lengths the
+  planner knows.
 
     python -m bench.fleets [--rows NAME|NAME] [--trace FILE ...] [--seeds 5] [--quick] [--json FILE]
         [--jobs 2] [--keep FILE]
@@ -26,18 +26,16 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from bench.fleets_bounds import bounds
 from bench.fleets_pool import Calls
 from bench.fleets_rows import (
     NODE,
     ROWS,
-    Proposal,
+    Fleet,
     fleet_name,
+    homogeneous,
     less_nodes,
     longest_context,
-    proposals,
     setting_of,
     trace_name,
     work,
@@ -45,7 +43,6 @@ from bench.fleets_rows import (
 from bench.fleets_search import OURS, Contestant, Effort, Search
 from bench.fleets_training import OTHER_SWITCHES, Planned, Roles, planned_split
 from bench.harness import options, progress, report, show, write
-from libra_hpc.planning.simulated_plan import halving, promising
 
 CHOOSING = (1_000, 1_001, 1_002)
 """Seeds for choosing; those for reporting start at 0."""
@@ -54,7 +51,7 @@ AT_ONCE = 2
 QUICK_ROWS = ("r2e", "math", "63k, eta 0")
 QUICK = {"pairs": 4, "tuned": 2, "finalists": 2, "screen": 3}
 """Effort of ``--quick``, with one seed for choosing, two for reporting, and smaller rows."""
-COLUMNS = ("row", "ours", "other", "x", "low", "high", "split", "turn", "now", "plan", "quick")
+COLUMNS = ("row", "ours", "other", "x", "low", "high", "split", "turn", "now", "plan")
 WHO = ("row", "ours", "the best other choice")
 
 
@@ -71,9 +68,7 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
         splits = [pool.submit(planned_split, name, effort.choosing, longest, OURS, runs) for runs in (False, True)]
         choice, now = (split.result() for split in splits)
     else:
-        seen = [one for seed in effort.choosing for one in work(name, seed)[1]]
-        found = planned(search, proposals(row, seen, longest), effort)
-        choice = Planned(found.fleet, Roles(), found.model_s, found.seconds)
+        choice = planned(search, homogeneous(row, longest), effort)
     ours = Contestant(choice.fleet, OURS, roles=choice.roles)
     search.run([ours], effort.choosing, limited=False)
     say(f"planned {_who(name, ours)}")
@@ -96,7 +91,7 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
     result: dict[str, Any] = {
         "row": label,
         "setting": row._asdict(),
-        "plan": {"model_s": choice.model_s, "expected_s": choice.expected_s, "simulated_s": simulated},
+        "plan": {"expected_s": choice.expected_s, "simulated_s": simulated},
         "seeds": [effort.choosing, effort.reporting],
         "found": {key: {"who": _who(name, c), "policy": c.words, "seconds": taken[key]} for key, c in shown.items()},
         "x": ratio(taken["opponent"], taken["ours"]),
@@ -126,27 +121,22 @@ def _who(name: str, one: Contestant) -> str:
     return f"{roles}{fleet_name(less_nodes(row, one.roles.train), one.fleet)}; {one.words}"
 
 
-def planned(search: Search, options: Sequence[Proposal], effort: Effort) -> Proposal:
-    """The planner's choice, as `libra-hpc plan` makes it: the promising ones, simulated on the choosing seeds."""
-
-    def play(option: Proposal, seed: int) -> float:
-        contestant = Contestant(option.fleet, OURS)
-        search.run([contestant], [effort.choosing[seed]], limited=False)
-        return search.of(contestant, effort.choosing[seed])
-
-    def with_seconds(option: Proposal, found: Sequence[float]) -> Proposal:
-        return replace(option, seconds=statistics.fmean(found), simulated=len(found))
-
-    return halving(promising(options, len(options)), play, with_seconds, seeds=len(effort.choosing))[0]
+def planned(search: Search, fleets: Sequence[Fleet], effort: Effort) -> Planned:
+    """The fastest fleet on the choosing seeds, as `libra-hpc plan` plays them."""
+    options = [Contestant(fleet, OURS) for fleet in fleets]
+    search.run(options, effort.choosing, limited=False)
+    seconds, best = min(
+        (statistics.fmean(search.of(one, seed) for seed in effort.choosing), index) for index, one in enumerate(options)
+    )
+    return Planned(fleets[best], Roles(), seconds)
 
 
 def line(row: dict[str, Any]) -> tuple[str, ...]:
     means = {key: f"{statistics.fmean(one['seconds']):,.0f}" for key, one in row["found"].items()}
-    plan = row["plan"]
-    errors = (f"{plan[key] / plan['simulated_s']:.2f}" for key in ("expected_s", "model_s"))
+    error = f"{row['plan']['expected_s'] / row['plan']['simulated_s']:.2f}"
     kinds = (means.get(key, "") for key in ("split", "turn", "now"))
     x = (f"{value:.2f}" for value in row["x"])
-    return (row["row"], means["ours"], means["opponent"], *x, *kinds, *errors)
+    return (row["row"], means["ours"], means["opponent"], *x, *kinds, error)
 
 
 def switches(row: dict[str, Any]) -> str:

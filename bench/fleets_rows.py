@@ -17,17 +17,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from bench.scheduling import work_of
-from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes
-from libra_hpc.policies.costs.lengths import BatchWork, observe, sketch
-from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
-from libra_hpc.policies.search.even_rollout_layout import homogeneous_layouts
-from libra_hpc.policies.search.rollout_layout import ReplicaClass, RolloutLayout, RolloutSearch
+from libra_hpc.policies.costs.rollout_time import RolloutOptions
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.traces.generate import Dials, generate
@@ -232,10 +227,15 @@ def usable(row: Setting, longest: int) -> list[list[int]]:
     return [[tp for tp in DEGREES if lookup(d, row.model, tp).kv_capacity > longest] for d, _ in row.pools]
 
 
-def fleets_of(row: Setting, longest: int) -> list[Fleet]:
-    """Every homogeneous fleet; with one kind of GPU the common mixes too, with two every pair of degrees."""
+def homogeneous(row: Setting, longest: int) -> list[Fleet]:
+    """Every fleet with one degree on each kind of GPU."""
     able = usable(row, longest)
-    same = [tuple(Part(pool, tp, row.pools[pool][1] // tp) for pool, tp in enumerate(tps)) for tps in product(*able)]
+    return [tuple(Part(pool, tp, row.pools[pool][1] // tp) for pool, tp in enumerate(tps)) for tps in product(*able)]
+
+
+def fleets_of(row: Setting, longest: int) -> list[Fleet]:
+    """Every homogeneous fleet; with one kind of GPU the common mixes too."""
+    able, same = usable(row, longest), homogeneous(row, longest)
     if len(row.pools) > 1:
         return same
     nodes = row.pools[0][1] // NODE
@@ -255,18 +255,6 @@ def fleets_of(row: Setting, longest: int) -> list[Fleet]:
     return same + mixed
 
 
-class Proposal(Struct, frozen=True):
-    """A fleet with the seconds that the planner expects of it."""
-
-    fleet: Fleet
-    model_s: float
-    """Of a batch, by the cost models."""
-    seconds: float
-    """Of a batch, simulated by the planner."""
-    mixed: bool
-    simulated: int = 0
-
-
 def rollout_options(row: Setting, longest: int) -> RolloutOptions:
     """What the planner assumes of the engines of a row."""
     return RolloutOptions(
@@ -276,36 +264,6 @@ def rollout_options(row: Setting, longest: int) -> RolloutOptions:
         cache_aware=True,
         updates=1,
     )
-
-
-def proposals(row: Setting, observed: Sequence[TrajectoryRecord], longest: int) -> list[Proposal]:
-    """Fleets that the planner looks at for the lengths of ``observed``: homogeneous ones, and the mix that would be
-    best if lengths were known; engines of a node have one degree."""
-    lengths, options = sketch(observe(observed), row.trajectories), rollout_options(row, longest)
-    devices, bins = [gpus for _, gpus in row.pools], len(lengths.bins)
-    batch = BatchWork(trajectories=row.trajectories, lengths=lengths, eta=0)
-    costs = [
-        ReplicaClass(pool, ReplicaCost(lookup(device, row.model, tp), batch, options), NODE // tp)
-        for pool, (device, _) in enumerate(row.pools)
-        for tp in DEGREES
-        if model_shape(row.model).divides(tp)
-    ]
-    mix = RolloutSearch(costs, bins).best(devices)
-    assert mix is not None
-    found: dict[Fleet, Proposal] = {}
-    for layout in (*homogeneous_layouts(costs, devices, bins, 0.0), mix):
-        fleet = fleet_of(layout)
-        mixed = len({part.pool for part in fleet}) < len(fleet)
-        found.setdefault(fleet, Proposal(fleet, layout.seconds, layout.seconds, mixed))
-    return sorted(found.values(), key=lambda p: p.model_s)
-
-
-def fleet_of(layout: RolloutLayout) -> Fleet:
-    counts: dict[tuple[int, int], int] = {}
-    for segment in layout.segments:
-        key = (segment.pool, segment.tp)
-        counts[key] = counts.get(key, 0) + segment.replicas
-    return tuple(Part(pool, tp, count) for (pool, tp), count in sorted(counts.items()))
 
 
 def engines_of(row: Setting, fleet: Fleet) -> list[EngineSpec]:

@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from bench.fleets_rows import NODE, Fleet, Setting, fleet_of, rollout_options, setting_of, work
+from bench.fleets_rows import NODE, Fleet, Part, Setting, rollout_options, setting_of, work
 from libra_hpc.errors import OperationError
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.train_seconds import TrainCost
 from libra_hpc.models.update_time import update_time
+from libra_hpc.planning.best_plan import best_plans
 from libra_hpc.planning.request import PlanRequest
-from libra_hpc.planning.simulated_plan import simulated_plans
 from libra_hpc.planning.work import Assumed, Work
 from libra_hpc.policies.costs.lengths import BatchWork, observe, sketch
 from libra_hpc.policies.search.run_plan import DevicePool, InTurn
@@ -72,8 +72,6 @@ class Trained(NamedTuple):
 class Planned(NamedTuple):
     fleet: Fleet
     roles: Roles
-    model_s: float
-    """Of a batch, by the cost models."""
     expected_s: float
     """Of a batch, as `plan` prints it."""
 
@@ -134,7 +132,8 @@ def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str, ru
         policy=policy,
         in_turn=tuple(InTurn(SWITCH_S, core, runs=not runs or not (core or row.eta)) for core in (False, True)),
     )
-    search = asked.search()
-    best = simulated_plans(asked, search, search.run()).plans[0]
+    result = best_plans(asked)
+    best = min((*result.plans, *([result.study] if result.study and not runs else [])), key=lambda plan: plan.seconds)
     roles = Roles(core=best.nodes, beside=best.hybrid) if best.in_turn else Roles(best.nodes)
-    return Planned(fleet_of(best.rollout), roles, best.model_s, best.seconds)
+    fleet = tuple(Part(one.pool, one.tp, one.replicas) for one in best.engines)
+    return Planned(fleet, roles, best.seconds)

@@ -1,56 +1,104 @@
-"""How long the exact search takes on one core, and how far its answer can be from the optimum.
+"""The plan against all plans: of every layout that fits, `libra-hpc plan`'s choice, played on other batches.
 
-Qwen3-14B on A800 nodes of eight, 4,096 observed trajectories with a heavy tail, compressed in every run as in the live
-planner. CPU seconds, best and worst of `RUNS`; tables are loaded before. Batches grow with the cluster.
+Eight rows of 48 A800 with 512 trajectories a batch. Regret: seconds of the choice over those of the best layout, both
+played for `JUDGED` rounds; predicted: seconds that the plan shows over those. CPU seconds of the search; tables are
+loaded before.
 
-    python -m bench.planner [--model qwen3-14b] [--device a800]
+    python -m bench.planner [--rows NAME|NAME] [--trace FILE]
 """
 
 from __future__ import annotations
 
+import statistics
 import time
+from typing import Any
 
-from bench.harness import options, report
-from libra_hpc.models.devices import device
-from libra_hpc.models.shapes import model_shape
-from libra_hpc.models.step_times.lookup import lookup
-from libra_hpc.policies.costs.lengths import BatchWork, lognormal, sketch
-from libra_hpc.policies.search.best_plan import ROLLOUT_TP, PlanSearch
-from libra_hpc.policies.search.run_plan import DevicePool
+from msgspec.structs import replace
 
-RUNS = 5
-ROWS = ((48, 512, 0.05), (1024, 4096, 1.0), (10240, 16384, 10.0))
-"""GPUs, trajectories per global batch, goal in seconds."""
-COLUMNS = ("GPUs", "batch", "eta", "ms", "goal ms", "proved within", "nodes", "train", "rollout")
+from bench.harness import ROOT, options, progress, report
+from libra_hpc.config.load import load_run_file, with_values
+from libra_hpc.planning.best_plan import best_plans, scene
+from libra_hpc.planning.initial import hybrid_of, planned_pools
+from libra_hpc.planning.request import PlanRequest, as_planned, request
+from libra_hpc.simulator.play import batches_of, play
+
+JUDGED, SEED = 6, 1_000
+ROWS: dict[str, dict[str, Any]] = {
+    "14b, eta 2": {},
+    "14b, eta 0": {"algorithm.eta": 0},
+    "14b, eta 1": {"algorithm.eta": 1},
+    "14b, 256 slots": {"algorithm.eta": 1, "rollout.max_num_seqs": 256, "rollout.max_inflight": 256},
+    "8b, 32k": {"algorithm.eta": 1, "planner.model": "qwen3-8b", "rollout.max_model_len": 32768},
+    "32b": {"algorithm.eta": 1, "planner.model": "qwen3-32b"},
+    "30b-a3b": {"algorithm.eta": 1, "planner.model": "qwen3-30b-a3b"},
+}
+TRACE = {"algorithm.eta": 1, "rollout.max_model_len": 32768}
+"""Of a row with a recorded trace."""
+COLUMNS = ("row", "layouts", "choice", "s", "best", "s", "regret", "predicted", "quick", "CPU s", "quick")
+
+
+def question(changes: dict[str, Any]) -> PlanRequest:
+    """Of the example of 48 A800."""
+    values = {"planner.model": "qwen3-14b", "rollout.max_num_seqs": 64, **changes}
+    config = with_values(load_run_file(ROOT / "examples" / "a800-48-qwen3-14b.toml"), values)
+    asked = request(as_planned(config))
+    pools = planned_pools(config, asked.pools)
+    return replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
+
+
+def judged(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    asked = question(changes)
+    space, took, chosen = asked.layouts(), {}, {}
+    for quick in (False, True):
+        begin = time.process_time()
+        chosen[quick] = best_plans(asked, quick=quick).plans[0]
+        took[quick] = time.process_time() - begin
+    truth = {}
+    for plan in space.plans([pool.nodes for pool in asked.pools], 0):
+        engines, settings = scene(asked, space, plan)
+        count = batches_of(JUDGED, settings) * asked.batch.trajectories
+        work = asked.work.batch(count, asked.options.group, SEED)
+        truth[plan.nodes, plan.engines] = play(work, engines, asked.policy, settings).batch_s
+        progress(f"{name}: {len(truth)} layouts")
+    best = min(truth, key=truth.__getitem__)
+    real = {quick: truth[plan.nodes, plan.engines] for quick, plan in chosen.items()}
+    return {
+        "row": name,
+        "layouts": len(truth),
+        "choice": words(chosen[False].nodes, chosen[False].engines),
+        "best": words(*best),
+        "seconds": (real[False], truth[best]),
+        "regret": real[False] / truth[best] - 1.0,
+        "predicted": chosen[False].seconds / real[False],
+        "quick": real[True] / truth[best] - 1.0,
+        "cpu_s": (took[False], took[True]),
+    }
+
+
+def words(nodes: int, engines: Any) -> str:
+    return f"{nodes}+" + " ".join(f"{one.replicas}xTP{one.tp}" for one in engines)
 
 
 def main() -> None:
-    given = options("planner", __doc__, model="qwen3-14b", device="a800")
-    shape, gpu = model_shape(given.model), device(given.device)
-    for tp in ROLLOUT_TP:
-        lookup(gpu, shape, tp)
-    observed = lognormal(generated=4000, sigma=1.0, prompt=1000, turns=10, new_tokens=200, tool_s=1.0, longest=32768)
-    rows, raw = [], []
-    for gpus, trajectories, goal, eta in ((*row, eta) for row in ROWS for eta in (1, 0)):
-        seconds = []
-        for _ in range(RUNS):
-            started = time.process_time()
-            batch = BatchWork(trajectories, sketch(observed, trajectories, eta), eta)
-            pool = DevicePool(gpu, gpus // gpu.devices_per_node, gpu.devices_per_node)
-            result = PlanSearch(shape, [pool], batch).run()
-            seconds.append(time.process_time() - started)
-        best, gap = result.plans[0], "exact" if result.gap < 1e-6 else f"{result.gap:.2%}"
-        rest = gpus // (best.train.layout.devices // best.nodes) - best.nodes
-        took, times = (
-            f"{1e3 * min(seconds):.0f}..{1e3 * max(seconds):.0f}",
-            (best.train.time.total, best.rollout.seconds),
+    given = options("planner", __doc__, rows=ROWS, trace=True)
+    done = [judged(name, ROWS.get(name, {**TRACE, "planner.trace": name})) for name in given.rows]
+    rows = [
+        (
+            one["row"].rpartition("/")[2],
+            one["layouts"],
+            one["choice"],
+            f"{one['seconds'][0]:.0f}",
+            one["best"],
+            f"{one['seconds'][1]:.0f}",
+            f"{one['regret']:.1%}",
+            f"{one['predicted']:.2f}",
+            f"{one['quick']:.1%}",
+            *(f"{seconds:.1f}" for seconds in one["cpu_s"]),
         )
-        cells = (f"{1e3 * goal:.0f}", gap, f"{best.nodes}+{rest}", *times)
-        rows.append((gpus, trajectories, eta, took, *cells))
-        raw.append({"gpus": gpus, "eta": eta, "seconds": seconds, "gap": result.gap, "bound": result.bound})
-    notes = ["proved within: exact is a proof by exhaustion; a share is what branch and bound left open."]
-    title = f"Exact search, {shape.name} on {gpu.name}, 4,096 observed lengths"
-    report(given, title, columns=COLUMNS, rows=rows, notes=notes, raw=raw)
+        for one in done
+    ]
+    notes = [f"mean regret {statistics.fmean(one['regret'] for one in done):.1%}"]
+    report(given, "The plan against all layouts, 48 A800", columns=COLUMNS, rows=rows, notes=notes, raw=done)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,17 +20,16 @@ from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.measured import load
 from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.planning.best_plan import best_plans
 from libra_hpc.planning.borrowed_plan import BorrowedPlan, borrowed_plan
 from libra_hpc.planning.in_turn import asked_in_turn
-from libra_hpc.planning.initial import CANDIDATES, InitialPlan, hybrid_of, planned_pools
+from libra_hpc.planning.initial import InitialPlan, hybrid_of, planned_pools
 from libra_hpc.planning.measured_train_speed import with_train_speed
 from libra_hpc.planning.request import PlanRequest, as_planned, check_gpus, request
-from libra_hpc.planning.simulated_plan import simulated_plans
+from libra_hpc.planning.scaling_curve import ScalingPoint, knee, steps, sweep
 from libra_hpc.planning.work import Assumed
 from libra_hpc.policies.costs.factors import Factors
-from libra_hpc.policies.search.best_plan import PlanSearch
 from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
-from libra_hpc.policies.search.scaling_curve import ScalingPoint, knee, steps, sweep
 from libra_hpc.preflight.checked_run import known_rooms
 from libra_hpc.simulator.borrowing import Borrow, parse_borrow
 
@@ -79,15 +77,7 @@ TrainSpeedOption = Annotated[
     typer.Option("--train-speed", metavar="FILE|RUN", help="Measured training speed: of calibrate train, or of a run."),
 ]
 QuickOption = Annotated[
-    bool, typer.Option("--quick", help="By the cost models alone; otherwise the simulator runs the best plans.")
-]
-LayoutsOption = Annotated[
-    str,
-    typer.Option(
-        "--layouts",
-        metavar="any|node",
-        help="Layouts that run: engines of one TP on each node; any: others too, for study.",
-    ),
+    bool, typer.Option("--quick", help="One batch of a few plans is played, of others only a bound is known.")
 ]
 ExplainOption = Annotated[
     bool, typer.Option("--explain", help="Also every term of the best plan, and all that was excluded.")
@@ -129,7 +119,6 @@ def plan(
         float | None,
         typer.Option("--switch-s", min=0, metavar="S", help="A pair of switches between the stages; default: assumed."),
     ] = None,
-    layouts: LayoutsOption = "node",
     calibration: CalibrationOption = None,
     train_speed: TrainSpeedOption = None,
     quick: QuickOption = False,
@@ -146,11 +135,10 @@ def plan(
     ] = 1,
     force: Annotated[bool, typer.Option("--force", help="With --write: replace an existing file.")] = False,
 ) -> None:
-    node = only_nodes(layouts)
     low, high = gpu_range(gpus)
     target = None if write is None else Target(write, choose, force)
     if target is not None:
-        check_target(target, layouts=layouts, swept=low != high)
+        check_target(target, swept=low != high)
     lent = lenders(borrow, swept=low != high)
     config = with_absolute_paths(load_run_file(run_file, override, site_profile()))
     files = {
@@ -162,14 +150,13 @@ def plan(
     )
     times = measured_steps(calibration)
     rooms = known_rooms(config)
-    asked = question(config, given, assumed, node=node, rooms=rooms, switch_s=switch_s)
+    asked = question(config, given, assumed, rooms=rooms, switch_s=switch_s)
     if low != high:
-        search = asked.search(whole_nodes=node, steps=times, in_turn=False)
-        show_sweep(asked, search, low, high, json=json, plot=plot)
+        show_sweep(asked, times, low, high, json=json, plot=plot)
         return
-    made = planned(given.over(config), rooms, simulated=not quick) if config.components.split == "auto" else None
-    # With a split to fill in, only its plans are simulated.
-    result, slow = best(asked, keep, times, node=node, simulated=not quick and made is None)
+    made = planned(given.over(config), rooms, quick=quick) if config.components.split == "auto" else None
+    # With a split to fill in, its plans are those that are searched.
+    result, slow = best(asked, keep, times, quick=quick or made is not None)
     if plot is not None:
         from libra_hpc.pictures.study_charts import draw_splits
 
@@ -186,35 +173,24 @@ def plan(
 
 
 def question(
-    config: RunConfig,
-    given: Options,
-    assumed: Assumed,
-    *,
-    node: bool = True,
-    rooms: Mapping[str, HostRoom],
-    switch_s: float | None = None,
+    config: RunConfig, given: Options, assumed: Assumed, *, rooms: Mapping[str, HostRoom], switch_s: float | None = None
 ) -> PlanRequest:
-    """What to search; ``node``: only layouts that run, with the pools that a run file can divide."""
+    """What to search, with the pools that a run file can divide."""
     config = given.over(as_planned(config))
     asked = with_train_speed(request(config, gpus=given.gpus, assumed=assumed, rooms=rooms), config.planner.train_speed)
-    if not node:
-        return asked
     pools = asked.pools if given.gpus else planned_pools(config, asked.pools)
     asked = msgspec.structs.replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
     return asked_in_turn(asked, config, switch_s)
 
 
 def best(
-    asked: PlanRequest, keep: int, steps: StepLookup = lookup, *, node: bool = True, simulated: bool
+    asked: PlanRequest, keep: int, steps: StepLookup = lookup, *, quick: bool
 ) -> tuple[PlanResult, RunPlan | None]:
     """The best plans, and the best one at half of an assumed training speed; None where it is measured."""
-    search = partial(asked.search, whole_nodes=node, steps=steps)
     with busy("searching") as status:
-        normal = search()
-        result = normal.run(max(keep, CANDIDATES))
-        if simulated:
-            result = simulated_plans(asked, normal, result, steps=steps, progress=partial(simulating, status))
-        slow = None if asked.train_speed else search(Factors(train=2.0)).run(1).plans[0]
+        result = best_plans(asked, steps, quick=quick, progress=lambda plays: simulating(status, plays))
+        slower = msgspec.structs.replace(asked, factors=Factors(train=2.0), in_turn=())
+        slow = None if asked.train_speed else best_plans(slower, steps, quick=True).plans[0]
     return msgspec.structs.replace(result, plans=result.plans[:keep]), slow
 
 
@@ -255,7 +231,6 @@ def show_plans(asked: PlanRequest, result: PlanResult, slow: RunPlan | None, exp
         for table in (
             plan_tables.terms(result),
             plan_tables.memory(asked, result),
-            plan_tables.segments(asked, result),
             *([plan_tables.excluded(result)] if result.excluded else []),
         ):
             show(table)
@@ -263,27 +238,23 @@ def show_plans(asked: PlanRequest, result: PlanResult, slow: RunPlan | None, exp
         plan_tables.nearest(result)
 
 
-def show_sweep(asked: PlanRequest, search: PlanSearch, low: int, high: int, *, json: bool, plot: Path | None) -> None:
+def show_sweep(asked: PlanRequest, times: StepLookup, low: int, high: int, *, json: bool, plot: Path | None) -> None:
     """Compute, print and draw the scaling curve."""
     (pool,) = asked.pools
     check_gpus(low, pool.node_devices)
     with busy("searching"):
-        points = sweep(search, pool.node_devices, steps(low // pool.node_devices, high // pool.node_devices))
+        points = sweep(asked, times, steps(low // pool.node_devices, high // pool.node_devices))
     if all(p.plan is None for p in points):
         raise UserError(points[-1].why)
     at = knee(points)
+    gpus = None if at is None else points[at].devices
     if plot is not None:
         from libra_hpc.pictures.study_charts import draw_scaling
 
-        draw_scaling(points, plan_tables.title(asked, sized=False), plot)
+        curve = [(p.devices, p.plan.tokens_s) for p in points if p.plan is not None]
+        draw_scaling(curve, gpus, plan_tables.title(asked, sized=False), plot)
     if json:
-        print_json(
-            {
-                "request": facts(asked),
-                "points": msgspec.to_builtins(points),
-                "knee": None if at is None else points[at].devices,
-            }
-        )
+        print_json({"request": facts(asked), "points": msgspec.to_builtins(points), "knee": gpus})
         return
     plan_tables.header(asked, sized=False)
     show(plan_tables.curve(points, at))
@@ -298,13 +269,6 @@ def knee_words(points: list[ScalingPoint], at: int | None) -> str:
             " points"
         )
     return f"knee at {points[at].devices} GPUs: beyond, a further GPU brings less than the average one of this range"
-
-
-def only_nodes(layouts: str) -> bool:
-    """Whether only layouts that run are searched; raises `UserError` for an unknown word."""
-    if layouts not in ("any", "node"):
-        raise invalid("--layouts", layouts, "unknown value", ["any", "node"])
-    return layouts == "node"
 
 
 def measured_steps(calibration: Path | None) -> StepLookup:
@@ -342,9 +306,4 @@ def facts(asked: PlanRequest) -> dict[str, object]:
 
 def plan_facts(asked: PlanRequest, result: PlanResult, slow: RunPlan | None) -> dict[str, Any]:
     """The plans as plain data."""
-    return {
-        "request": facts(asked),
-        "gap": None if result.plans[0].simulated else result.gap,
-        **msgspec.to_builtins(result),
-        "half_mfu": msgspec.to_builtins(slow),
-    }
+    return {"request": facts(asked), **msgspec.to_builtins(result), "half_mfu": msgspec.to_builtins(slow)}

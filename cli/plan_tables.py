@@ -12,8 +12,8 @@ from libra_hpc.config.run_file_text import toml_value
 from libra_hpc.models.memory import USABLE
 from libra_hpc.planning.in_turn import in_turn_of, keys
 from libra_hpc.planning.request import PlanRequest, describe
+from libra_hpc.planning.scaling_curve import ScalingPoint
 from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
-from libra_hpc.policies.search.scaling_curve import ScalingPoint
 
 from .output import narrow_table, print_line, show
 
@@ -69,19 +69,8 @@ def header(asked: PlanRequest, *, sized: bool = True) -> None:
 
 
 def plans(asked: PlanRequest, result: PlanResult) -> Table:
-    """One row per number of training nodes, best first."""
-    simulated = bool(result.plans[0].simulated)
-    table = narrow_table(
-        "nodes>~",
-        "train as~",
-        "train>~",
-        "rollout as~",
-        "rollout>~",
-        "batch>~",
-        *(["model>~"] if simulated else []),
-        "tokens/s>~",
-        "GB>~",
-    )
+    """One row for each plan, best first."""
+    table = narrow_table("nodes>~", "train as~", "train>~", "rollout as~", "rollout>~", "batch>~", "tokens/s>~", "GB>~")
     for plan in result.plans:
         cells = [
             _nodes(asked, plan),
@@ -90,7 +79,6 @@ def plans(asked: PlanRequest, result: PlanResult) -> Table:
             classes(asked, plan),
             short_s(plan.rollout_s),
             short_s(plan.seconds),
-            *([short_s(plan.model_s)] if simulated else []),
             f"{plan.tokens_s:,.0f}",
             f"{plan.train.memory.total / 1e9:.0f}",
         ]
@@ -115,10 +103,7 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
         show(Text(f"note: no training layout of {best.nodes} nodes fits on hybrid nodes too, so it has none"))
     if not best.snapshots:
         show(Text("note: its nodes have too little memory for snapshots: train.snapshot_every = 0"))
-    if result.alone:
-        alone = ", ".join(f"{_pool(asked, pool)}TP{tp} {short_s(seconds)}" for pool, tp, seconds in result.alone)
-        show(Text(f"rollout of these nodes with one TP alone: {alone}"))
-    engines = sum(segment.replicas for segment in best.rollout.segments)
+    engines = sum(one.replicas for one in best.engines)
     slots, most = engines * asked.options.max_num_seqs, asked.batch.trajectories
     if slots < most:
         show(
@@ -127,39 +112,29 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
                 f" (rollout.max_num_seqs = {asked.options.max_num_seqs})"
             )
         )
-        lengths = asked.batch.lengths
-        if not best.simulated and lengths.turns_per_token * lengths.generated < 2:
-            show(
-                Text(
-                    "note: of single answers that wait for a slot, the cost models do not know the order: they are off"
-                    " by up to 25 %; without --quick they are simulated"
-                )
-            )
-    show(Text(f"new weights ({asked.updated_from}): {best.update.words(best.rollout.least_tp)}"))
+    show(Text(f"new weights ({asked.updated_from}): {best.update.words(best.least_tp)}"))
     # Without their TP degrees.
     sources = dict.fromkeys(re.sub(r" on \d+ x ", " on ", source) for source in result.sources)
     show(Text(f"rollout steps: {', '.join(sources)}"))
-    show(Text(_proof(result)))
+    show(Text(_plays(best)))
 
 
 def _limit(asked: PlanRequest, result: PlanResult) -> str:
     """What the best plan waits for."""
     best = result.plans[0]
-    train, rollout = best.train.time.total, best.rollout_s
-    if best.in_turn or asked.batch.eta == 0:
+    train_s, eta = best.train.time.total, asked.batch.eta
+    if best.in_turn or not eta:
         what = "the stages take turns"
         if best.hidden_s:
             what += f"; {short_s(best.hidden_s)} of training are beside rollout, of groups that are complete"
-    elif abs(train - rollout) <= CLOSE * max(train, rollout):
-        what = "the stages are balanced"
+    elif train_s >= (1 - CLOSE) * best.seconds:
+        what = "training is the slower stage"
     else:
-        what = f"{'training' if train > rollout else 'rollout'} is the slower stage"
-    if rollout <= (1 + CLOSE) * result.straggler:
+        what = f"rollout is the slower stage; training waits for {1 - train_s / best.seconds:.0%} of the time"
+    if result.straggler >= (1 - CLOSE) * best.rollout_s * (eta + 1):
         what += (
             f"; rollout waits for its longest trajectory ({short_s(result.straggler)}), more nodes would not help it"
         )
-        if asked.batch.eta:
-            what += f"; how often the slowest of {asked.batch.eta + 1} batches holds up a step is not known: up to 40 %"
     return what
 
 
@@ -183,14 +158,9 @@ def _nodes(asked: PlanRequest, plan: RunPlan) -> str:
     return f"{_pool(asked, plan.pool)}{plan.trains}+{plan.rolls(sum(p.nodes for p in asked.pools))}"
 
 
-def _proof(result: PlanResult) -> str:
-    best = result.plans[0]
-    if best.simulated:
-        times = "1 batch" if best.simulated == 1 else f"{best.simulated} batches"
-        return f"rollout, batch: simulated, {times} for the first rows; model: by the cost models alone (--quick)"
-    if result.gap < 1e-6:
-        return "proved optimal for these cost models; not simulated"
-    return f"proved within {result.gap:.2%} of the optimum of these cost models; not simulated"
+def _plays(best: RunPlan) -> str:
+    times = "1 batch" if best.played == 1 else f"{best.played} batches"
+    return f"rollout, batch: played in the simulator, {times} of the first row"
 
 
 def speed(asked: PlanRequest, result: PlanResult, slow: RunPlan | None) -> None:
@@ -242,27 +212,6 @@ def memory(asked: PlanRequest, result: PlanResult) -> Table:
     return table
 
 
-def segments(asked: PlanRequest, result: PlanResult) -> Table:
-    """The engines of the best plan, and the lengths of their trajectories."""
-    lengths = asked.batch.lengths
-    table = narrow_table(
-        "rollout of the best plan~", "generated tokens>~", "trajectories>~", "share of tokens>~", "time>~"
-    )
-    for s in result.plans[0].rollout.segments:
-        bins = lengths.bins[s.first : s.last + 1]
-        low = 0.0 if s.first == 0 else lengths.bins[s.first].generated
-        count = sum(b.share for b in bins) * asked.batch.trajectories
-        share = sum(b.share * b.generated for b in bins) / lengths.generated
-        table.add_row(
-            f"{s.replicas} x {_pool(asked, s.pool)}TP{s.tp}",
-            f"{low:,.0f}..{bins[-1].generated:,.0f}",
-            f"{count:,.0f}",
-            f"{share:.0%}",
-            short_s(s.seconds),
-        )
-    return table
-
-
 def excluded(result: PlanResult) -> Table:
     """Everything that does not fit, nearest first."""
     table = narrow_table("does not fit~", "because~")
@@ -293,7 +242,7 @@ def curve(points: Sequence[ScalingPoint], at: int | None) -> Table:
         node = plan.train.layout.devices // plan.nodes
         each = plan.tokens_s / point.devices
         mark = "knee" if i == at else ""
-        counts = " ".join(f"{s.replicas}xTP{s.tp}" for s in plan.rollout.segments)
+        counts = " ".join(f"{s.replicas}xTP{s.tp}" for s in plan.engines)
         cells = [
             str(point.devices),
             f"{plan.nodes}+{rollout // node}",
@@ -310,7 +259,7 @@ def curve(points: Sequence[ScalingPoint], at: int | None) -> Table:
 
 def classes(asked: PlanRequest, plan: RunPlan) -> str:
     """Replicas per TP class, from large to small."""
-    return " ".join(f"{s.replicas}x{_pool(asked, s.pool)}TP{s.tp}" for s in plan.rollout.segments)
+    return " ".join(f"{s.replicas}x{_pool(asked, s.pool)}TP{s.tp}" for s in plan.engines)
 
 
 def _pool(asked: PlanRequest, pool: int) -> str:

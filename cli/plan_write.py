@@ -39,12 +39,10 @@ class Target(NamedTuple):
     force: bool
 
 
-def check_target(target: Target, *, layouts: str, swept: bool) -> None:
+def check_target(target: Target, *, swept: bool) -> None:
     """Raise `UserError` for what can be refused before the search."""
     if swept:
         raise invalid("--write", str(target.path), "a range of --gpus has no one plan", "one number of GPUs")
-    if layouts != "node":
-        raise invalid("--write", str(target.path), "--layouts any has layouts that no run has", "--layouts node")
     if target.path.exists() and not target.force:
         raise invalid("--write", str(target.path), "the file exists", "another name, or --force")
     if not target.path.absolute().parent.is_dir():
@@ -65,7 +63,7 @@ def write_row(
     rows = len(result.plans)
     if target.row > rows:
         raise invalid("--choose", target.row, f"the table has {rows} rows", f"1 to {rows} (more: --best)")
-    values = {**_asked(config, options, asked), **row_values(config, asked.pools, result, target.row - 1)}
+    values = {**_asked(config, options, asked), **row_values(config, asked.pools, result.plans[target.row - 1])}
     text = run_file_text(run_file, overrides, config, values)
     target.path.write_text(text, encoding="utf-8")
     print_note(f"row {target.row} is in {target.path}; next: libra-hpc check {target.path}")

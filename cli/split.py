@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from functools import partial
 
 from rich.console import Group, RenderableType
 from rich.status import Status
@@ -18,10 +17,10 @@ from . import plan_tables
 from .output import WIDTH, PlainConsole, busy, console
 
 
-def planned(config: RunConfig, rooms: Mapping[str, HostRoom], simulated: bool = True) -> InitialPlan:
+def planned(config: RunConfig, rooms: Mapping[str, HostRoom], quick: bool = False) -> InitialPlan:
     """The plan of a run file with ``components.split = "auto"``, with a spinner; raises `UserError`."""
     with busy("planning") as status:
-        return initial_plan(config, simulated=simulated, progress=partial(simulating, status), rooms=rooms)
+        return initial_plan(config, quick=quick, progress=lambda plays: simulating(status, plays), rooms=rooms)
 
 
 def show_split(made: InitialPlan, *, stderr: bool = False) -> None:
@@ -29,9 +28,9 @@ def show_split(made: InitialPlan, *, stderr: bool = False) -> None:
     (PlainConsole(file=sys.stderr, width=WIDTH, highlight=False) if stderr else console()).print(_screen(made))
 
 
-def simulating(status: Status, done: int, whole: int) -> None:
-    """Show in the spinner how many batches are simulated."""
-    status.update(f"simulating plans: {done} of {whole} batches")
+def simulating(status: Status, plays: int) -> None:
+    """Show in the spinner how many plans have been played."""
+    status.update(f"playing plans: {plays}")
 
 
 def words(made: InitialPlan) -> str:

@@ -21,7 +21,7 @@ from hypothesis import settings
 from libra_hpc.annexes.devcluster.cluster import Cluster, ClusterInfo
 from libra_hpc.annexes.devcluster.packages import ensure_packages
 from libra_hpc.errors import OperationError
-from libra_hpc.planning import simulated_plan
+from libra_hpc.planning import best_plan
 from libra_hpc.slurm.site_commands import clean_environment
 
 # How long an example takes says how busy the machine is, not whether the code is right.
@@ -139,9 +139,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan is simulated on as few batches as of large runs: for tests of what is made from a plan, which takes some
-    ten seconds otherwise."""
-    monkeypatch.setattr(simulated_plan, "TURNS", 0)
+    """Plans are played once, on a part of a batch: for tests of what is made from a plan."""
+    monkeypatch.setattr(best_plan, "FINALISTS", 0)
+    monkeypatch.setattr(best_plan, "PLAYED_TURNS", 500)
 
 
 @pytest.fixture(scope="session")

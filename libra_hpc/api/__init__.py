@@ -122,11 +122,11 @@ def plan(
 ) -> dict[str, Any]:
     """The best splits of the nodes, as `libra-hpc plan RUN.toml --json` prints them.
 
-    ``gpus``: to plan for, 0: those of the run file; ``quick``: by the cost models alone, without the simulator.
+    ``gpus``: to plan for, 0: those of the run file; ``quick``: one batch of a few plans is played.
     """
     config = load(Path(run_file), _texts(overrides))
     asked = plan_verb.question(config, Options(gpus=gpus), Assumed(), rooms=known_rooms(config))
-    return plan_verb.plan_facts(asked, *plan_verb.best(asked, best, simulated=not quick))
+    return plan_verb.plan_facts(asked, *plan_verb.best(asked, best, quick=quick))
 
 
 def submit(

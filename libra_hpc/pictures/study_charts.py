@@ -9,7 +9,6 @@ from pathlib import Path
 from libra_hpc.facts.comparison import MetricCurve
 from libra_hpc.facts.series import smooth
 from libra_hpc.policies.search.run_plan import RunPlan
-from libra_hpc.policies.search.scaling_curve import ScalingPoint, knee
 from libra_hpc.simulator.result import SimulationResult
 
 from .svg_chart import Chart, Line, Mark, draw, stair
@@ -65,11 +64,10 @@ def median_line(curves: Sequence[MetricCurve]) -> list[tuple[float, ...]]:
     return points
 
 
-def draw_scaling(points: Sequence[ScalingPoint], title: str, out: Path) -> None:
-    """The scaling curve of a sweep and its knee."""
-    xs, ys = zip(*((p.devices, p.plan.tokens_s) for p in points if p.plan is not None), strict=True)
-    at = knee(points)
-    known = f"knee at {points[at].devices} GPUs" if at is not None else ""
+def draw_scaling(points: Sequence[tuple[int, float]], knee: int | None, title: str, out: Path) -> None:
+    """The scaling curve of a sweep: (GPUs, tokens/s), and the GPUs at its knee."""
+    xs, ys = zip(*points, strict=True)
+    known = f"knee at {knee} GPUs" if knee is not None else ""
     chart = Chart(
         title="Trained tokens per second of the best plan",
         described=f"From {xs[0]} to {xs[-1]} GPUs: {ys[0]:,.0f} to {ys[-1]:,.0f} tokens/s. {known}",
@@ -80,7 +78,7 @@ def draw_scaling(points: Sequence[ScalingPoint], title: str, out: Path) -> None:
             Line("best plan", "reward", xs, ys, "points"),
             Line("best plan", "reward", xs, ys),
         ],
-        marks=[] if at is None else [Mark(points[at].devices, "drift", known, known)],
+        marks=[] if knee is None else [Mark(knee, "drift", known, known)],
     )
     draw([chart], title, out)
 

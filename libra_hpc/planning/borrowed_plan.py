@@ -15,11 +15,12 @@ from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.policies.control.borrow_choice import Worth, worth
 from libra_hpc.policies.search.run_plan import RunPlan
 from libra_hpc.simulator.borrowing import Borrow, Borrowing, borrowing
-from libra_hpc.simulator.settings import Colocation, SimulationSettings
 
+from .best_plan import scene
 from .request import PlanRequest
-from .simulated_plan import LARGEST, engines_of
 
+LARGEST = 100_000
+"""Turns that are played: three times take half a minute."""
 BATCHES = 5
 """The first one fills the engines and does not count.  Half: the gain of one batch decides; double: twice as long."""
 
@@ -51,14 +52,5 @@ def _played(asked: PlanRequest, plan: RunPlan, borrow: Borrow, steps: StepLookup
     work = asked.work.batch(BATCHES * size, group, 0)
     if (turns := sum(len(one.turns) for one in work)) > LARGEST:
         raise UserError(f"--borrow: {BATCHES} batches have {turns:,} turns; valid: at most {LARGEST:,} are simulated.")
-    settings = SimulationSettings(
-        max_inflight=asked.max_inflight,
-        max_num_seqs=asked.options.max_num_seqs,
-        max_model_len=asked.options.max_model_len,
-        batch_groups=size // group,
-        eta=asked.batch.eta,
-        train_s=plan.train.time.total,
-        colocation=Colocation(plan.in_turn.switch_s) if plan.in_turn else None,
-    )
-    engines = engines_of(plan.rollout, [pool.device for pool in asked.pools], asked.shape, steps)
+    engines, settings = scene(asked, asked.layouts(steps), plan)
     return borrowing(work, engines, borrow, asked.policy, settings)

@@ -29,9 +29,9 @@ from libra_hpc.policies.search.run_plan import DevicePool, PlanResult, RunPlan
 from libra_hpc.policies.search.train_layout import Hybrid
 
 from . import in_turn
+from .best_plan import Progress, best_plans
 from .measured_train_speed import with_train_speed
 from .request import KIND, PlanRequest, as_planned, kind, request
-from .simulated_plan import Progress, simulated_plans
 
 CANDIDATES = 5
 """Plans that are recorded and shown."""
@@ -61,15 +61,14 @@ class InitialPlan(msgspec.Struct, frozen=True):
 def initial_plan(
     config: RunConfig,
     *,
-    simulated: bool = True,
-    progress: Progress = lambda done, whole: None,
+    quick: bool = False,
+    progress: Progress = lambda plays: None,
     cache: Path | None = None,
     rooms: Mapping[str, HostRoom] = MappingProxyType({}),
 ) -> InitialPlan:
     """Fill in the split of a run file with ``components.split = "auto"``.
 
-    ``simulated``: the simulator chooses among the best plans; otherwise the cost models choose. ``cache``: a folder
-    that remembers simulated batches. ``rooms``: see `request`.
+    ``quick`` and ``cache``: see `best_plans`. ``rooms``: see `request`.
 
     Raises `UserError` for unknown hardware or models, for nodes that cannot be divided, for keys that the plan chooses,
     and when nothing fits.
@@ -86,22 +85,18 @@ def initial_plan(
     asked = msgspec.structs.replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
     if planned.planner.time_sharing == "auto":
         asked = in_turn.asked_in_turn(asked, config)
-    search = asked.search()
-    result = search.run(CANDIDATES, trainers=(0,))
-    if simulated:
-        result = simulated_plans(asked, search, result, progress=progress, cache=cache)
-        result = msgspec.structs.replace(result, plans=result.plans[:CANDIDATES])
-    chosen = run_file_values(config, asked.pools, result, alike)
+    result = best_plans(asked, quick=quick, trainers=(0,), progress=progress, cache=cache)
+    result = msgspec.structs.replace(result, plans=result.plans[:CANDIDATES])
+    chosen = run_file_values(config, asked.pools, result.plans[0], alike)
     return InitialPlan(with_values(config, {**chosen, "components.split": "explicit"}), asked, result, chosen)
 
 
-def run_file_values(config: RunConfig, pools: Sequence[DevicePool], result: PlanResult, alike: bool) -> dict[str, Any]:
-    """The best plan as run-file values, by dotted key. ``alike``: every node may train.
+def run_file_values(config: RunConfig, pools: Sequence[DevicePool], plan: RunPlan, alike: bool) -> dict[str, Any]:
+    """``plan`` as run-file values, by dotted key. ``alike``: every node may train.
 
     Raises `UserError` when no engine on a remaining node holds the longest trajectories.
     """
-    plan = result.plans[0]
-    values = _nodes(config, pools, plan, alike) | _training(config, plan) | _engines(pools, result) | in_turn.keys(plan)
+    values = _nodes(config, pools, plan, alike) | _training(config, plan) | _engines(pools, plan) | in_turn.keys(plan)
     # Nodes without GPUs, or with more than replicas of a run file take.
     processes, whole = core_world(with_values(config, values)).processes, pools[plan.pool].node_devices
     return values if processes == whole else values | {"train.processes": whole}
@@ -133,15 +128,13 @@ def plan_record(made: InitialPlan) -> dict[str, Any]:
             "batch_s": plan.seconds,
             "train_s": plan.train.time.total,
             "rollout_s": plan.rollout_s,
-            "simulated_batches": plan.simulated,
-            "model_s": plan.model_s,
+            "played_batches": plan.played,
             "tokens_s": plan.tokens_s,
             "hidden_s": plan.hidden_s,
             "switch_s": plan.in_turn.switch_s if plan.in_turn else 0.0,
         },
         "plan": msgspec.to_builtins(plan),
         "best": msgspec.to_builtins(made.result.plans),
-        "gap": made.result.gap,
         "straggler_s": made.result.straggler,
         "excluded": msgspec.to_builtins(made.result.excluded),
         "sources": list(made.result.sources),
@@ -232,32 +225,14 @@ def _training(config: RunConfig, plan: RunPlan) -> dict[str, Any]:
     return {f"train.{key}": value for key, value in (chosen | without).items()}
 
 
-def _engines(pools: Sequence[DevicePool], result: PlanResult) -> dict[str, Any]:
+def _engines(pools: Sequence[DevicePool], plan: RunPlan) -> dict[str, Any]:
     """TP and engines of every hybrid and rollout node, in this order."""
-    plan = result.plans[0]
-    degrees: list[int] = []
-    for index, pool in enumerate(pools):
-        nodes = pool.nodes - (plan.nodes if index == plan.pool else 0)
-        own = sorted(
-            s.tp for s in plan.rollout.segments if s.pool == index for _ in range(s.devices // pool.node_devices)
-        )
-        # Nodes without a share of the plan's lengths get the best single TP degree.
-        alone = min(((seconds, tp) for p, tp, seconds in result.alone if p == index), default=(0.0, 0))[1]
-        spare = alone or result.spare[index]
-        if len(own) < nodes and not spare:
-            raise invalid(
-                "components.rollout.gpu_type",
-                pool.device.name,
-                "no TP degree holds the longest trajectories there",
-                "a larger GPU",
-            )
-        degrees += own[:nodes] + [spare] * (nodes - len(own))
-    sizes = [
-        pool.node_devices
-        for index, pool in enumerate(pools)
-        for _ in range(pool.nodes - (plan.nodes if index == plan.pool else 0))
-    ]
-    engines = [size // tp for size, tp in zip(sizes, degrees, strict=True)]
+    degrees, engines = list[int](), list[int]()
+    for one in plan.engines:
+        pool = pools[one.pool]
+        nodes = pool.nodes - (plan.nodes if one.pool == plan.pool else 0)
+        degrees += [one.tp] * nodes
+        engines += [pool.node_devices // one.tp] * nodes
     return {"rollout.tp": _one(degrees), "rollout.engines_per_node": _one(engines)}
 
 

@@ -26,7 +26,7 @@ from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.control.decide import Planner
 from libra_hpc.policies.control.repartition_choice import RepartitionAdvisor, RunningLayout
 from libra_hpc.policies.control.rollout_by_nodes import NodeEngines, RolloutByNodes
-from libra_hpc.policies.search.run_plan import PlanResult
+from libra_hpc.policies.search.run_plan import RunPlan
 
 from .initial import hybrid_of, interchangeable, run_file_values
 from .measured_train_speed import core_layout
@@ -78,11 +78,11 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
     space = msgspec.structs.replace(asked.space, recompute=RECOMPUTE)
     batch = asked.batch
 
-    def proposed_values(result: PlanResult) -> dict[str, Any]:
-        layout = result.plans[0].train.layout
+    def proposed_values(plan: RunPlan) -> dict[str, Any]:
+        layout = plan.train.layout
         # The plan's memory check assumed these two values.
         memory = {"train.micro_tokens": layout.micro_tokens, "train.recompute": layout.recompute}
-        return {**run_file_values(config, asked.pools, result, True), **memory, "planner.hybrid_start": "rollout"}
+        return {**run_file_values(config, asked.pools, plan, True), **memory, "planner.hybrid_start": "rollout"}
 
     parts = config.components
     alike = interchangeable(parts.train, parts.hybrid, parts.rollout)

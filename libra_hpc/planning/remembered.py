@@ -1,49 +1,41 @@
-"""Seconds of simulated batches, remembered between calls: `check`, `submit` and `sweep` simulate the same plans.
+"""Answers remembered between calls: `check`, `submit` and `sweep` ask for the same plan.
 
-- Question, code of this library and policy file are those of before -> the seconds of before, to the last digit.
-- The cache cannot be read or written -> simulated again.
+- Question, code of this library and policy file are those of before -> the answer of before, to the last digit.
+- The cache cannot be read or written -> the search runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from libra_hpc import errors
 from libra_hpc.files import write_atomic
+from libra_hpc.policies.search.run_plan import PlanResult
 
-from .request import PlanRequest
 
+class Remembered:
+    """The answer to one question, plain data; ``folder``: where answers are, None: nowhere."""
 
-class RememberedSeconds:
-    """The batches of one question; ``folder``: where answers are, None: nowhere."""
+    def __init__(self, asked: object, policy: str, folder: Path | None) -> None:
+        self._file = folder / "plans" / f"{digest(asked, [Path(policy.rpartition(':')[0])])}.json" if folder else None
 
-    def __init__(self, asked: PlanRequest, folder: Path | None) -> None:
-        self._file = (
-            folder / "plans" / f"{digest(asked, [Path(asked.policy.rpartition(':')[0])])}.json" if folder else None
-        )
-        self._seconds: dict[str, tuple[float, float]] = {}
+    def result(self) -> PlanResult | None:
+        """The answer of before."""
         if self._file is not None:
             with contextlib.suppress(OSError, ValueError):
-                self._seconds = msgspec.json.decode(self._file.read_bytes(), type=dict[str, tuple[float, float]])
+                return msgspec.json.decode(self._file.read_bytes(), type=PlanResult)
+        return None
 
-    def of(self, asked: object, simulated: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-        """The answer to ``asked``, plain data; ``simulated()`` where it is not known."""
-        key = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
-        if key not in self._seconds:
-            self._seconds[key] = simulated()
-            self._save()
-        return self._seconds[key]
-
-    def _save(self) -> None:
+    def keep(self, result: PlanResult) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(self._file, msgspec.json.encode(self._seconds))
+                write_atomic(self._file, msgspec.json.encode(result))
 
 
 def digest(asked: object, files: Iterable[Path] = ()) -> str:

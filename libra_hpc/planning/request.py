@@ -27,7 +27,7 @@ from libra_hpc.models.update_time import CHANGED, UpdateTime, update_time
 from libra_hpc.policies.costs.factors import NONE, Factors
 from libra_hpc.policies.costs.lengths import BatchWork, Lengths, TrajectoryLengths, lognormal, observe, sketch
 from libra_hpc.policies.costs.rollout_time import RolloutOptions
-from libra_hpc.policies.search.best_plan import PlanSearch
+from libra_hpc.policies.search.layout_space import LayoutSpace
 from libra_hpc.policies.search.run_plan import DevicePool, InTurn
 from libra_hpc.policies.search.train_layout import NO_HYBRID, Hybrid, TrainSpace
 from libra_hpc.protocol.trace import TrajectoryRecord
@@ -38,7 +38,7 @@ from .work import Assumed, Work
 
 
 class PlanRequest(msgspec.Struct, frozen=True):
-    """Arguments of `libra_hpc.policies.search.best_plan.plan`."""
+    """The question of `libra_hpc.planning.best_plan`."""
 
     shape: ModelShape
     pools: tuple[DevicePool, ...]
@@ -48,7 +48,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
     lengths: str
     """Source of the lengths, in words."""
     work: Work
-    """Batches to simulate."""
+    """Batches to play."""
     factors: Factors = NONE
     """Corrections of the training model."""
     train_speed: str = ""
@@ -67,28 +67,21 @@ class PlanRequest(msgspec.Struct, frozen=True):
     switch_from: str = "assumed: --switch-s"
     """Source of their switches, in words."""
 
-    def search(
-        self,
-        factors: Factors | None = None,
-        *,
-        whole_nodes: bool = True,
-        steps: StepLookup = lookup,
-        in_turn: bool = True,
-    ) -> PlanSearch:
-        """The search for its answer; ``factors``: other corrections of the training model."""
-        return PlanSearch(
+    def layouts(self, steps: StepLookup = lookup) -> LayoutSpace:
+        """What fits."""
+        return LayoutSpace(
             self.shape,
             self.pools,
             self.batch,
+            group=self.options.group,
+            longest=self.options.max_model_len,
             space=self.space,
-            options=self.options,
-            factors=self.factors if factors is None else factors,
-            whole_nodes=whole_nodes,
+            factors=self.factors,
             hybrid=self.hybrid,
             hosts=self.hosts,
             steps=steps,
             update=self.update,
-            in_turn=self.in_turn if in_turn else (),
+            in_turn=self.in_turn,
         )
 
     @property

@@ -21,8 +21,8 @@ from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import cache_folder
 from libra_hpc.models.host_memory import HostRoom
+from libra_hpc.planning.best_plan import Progress
 from libra_hpc.planning.initial import InitialPlan, initial_plan
-from libra_hpc.planning.simulated_plan import Progress
 from libra_hpc.slurm.fit import check_fit, with_resources
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.launch import JobRequest, Launch, job_request
@@ -66,7 +66,7 @@ class CheckedRun:
         return Launch(self.request, run, attempt, after=after, from_step=from_step)
 
 
-def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambda done, whole: None) -> CheckedRun:
+def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambda plays: None) -> CheckedRun:
     """Fill in what the run file leaves open and run every check; raises the first mistake.
 
     ``slurm_required``: raise `SlurmUnreachable` when a Slurm is needed and none answers.

@@ -2,7 +2,7 @@
 
 - `parse_borrow` reads ``16:code``: 16 engines, code-like traffic; ``16:code:0.5``: with that many requests a second at
   each of them; ``16:spot``: no traffic, but taken back now and then.
-- `lent_engines` makes them; `borrowing` plays the three simulations.
+- `lent_engines` makes them; `borrowing` plays all three.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from libra_hpc.errors import invalid
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.trace import TrajectoryRecord
 
+from .play import played
 from .result import SimulationResult
 from .serving_traffic import IDLE_WINDOW, KINDS, LogNormal, ServingRequest, idle_windows, requests
 from .settings import EngineSpec, LenderSpec, SimulationSettings
@@ -114,12 +115,6 @@ def lent_engines(borrow: Borrow, like: EngineSpec, seconds: float, *, seed: int 
     ]
 
 
-def batch_s(result: SimulationResult) -> float:
-    """Seconds from the end of a training step to that of the next; of a single batch all seconds."""
-    ends = [step.end_at for step in result.steps]
-    return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else result.makespan_s
-
-
 def borrowing(
     work: Sequence[TrajectoryRecord],
     engines: Sequence[EngineSpec],
@@ -143,9 +138,9 @@ def borrowing(
     simulation, result = play([*engines, *lent])
     theirs = sum(one.generated_tokens for one in result.engines if one.engine.startswith("lent-"))
     return Borrowing(
-        alone=batch_s(alone),
-        borrowed=batch_s(result),
-        own=batch_s(own),
+        alone=played(alone, settings).batch_s,
+        borrowed=played(result, settings).batch_s,
+        own=played(own, settings).batch_s,
         share=simulation.lenders.share,
         leaves=simulation.lenders.leaves,
         tokens=theirs / max(1, result.generated_tokens),

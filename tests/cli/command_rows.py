@@ -113,7 +113,6 @@ COMMANDS = [
     ("plan run.toml --gpus 0 --device a800", "--gpus = '0': an empty range; valid: a range from fewer to more GPUs,"),
     ("plan run.toml --gpus 16 --device a800 --trace nowhere", "nowhere cannot be read (No such file or directory)."),
     ("plan run.toml --gpus 16 --device a800 --train-speed nowhere", "planner.train_speed = 'nowhere': No such file"),
-    ("plan run.toml --gpus 16 --device a800 --layouts some", "--layouts = 'some': unknown value; valid: any, node."),
     ("plan run.toml --gpus 16 --device a800 --write absent/x.toml", "--write = 'absent/x.toml': no such folder;"),
     ("simulate empty.jsonl --policy ,", "--policy = ',': no policy"),
     ("simulate empty.jsonl --policy seer", "--policy = 'seer': unknown policy ("),

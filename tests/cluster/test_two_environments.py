@@ -49,11 +49,11 @@ QWEN3_14B = {
 """All that a simulated run reads of the model."""
 COMMAND = """#!{}/bin/python
 from libra_hpc_cli.app import main
-from libra_hpc.planning import simulated_plan
-simulated_plan.TURNS = 0
+from libra_hpc.planning import best_plan
+best_plan.FINALISTS = 0
 main()
 """
-"""Plans are simulated on few batches, as of large runs: the path plans five times, each time for as long as a user may
+"""Plans are played once: the path plans five times, each time for as long as a user may
 wait."""
 AFTERWARDS = """
 libra-hpc list

@@ -5,28 +5,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from libra_hpc.config.load import validate
-from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.planning import in_turn
+from libra_hpc.planning.best_plan import best_plans, scene
 from libra_hpc.planning.in_turn import ASSUMED_S, asked_in_turn, in_turn_of
 from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.planning.request import PlanRequest, request
-from libra_hpc.planning.simulated_plan import engines_of, simulated_plans
 from libra_hpc.planning.work import Assumed
-from libra_hpc.policies.scheduling.registry import make_policy
-from libra_hpc.policies.search.run_plan import RunPlan
 from libra_hpc.preflight.checks import problems
-from libra_hpc.simulator.settings import Colocation, SimulationSettings
-from libra_hpc.simulator.simulate import simulate
+from libra_hpc.simulator.play import batches_of, play
 
 from .conftest import Call, run_file
 
 pytestmark = pytest.mark.slow
 
-BATCHES = 4
 LONG = Assumed(generated=6_000, turns=6)
 
 
@@ -37,96 +32,65 @@ def asked(eta: int = 0, prompts: int = 16, switch_s: float = 5.0) -> PlanRequest
 
 def with_core(made: PlanRequest) -> PlanRequest:
     """As if this version ran every way."""
-    return msgspec.structs.replace(made, in_turn=tuple(msgspec.structs.replace(w, runs=True) for w in made.in_turn))
-
-
-def seconds_a_batch(made: PlanRequest, plan: RunPlan, portion: int) -> float:
-    """Of ``BATCHES`` batches in steady state."""
-    settings = SimulationSettings(
-        max_inflight=made.max_inflight,
-        max_num_seqs=made.options.max_num_seqs,
-        max_model_len=made.options.max_model_len,
-        batch_groups=made.batch.trajectories // made.options.group,
-        eta=made.batch.eta,
-        train_s=plan.train.time.total,
-        portion_groups=portion,
-        colocation=Colocation(plan.in_turn.switch_s) if plan.in_turn else None,
-    )
-    size, group = made.batch.trajectories, made.options.group
-    work = [
-        msgspec.structs.replace(one, prompt_id=f"{seed}/{one.prompt_id}")
-        for seed in range(BATCHES)
-        for one in made.work.batch(size, group, seed)
-    ]
-    engines = engines_of(plan.rollout, [pool.device for pool in made.pools], made.shape, lookup)
-    steps = simulate(work, engines, make_policy(made.policy), settings).steps
-    return (steps[-1].end_at - steps[0].end_at) / (len(steps) - 1)
+    return replace(made, in_turn=tuple(replace(way, runs=True) for way in made.in_turn))
 
 
 @pytest.mark.parametrize("eta", [0, 1])
 def test_a_batch_in_turn_takes_both_stages_and_a_pair_of_switches(eta: int) -> None:
     made = asked(eta)
-    search = made.search()
-    for plan in search.in_turn([4], 0):
+    space = made.layouts()
+    plans = list(space.plans([4], 0))
+    for plan in (one for one in plans if one.in_turn and one.engines[0].tp == 8):
         rolls = 4 if plan.in_turn.core_rolls else 4 - plan.nodes
         assert (plan.trains, plan.rolls(4)) == (3, rolls)
-        assert 8 * rolls == plan.rollout.devices(0)
-        whole = plan.train.time.total + plan.update.diff_s + plan.rollout_s + 5.0
-        assert plan.seconds == pytest.approx(whole + plan.update.pause_s / plan.rollout.least_tp)
-        alone = search.build([4], 0, plan.nodes)
+        assert 8 * rolls == plan.engines[0].devices
+        alone = next(one for one in plans if not one.in_turn and one.nodes == plan.nodes)
         assert plan.train.time.total < alone.train.time.total or plan.nodes == 3
-        assert plan.rollout_s < alone.rollout_s or not plan.in_turn.core_rolls
+        engines, settings = scene(made, space, plan)
+        work = made.work.batch(batches_of(1, settings) * made.batch.trajectories, made.options.group, 0)
+        found = play(work, engines, made.policy, settings)
+        least = plan.train.time.total + plan.in_turn.switch_s
+        assert found.batch_s > least
+        if not eta:
+            assert found.batch_s == pytest.approx(least + found.rollout_s + plan.update.diff_s, rel=0.05)
 
 
 def test_cheap_switches_choose_nodes_in_turn_and_dear_ones_today_s_split() -> None:
-    chosen = [with_core(asked(switch_s=s)).search().run().plans[0] for s in (1.0, 1_000.0)]
+    chosen = [best_plans(with_core(asked(switch_s=s))).plans[0] for s in (1.0, 1_000.0)]
     assert [plan.in_turn is not None for plan in chosen] == [True, False]
 
 
 def test_what_this_version_does_not_run_is_shown_for_study_alone() -> None:
     assert [way.runs for way in asked().in_turn] == [True, False], "no core rolls out on GPUs"
-    made = asked(eta=1, switch_s=0.0)
-    search = made.search()
-    for result in (search.run(), simulated_plans(made, search, search.run())):
-        assert all(plan.in_turn is None for plan in result.plans)
-        ((plan, even_s),) = in_turn_of(result)
-        assert plan is result.study
-        assert even_s == pytest.approx(min(p.seconds for p in result.plans) - plan.seconds)
-
-
-@pytest.mark.parametrize("core_rolls", [False, True])
-def test_the_planned_seconds_are_those_of_simulated_batches_in_turn(core_rolls: bool) -> None:
-    made = with_core(asked())
-    made = msgspec.structs.replace(made, in_turn=tuple(w for w in made.in_turn if w.core_rolls is core_rolls))
-    search = made.search()
-    plan = next(p for p in simulated_plans(made, search, search.run()).plans if p.in_turn)
-    assert plan.seconds == pytest.approx(seconds_a_batch(made, plan, 0), rel=0.1)
+    result = best_plans(asked(eta=1, switch_s=0.0))
+    assert all(plan.in_turn is None for plan in result.plans)
+    ((plan, even_s),) = in_turn_of(result)
+    assert plan is result.study
+    assert even_s == pytest.approx(min(p.seconds for p in result.plans) - plan.seconds)
 
 
 @pytest.mark.parametrize("prompts", [16, 32])
-def test_the_planned_seconds_of_streamed_training_are_those_of_simulated_batches(prompts: int) -> None:
+def test_groups_that_are_complete_are_trained_beside_rollout(prompts: int) -> None:
     made = asked(prompts=prompts, switch_s=1_000.0)
-    search = made.search()
-    plan = simulated_plans(made, search, search.run()).plans[0]
-    portion = search.portion(plan)
-    assert 0 < portion <= prompts / 2
+    plan = best_plans(made).plans[0]
+    assert 0 < made.layouts().portion(plan) <= prompts / 2
     assert 0.2 * plan.train.time.total < plan.hidden_s < plan.train.time.total
-    assert plan.seconds == pytest.approx(seconds_a_batch(made, plan, portion), rel=0.1)
-    assert plan.model_s == pytest.approx(plan.seconds, rel=0.2)
+    whole = plan.train.time.total - plan.hidden_s + plan.rollout_s
+    assert plan.seconds == pytest.approx(whole, rel=0.01)
 
 
 @pytest.mark.parametrize("changes", [{"minibatches": 2}, {"reference_kl_coef": 0.1}, {"eta": 1}])
 def test_nothing_is_hidden_where_batches_are_trained_whole(changes: dict[str, Any]) -> None:
     algorithm = {"prompts_per_step": 16, "eta": 0, **changes}
     made = request(validate(run_file((2, 0, 2), algorithm=algorithm)), assumed=LONG)
-    assert made.search().run().plans[0].hidden_s == 0.0
+    assert best_plans(made, quick=True).plans[0].hidden_s == 0.0
 
 
 def filled(switch_s: float, monkeypatch: pytest.MonkeyPatch) -> InitialPlan:
     monkeypatch.setattr(in_turn, "ASSUMED_S", switch_s)
     planner = {"time_sharing": "auto"}
     data = run_file((2, 0, 3), algorithm={"prompts_per_step": 64, "eta": 0, "minibatches": 2}, planner=planner)
-    return initial_plan(validate({**data, "components": {"split": "auto", **data["components"]}}), simulated=False)
+    return initial_plan(validate({**data, "components": {"split": "auto", **data["components"]}}), quick=True)
 
 
 def test_a_split_that_is_filled_in_has_the_hybrid_nodes_of_a_plan_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,8 @@
-"""The split of a run file with ``auto``: it is valid, optimal, and every contradiction is one sentence."""
+"""The split of a run file with ``auto``: it is valid, and every contradiction is one sentence."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.errors import UserError
-from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.planning.initial import InitialPlan, initial_plan, plan_record
-from libra_hpc.policies.costs.rollout_time import ReplicaCost
 from libra_hpc.preflight.checks import problems
 from libra_hpc.preflight.train_worlds import degrees_of
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
@@ -33,7 +30,7 @@ def auto(nodes: tuple[int, int, int] = (2, 2, 2), **sections: Any) -> dict[str, 
 
 
 def planned(data: dict[str, Any]) -> InitialPlan:
-    return initial_plan(validate(data), simulated=False)
+    return initial_plan(validate(data), quick=True)
 
 
 def node_lists(config: RunConfig) -> tuple[list[int], list[int]]:
@@ -67,25 +64,8 @@ def test_the_filled_in_run_file_uses_every_gpu_and_is_valid(nodes: tuple[int, in
     degrees, engines = node_lists(config)
     assert all(tp * count == 8 for tp, count in zip(degrees, engines, strict=True))
     assert degrees == sorted(degrees), "hybrid nodes, which come first, have the smallest TP"
-    classes = {s.tp: s.replicas for s in made.plan.rollout.segments}
+    classes = {s.tp: s.replicas for s in made.plan.engines}
     assert {tp: sum(n for t, n in zip(degrees, engines, strict=True) if t == tp) for tp in set(degrees)} == classes
-
-
-@pytest.mark.parametrize("eta", [0, 1])
-def test_it_is_the_best_of_all_splits_with_whole_nodes(eta: int) -> None:
-    # With two minibatches nothing is trained beside a synchronous rollout.
-    made = planned(auto(algorithm={"prompts_per_step": 64, "eta": eta, "minibatches": 2}))
-    asked, pool = made.asked, made.asked.pools[0]
-    replicas = [ReplicaCost(lookup(pool.device, asked.shape, tp), asked.batch, asked.options) for tp in (1, 2, 4, 8)]
-    last, best = len(asked.batch.lengths.bins) - 1, math.inf
-    train = {plan.nodes: plan.train.time.total + plan.update.diff_s for plan in made.result.plans}
-    for nodes, seconds in train.items():
-        for replica in replicas:
-            count = (pool.nodes - nodes) * 8 // replica.tp
-            lag = seconds + asked.update.way_s(8) if eta else 0.0
-            rollout = replica.time(0, last, count, lag) + asked.update.pause_s / replica.tp
-            best = min(best, max(seconds, rollout) if eta else seconds + asked.update.way_s(replica.tp) + rollout)
-    assert made.plan.seconds == pytest.approx(best, rel=1e-9)
 
 
 def test_nodes_of_another_kind_roll_out_and_what_does_not_train_is_hybrid() -> None:

@@ -17,6 +17,7 @@ from libra_hpc.config.load import load_run_file, validate, with_values
 from libra_hpc.errors import UserError
 from libra_hpc.models.host_memory import HostRoom, NodeWork, node_memory
 from libra_hpc.models.shapes import model_shape
+from libra_hpc.planning.best_plan import best_plans
 from libra_hpc.planning.request import request
 from libra_hpc.planning.row_values import row_values
 from libra_hpc.preflight import checked_run
@@ -103,18 +104,18 @@ def test_every_plan_fits_in_the_memory_of_real_nodes(model: str, memory_gb: int)
     asked = request(config, rooms=rooms)
     if rooms["train"].limit(node_memory(shape, NodeWork(core_nodes=5))) is not None:
         with pytest.raises(UserError, match=r"GB of .* a node, most for weight (image|offers)"):
-            asked.search().run()
+            best_plans(asked, quick=True)
         return
-    result = asked.search().run()
-    for row, plan in enumerate(result.plans):
-        written = with_values(config, row_values(config, asked.pools, result, row))
+    result = best_plans(asked, quick=True)
+    for plan in result.plans:
+        written = with_values(config, row_values(config, asked.pools, plan))
         assert check_hosts(host_needs(written, shape, known)) == []
         assert written.train.snapshot_every == (4 if plan.snapshots else 0)
         if not plan.snapshots:
             kept = written.changed(train={"snapshot_every": 4})
             assert rooms["train"].limit(node_memory(shape, NodeWork(snapshots=True, core_nodes=plan.nodes))) is not None
             with pytest.raises(UserError):
-                request(kept, rooms=rooms).search().run(trainers=(0,), nodes=[plan.nodes + 1])
+                best_plans(request(kept, rooms=rooms), quick=True, trainers=(0,), nodes=[plan.nodes + 1])
 
 
 def test_a_plan_whose_nodes_lack_room_for_snapshots_has_none(
@@ -182,7 +183,6 @@ def test_comments_survive_and_a_file_is_replaced_by_order_only(tmp_path: Path, c
     [
         (("--choose", "99"), "--choose = 99: the table has"),
         (("--gpus", "16..32"), "a range of --gpus has no one plan"),
-        (("--layouts", "any"), "--layouts any has layouts that no run has"),
         (("--model", "qwen3-4b"), "--model = 'qwen3-4b': a run needs the weights"),
     ],
 )
@@ -217,6 +217,6 @@ def test_a_plan_counts_the_reference_policys_memory_and_its_pass() -> None:
     (pool,) = before.pools
     core = msgspec.structs.replace(before.hosts.core, snapshots=False, core_nodes=pool.nodes - 1)
     rooms = dict.fromkeys(("train", "hybrid", "rollout"), HostRoom(node_memory(shape, core).total))
-    assert request(plain, rooms=rooms).search().run().plans[0].nodes == pool.nodes - 1
+    assert best_plans(request(plain, rooms=rooms), quick=True).plans[0].nodes == pool.nodes - 1
     with pytest.raises(UserError, match="of host memory a node"):
-        request(config, rooms=rooms).search().run()
+        best_plans(request(config, rooms=rooms), quick=True)

@@ -11,7 +11,7 @@ predicted seconds of the running layout. Only the ratio of two layouts then rest
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import hypot
 from typing import Any
 
@@ -22,12 +22,12 @@ from libra_hpc.errors import UserError
 from libra_hpc.models.memory import TrainLayout
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
-from libra_hpc.models.train_seconds import HybridWorlds, TrainCost
+from libra_hpc.models.train_seconds import HybridWorlds, TrainCost, hidden_seconds
 from libra_hpc.policies.costs.factors import Factors
 from libra_hpc.policies.costs.lengths import BatchWork
-from libra_hpc.policies.costs.rollout_time import RolloutOptions
-from libra_hpc.policies.search.best_plan import ROLLOUT_TP, PlanSearch
-from libra_hpc.policies.search.run_plan import DevicePool, PlanResult, RunPlan
+from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
+from libra_hpc.policies.search.layout_space import ROLLOUT_TP, LayoutSpace
+from libra_hpc.policies.search.run_plan import DevicePool, RunPlan
 from libra_hpc.policies.search.train_layout import NO_HYBRID, Hybrid, TrainSpace
 from libra_hpc.protocol.plan import Candidate, PlanDecision, PlanSnapshot
 
@@ -60,7 +60,7 @@ class RunningLayout(msgspec.Struct, frozen=True):
 class RepartitionAdvisor:
     """Proposes layouts, each one once.
 
-    ``run_file_values`` turns a result into keys and values of the run file, or raises `UserError`. Without it, a
+    ``run_file_values`` turns a plan into keys and values of the run file, or raises `UserError`. Without it, a
     proposal cannot be carried out.
     """
 
@@ -76,7 +76,7 @@ class RepartitionAdvisor:
         minibatches: int = 1,
         forwards: int = 0,
         steps: StepLookup = lookup,
-        run_file_values: Callable[[PlanResult], dict[str, Any]] | None = None,
+        run_file_values: Callable[[RunPlan], dict[str, Any]] | None = None,
     ) -> None:
         self._shape, self._pool, self._running = shape, pool, running
         self._space, self._options, self._hybrid, self._steps = space, options, hybrid, steps
@@ -105,10 +105,10 @@ class RepartitionAdvisor:
             return None
         try:
             found, share = self._best(snapshot, batch, factors, estimate)
-            changes = self._run_file_values(found) if self._run_file_values else {}
+            changes = self._run_file_values(found[0]) if self._run_file_values else {}
         except UserError:
             return None  # Nothing fits these lengths; the run itself reports it.
-        best, now = found.plans[0], estimate.times.batch
+        best, now = found[0], estimate.times.batch
         again = estimate.times.rollout * sum(group.generated for group in snapshot.groups) / estimate.rollout_tokens
         needed = settings.margin * (settings.repartition_cost_s + again)
         layout = describe(best, self._pool)
@@ -126,7 +126,7 @@ class RepartitionAdvisor:
                 needed_s=needed,
                 layout=describe(p, self._pool),
             )
-            for p in found.plans
+            for p in found
         )
         reason = (
             f"repartition: at the next step boundary, {layout} instead of"
@@ -150,26 +150,36 @@ class RepartitionAdvisor:
 
     def _best(
         self, snapshot: PlanSnapshot, batch: BatchWork, factors: Factors, estimate: Estimate
-    ) -> tuple[PlanResult, float]:
+    ) -> tuple[list[RunPlan], float]:
         """The plans with the largest sure gain, and that gain as a share of a batch. Raises `UserError` when nothing
         fits."""
 
-        def search(space: TrainSpace, degrees: Sequence[int], error: float) -> tuple[PlanResult, float]:
-            found = PlanSearch(
+        def search(space: TrainSpace, degrees: Sequence[int], error: float) -> tuple[list[RunPlan], float]:
+            options = self._model.options(snapshot)
+            layouts = LayoutSpace(
                 self._shape,
                 [self._pool],
                 batch,
+                group=options.group,
+                longest=options.max_model_len,
                 space=space,
-                options=self._model.options(snapshot),
                 factors=factors,
-                steps=self._steps,
-                gated=False,  # The measured seconds of rollout have the wait in them.
-                whole_nodes=True,
                 degrees=degrees,
                 hybrid=self._hybrid,
-            ).run(CANDIDATES, trainers=(0,))
+                steps=self._steps,
+            )
+            costs = {
+                kind.steps.tp: ReplicaCost(kind.steps, batch, options, factors)
+                for kind in layouts.kinds
+                if kind.limit is None
+            }
+            have = [self._pool.nodes]
+            timed = (by_models(plan, batch, costs, layouts.portion(plan)) for plan in layouts.plans(have, 0))
+            found = best_of_splits(timed)
+            if not found:
+                raise layouts.impossible(have)
             errors = ONE_SIDED_95 * hypot(estimate.train_error, estimate.rollout_error, error)
-            return found, 1.0 - found.plans[0].seconds / estimate.times.batch - errors
+            return found, 1.0 - found[0].seconds / estimate.times.batch - errors
 
         # Raises `UserError` where nothing at all fits.
         free = search(self._space, ROLLOUT_TP, LAYOUT_ERROR)
@@ -192,9 +202,31 @@ class RepartitionAdvisor:
         return Factors(prefill=generate, decode=generate, tool=generate, train=train)
 
 
+def by_models(plan: RunPlan, batch: BatchWork, costs: Mapping[int, ReplicaCost], portion: int) -> RunPlan:
+    """``plan`` with its seconds by the cost models; ``costs``: by TP degree; ``portion``: groups."""
+    (engines,), train_s, last = plan.engines, plan.train.time.total, len(batch.lengths.bins) - 1
+    cost = costs[engines.tp]
+    rollout_s, hidden_s = cost.time(0, last, engines.replicas), 0.0
+    if portion:
+        ends = cost.ends(0, last, engines.replicas)
+        scale = rollout_s / ends[-1][0]
+        ends = [(scale * end, share) for end, share in ends]
+        hidden_s = hidden_seconds(train_s, rollout_s, ends, portion * cost.group)
+    seconds = max(train_s, rollout_s) if batch.eta else train_s - hidden_s + rollout_s
+    return msgspec.structs.replace(plan, rollout_s=rollout_s, hidden_s=hidden_s, seconds=seconds)
+
+
+def best_of_splits(plans: Iterable[RunPlan]) -> list[RunPlan]:
+    """The fastest plan of each number of training nodes, the best first; at most `CANDIDATES`."""
+    found: dict[int, RunPlan] = {}
+    for plan in sorted(plans, key=lambda plan: (plan.seconds, plan.train.time.total + plan.rollout_s)):
+        found.setdefault(plan.nodes, plan)
+    return list(found.values())[:CANDIDATES]
+
+
 def describe(plan: RunPlan, pool: DevicePool) -> str:
     """A plan in words: nodes, training layout, rollout engines."""
-    engines = ", ".join(f"{s.replicas}xTP{s.tp}" for s in plan.rollout.segments)
+    engines = ", ".join(f"{s.replicas}xTP{s.tp}" for s in plan.engines)
     return (
         f"{plan.nodes} nodes of {pool.node_devices} train with {plan.train.layout}, {pool.nodes - plan.nodes} roll out"
         f" with {engines}"

@@ -80,7 +80,7 @@ class ReplicaCost:
         factors: Factors = NONE,
     ) -> None:
         self.tp, self.source = steps.tp, steps.source
-        self.kv_capacity = steps.kv_capacity
+        self.kv_capacity, self.group = steps.kv_capacity, options.group
         self._batch, self._options = batch, options
         lengths = batch.lengths
         self._fits = [self._need(last) <= steps.kv_capacity for last in range(len(lengths.bins))]

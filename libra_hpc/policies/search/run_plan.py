@@ -8,7 +8,6 @@ from libra_hpc.models.devices import Device
 from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.models.update_time import NO_UPDATE, UpdateTime
 
-from .rollout_layout import RolloutLayout
 from .train_layout import Excluded, TrainChoice
 
 
@@ -36,6 +35,18 @@ class InTurn(msgspec.Struct, frozen=True):
     """Whether this version runs it."""
 
 
+class PoolEngines(msgspec.Struct, frozen=True):
+    """Equal engines on the devices of a pool."""
+
+    pool: int
+    tp: int
+    replicas: int
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.replicas
+
+
 class RunPlan(msgspec.Struct, frozen=True):
     """A complete plan and its predicted cost."""
 
@@ -44,21 +55,20 @@ class RunPlan(msgspec.Struct, frozen=True):
     nodes: int
     """Nodes of its core, which always train; all other nodes roll out."""
     train: TrainChoice
-    rollout: RolloutLayout
+    engines: tuple[PoolEngines, ...]
+    """One entry for each pool that rolls out."""
     hybrid: int
     """Hybrid nodes among those that roll out."""
     rollout_s: float = 0.0
-    """Rollout seconds of one global batch: simulated, or of the cost models."""
+    """Until a batch is complete; of overlapping batches, in which engines compute."""
     seconds: float = 0.0
-    """Seconds of one global batch, with these rollout seconds."""
-    model_s: float = 0.0
-    """Seconds of one global batch, by the cost models."""
+    """Seconds of one global batch."""
     tokens_s: float = 0.0
     """Tokens of finished trajectories, trained on, per second."""
     hidden_s: float = 0.0
     """Training seconds beside rollout, because groups are trained as they are complete."""
-    simulated: int = 0
-    """Batches that were simulated."""
+    played: int = 0
+    """Batches that count."""
     snapshots: bool = True
     """Whether they fit in host memory."""
     update: UpdateTime = NO_UPDATE
@@ -81,32 +91,20 @@ class RunPlan(msgspec.Struct, frozen=True):
         return have if self.in_turn and self.in_turn.core_rolls else have - self.nodes
 
     @property
-    def mixed(self) -> bool:
-        """Whether a pool has engines of several TP degrees."""
-        pools = [s.pool for s in self.rollout.segments]
-        return len(set(pools)) < len(pools)
+    def least_tp(self) -> int:
+        """The degree of the engines that have new weights last."""
+        return min(one.tp for one in self.engines)
 
 
 class PlanResult(msgspec.Struct, frozen=True):
-    """Plans from best to worst, one for each evaluated number of training nodes."""
+    """Plans from best to worst."""
 
     plans: tuple[RunPlan, ...]
-    bound: float
-    """Seconds that no plan can beat."""
     excluded: tuple[Excluded, ...]
     """Impossible choices for the best plan's nodes, nearest to possible first; training comes before rollout."""
-    alone: tuple[tuple[int, int, float], ...]
-    """Rollout of the best plan's nodes with one class only: (pool, TP, seconds)."""
-    spare: tuple[int, ...]
-    """TP degree of each pool for nodes without a share of a plan's lengths; 0: none holds the longest."""
     straggler: float
-    """Seconds of the longest trajectories alone; more rollout nodes do not shorten them."""
+    """Seconds of the longest trajectory alone; more rollout nodes do not shorten it."""
     sources: tuple[str, ...]
     """Where step times come from."""
     study: RunPlan | None = None
     """The best plan in turn, where this version does not run it."""
-
-    @property
-    def gap(self) -> float:
-        """Share by which the best plan can be off the optimum."""
-        return max(0.0, 1.0 - self.bound / self.plans[0].seconds)

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from libra_hpc.errors import UserError
+from libra_hpc.models.step_times.lookup import StepLookup
+from libra_hpc.policies.search.run_plan import RunPlan
 
-from .best_plan import PlanSearch
-from .run_plan import RunPlan
+from .best_plan import best_plans
+from .request import PlanRequest
 
 POINTS = 16
 """Most numbers of nodes in one sweep."""
@@ -32,12 +35,14 @@ class ScalingPoint(msgspec.Struct, frozen=True):
     """Why there is no plan."""
 
 
-def sweep(search: PlanSearch, node_devices: int, nodes: Sequence[int]) -> list[ScalingPoint]:
-    """The best plan of the only pool at each number of nodes."""
+def sweep(asked: PlanRequest, steps: StepLookup, nodes: Sequence[int]) -> list[ScalingPoint]:
+    """The best plan of the only pool at each number of nodes, by a quick search."""
+    asked = replace(asked, in_turn=())
+    node_devices = asked.pools[0].node_devices
     points = []
     for n in nodes:
         try:
-            points.append(ScalingPoint(n * node_devices, search.run(1, [n]).plans[0]))
+            points.append(ScalingPoint(n * node_devices, best_plans(asked, steps, quick=True, nodes=[n]).plans[0]))
         except UserError as error:
             points.append(ScalingPoint(n * node_devices, None, str(error)))
     return points

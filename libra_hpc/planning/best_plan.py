@@ -1,0 +1,237 @@
+"""The best plan: layouts that fit, in the order of a bound, played in the simulator under the run's policy.
+
+- Plans that differ in the number of training nodes alone are a family. From its least bound a family is searched
+  downhill; a plan whose bound is not below the best is not played, and a play that becomes `STOP` times as long as the
+  best is stopped.
+- The best ones get a second, longer play.
+- More than `PLAYED_GPUS`, or large batches -> a part of the fleet is played, with the same part of the batch.
+- ``quick``: the plans of least bound, of each pool and way in turn one at least, played once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from libra_hpc.errors import UserError
+from libra_hpc.models.step_times.lookup import StepLookup, lookup
+from libra_hpc.policies.search.layout_space import LayoutSpace
+from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
+from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.simulator.play import Played, batches_of, play
+from libra_hpc.simulator.settings import Colocation, EngineSpec, SimulationSettings
+
+from .bound import Bound
+from .remembered import Remembered
+from .request import PlanRequest
+
+STOP = 1.1
+"""Times the best seconds so far: so much worse on a few batches is worse on many."""
+FINAL_ROUNDS, FINALISTS, CLOSE = 2, 3, 1.05
+"""Times that all open batches are renewed in the second play (once in the first), and of how many plans at most: those
+within this ratio of the best one."""
+QUICK, QUICK_TURNS = 3, 1000
+"""Least plans that are played with ``quick``, and turns of their batch."""
+PLAYED_GPUS = 256
+"""Beyond them a part stands for the whole: its engines have the same load, and there are enough to choose from."""
+PLAYED_TURNS = 20_000
+"""Turns of a batch; of a larger one, a part is played."""
+BOUND_BATCHES = 4
+"""Batches that the bound is of: the longest trajectory of one alone scatters."""
+STRIDES = 16
+"""Steps from one end of a family to the other."""
+
+Progress = Callable[[int], None]
+"""(plays so far) -> None."""
+
+
+def best_plans(
+    asked: PlanRequest,
+    steps: StepLookup = lookup,
+    *,
+    quick: bool = False,
+    nodes: Sequence[int] | None = None,
+    trainers: Sequence[int] | None = None,
+    progress: Progress = lambda plays: None,
+    cache: Path | None = None,
+) -> PlanResult:
+    """The plans played, best first, with ``nodes[pool]`` nodes of each pool (default: all).
+
+    Only pools in ``trainers`` may train (default: all). ``cache``: a folder that remembers answers, with the shipped
+    ``steps`` alone. Raises `UserError` for too few nodes and when nothing fits, with the nearest limit.
+    """
+    have = list(nodes) if nodes is not None else [pool.nodes for pool in asked.pools]
+    if sum(have) < 2:
+        raise UserError(f"nodes = {sum(have)}: each stage needs a node of its own; valid: at least 2 nodes.")
+    remembered = Remembered((asked, quick, have, trainers), asked.policy, cache if steps is lookup else None)
+    known = remembered.result()
+    if known is None:
+        known = _searched(asked, asked.layouts(steps), have, trainers, quick=quick, progress=progress)
+        remembered.keep(known)
+    return known
+
+
+def _searched(
+    asked: PlanRequest,
+    space: LayoutSpace,
+    have: Sequence[int],
+    trainers: Sequence[int] | None,
+    *,
+    quick: bool,
+    progress: Progress,
+) -> PlanResult:
+    plans = [plan for pool in trainers or range(len(have)) for plan in space.plans(have, pool)]
+    if not plans:
+        raise space.impossible(have)
+    search = _Search(asked, space, progress, QUICK_TURNS if quick else PLAYED_TURNS)
+    ordered = search.quick(plans) if quick else search.best(plans)
+    return PlanResult(
+        plans=tuple(plan for plan in ordered if plan.runs),
+        excluded=tuple(space.excluded(ordered[0])),
+        straggler=search.alone_s(ordered[0]),
+        sources=tuple(dict.fromkeys(kind.steps.source for kind in space.kinds)),
+        study=next((plan for plan in ordered if not plan.runs), None),
+    )
+
+
+class _Search:
+    def __init__(self, asked: PlanRequest, space: LayoutSpace, progress: Progress, turns: int) -> None:
+        self._asked, self._space, self._progress = asked, space, progress
+        self._group, self._groups = asked.options.group, asked.batch.trajectories // asked.options.group
+        some, size = self._batches(BOUND_BATCHES, 0), self._groups * self._group
+        self._share = min(1.0, turns * BOUND_BATCHES / sum(len(record.turns) for record in some))
+        self._bound = Bound(some, size, min(asked.max_inflight, asked.options.max_num_seqs))
+        self._plays = 0
+
+    def best(self, plans: Sequence[RunPlan]) -> list[RunPlan]:
+        """Return the plans played, the most often played first, then the fastest."""
+        order = {id(plan): self.bound_s(plan) for plan in plans}
+        families = [
+            sorted(members, key=lambda plan: plan.nodes)
+            for _, members in groupby(sorted(plans, key=_family), key=_family)
+        ]
+        families.sort(key=lambda family: min(order[id(plan)] for plan in family))
+        found: list[RunPlan] = []
+        for family in families:
+            self._downhill(family, order, found)
+        found.sort(key=_rank)
+        last = [plan for plan in found[:FINALISTS] if plan.seconds <= CLOSE * found[0].seconds]
+        found[: len(last)] = [self._timed(plan, FINAL_ROUNDS, math.inf) for plan in last]
+        return sorted(found, key=_rank)
+
+    def quick(self, plans: Sequence[RunPlan]) -> list[RunPlan]:
+        """Return those of least bound, and of each pool and way in turn one at least, fastest first."""
+        ordered = sorted(plans, key=self.bound_s)
+        firsts = {_family(plan)[:3]: plan for plan in reversed(ordered)}
+        chosen = {id(plan): plan for plan in (*ordered[:QUICK], *firsts.values())}
+        return sorted((self._timed(plan, 1, math.inf) for plan in chosen.values()), key=_rank)
+
+    def _downhill(self, family: Sequence[RunPlan], order: dict[int, float], found: list[RunPlan]) -> None:
+        """Play plans of a family from its least bound on, as long as they become faster; not stopped -> ``found``."""
+        best = min((plan.seconds for plan in found if plan.runs == family[0].runs), default=math.inf)
+        taken: dict[int, float] = {}
+
+        def seconds(at: int) -> float:
+            nonlocal best
+            if at not in taken:
+                taken[at] = math.inf
+                if order[id(family[at])] < best:
+                    timed = self._timed(family[at], 1, STOP * best)
+                    taken[at] = timed.seconds
+                    if timed.seconds < math.inf:
+                        found.append(timed)
+                        best = min(best, timed.seconds)
+            return taken[at]
+
+        at = min(range(len(family)), key=lambda index: order[id(family[index])])
+        stride = max(1, len(family) // STRIDES)
+        seconds(at)
+        while stride:
+            near = [n for n in (at - stride, at + stride) if 0 <= n < len(family)]
+            better = min(near, key=seconds, default=at)
+            if seconds(better) < seconds(at):
+                at = better
+            else:
+                stride //= 2
+
+    def bound_s(self, plan: RunPlan) -> float:
+        """Seconds that a batch of the plan is not below."""
+        eta, train_s = self._asked.batch.eta, plan.train.time.total + plan.update.diff_s
+        work_s, alone_s = self._bound.rollout_s(
+            [(self._space.steps_of(s.pool, s.tp), s.replicas) for s in plan.engines]
+        )
+        rollout_s = max(work_s, alone_s / (eta + 1))
+        if plan.in_turn is not None:
+            return train_s + rollout_s + plan.in_turn.switch_s
+        if eta:
+            return max(train_s, rollout_s)
+        return rollout_s + train_s * (self._space.portion(plan) / self._groups or 1.0)
+
+    def alone_s(self, plan: RunPlan) -> float:
+        """Seconds of the longest trajectory alone."""
+        kinds = [(self._space.steps_of(s.pool, s.tp), s.replicas) for s in plan.engines]
+        return self._bound.rollout_s(kinds)[1]
+
+    def _timed(self, plan: RunPlan, rounds: int, most_s: float) -> RunPlan:
+        """``plan`` with the seconds of a play; infinite ones where it was stopped."""
+        self._plays += 1
+        self._progress(self._plays)
+        found, batches = self._played(plan, rounds, most_s), rounds * (self._asked.batch.eta + 1)
+        tokens_s = self._asked.batch.tokens / found.batch_s
+        times = {"rollout_s": found.rollout_s, "hidden_s": found.hidden_s, "seconds": found.batch_s}
+        return replace(plan, **times, tokens_s=tokens_s, played=batches)
+
+    def _played(self, plan: RunPlan, rounds: int, most_s: float) -> Played:
+        part = self._part(plan)
+        engines, settings = scene(self._asked, self._space, plan, part)
+        batches = batches_of(rounds, settings) * settings.batch_groups / self._groups
+        work = self._batches(batches, rounds)
+        return play(work, engines, self._asked.policy, settings, most_s=most_s)
+
+    def _part(self, plan: RunPlan) -> float:
+        """Share of the fleet that is played."""
+        gpus = sum(s.devices for s in plan.engines)
+        least = min(s.replicas for s in plan.engines)
+        return max(min(1.0, PLAYED_GPUS / gpus, self._share), 1.0 / self._groups, 1.0 / least)
+
+    def _batches(self, batches: float, seed: int) -> list[TrajectoryRecord]:
+        return self._asked.work.batch(round(batches * self._groups) * self._group, self._group, seed)
+
+
+def scene(
+    asked: PlanRequest, space: LayoutSpace, plan: RunPlan, part: float = 1.0
+) -> tuple[list[EngineSpec], SimulationSettings]:
+    """What is played of a plan: so large a part of its engines and of each batch."""
+    groups = max(1, round(asked.batch.trajectories // asked.options.group * part))
+    engines = [
+        EngineSpec(f"{one.pool}-tp{one.tp}-{number}", one.tp, space.steps_of(one.pool, one.tp))
+        for one in plan.engines
+        for number in range(max(1, round(one.replicas * part)))
+    ]
+    settings = SimulationSettings(
+        max_inflight=asked.max_inflight,
+        max_num_seqs=asked.options.max_num_seqs,
+        max_model_len=asked.options.max_model_len,
+        async_steps=any(pool.device.async_steps for pool in asked.pools),
+        batch_groups=groups,
+        eta=asked.batch.eta,
+        train_s=plan.train.time.total,
+        portion_groups=math.ceil(space.portion(plan) * part),
+        update=plan.update,
+        colocation=Colocation(plan.in_turn.switch_s) if plan.in_turn else None,
+    )
+    return engines, settings
+
+
+def _family(plan: RunPlan) -> tuple[object, ...]:
+    """What plans of a family have in common."""
+    way = plan.in_turn
+    return plan.pool, way is not None, way is not None and way.core_rolls, [s.tp for s in plan.engines]
+
+
+def _rank(plan: RunPlan) -> tuple[float, ...]:
+    return -plan.played, plan.seconds, plan.train.time.total

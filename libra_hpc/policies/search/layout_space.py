@@ -1,0 +1,227 @@
+"""What fits: training layouts and engines on the nodes of each pool, in device and host memory.
+
+- Training uses nodes of one pool. A core of n nodes -> its fastest layout (`TrainSearch`); hybrid nodes hold whole
+  replicas of it.
+- Engines of one TP degree on all nodes of a pool that roll out; each holds the longest trajectory.
+- With `InTurn`, nodes may serve both stages of every step in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import msgspec
+
+from libra_hpc.errors import UserError
+from libra_hpc.models.host_memory import HostUse, node_memory
+from libra_hpc.models.memory import Limit
+from libra_hpc.models.shapes import ModelShape
+from libra_hpc.models.step_times.lookup import StepLookup, lookup
+from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.models.train_seconds import TrainCost
+from libra_hpc.models.update_time import NO_UPDATE, UpdateTime
+from libra_hpc.policies.costs.factors import NONE, Factors
+from libra_hpc.policies.costs.lengths import BatchWork
+
+from .run_plan import DevicePool, InTurn, PoolEngines, RunPlan
+from .train_layout import NO_HYBRID, Excluded, Hybrid, TrainChoice, TrainSearch, TrainSpace
+
+ROLLOUT_TP = (1, 2, 4, 8)
+
+
+class EngineKind(NamedTuple):
+    """Engines of one TP degree on a pool's devices."""
+
+    pool: int
+    steps: StepTimes
+    limit: Limit | None
+    """Why they do not hold the longest trajectory."""
+
+
+class LayoutSpace:
+    """All layouts of one model and batch that fit.
+
+    ``group``: trajectories of a prompt. ``longest``: tokens that every engine must hold. ``degrees``: of rollout. The
+    core fits without hybrid nodes, and a hybrid node by itself. With ``hosts``, each node has enough host memory.
+    ``update``: of one training process, and of an engine of one GPU. ``in_turn``: ways in which nodes may serve both
+    stages.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        pools: Sequence[DevicePool],
+        batch: BatchWork,
+        *,
+        group: int = 1,
+        longest: int = 0,
+        space: TrainSpace = TrainSpace(),  # noqa: B008
+        factors: Factors = NONE,
+        degrees: Sequence[int] = ROLLOUT_TP,
+        hybrid: Hybrid = NO_HYBRID,
+        hosts: HostUse = HostUse(),  # noqa: B008
+        steps: StepLookup = lookup,
+        update: UpdateTime = NO_UPDATE,
+        in_turn: Sequence[InTurn] = (),
+    ) -> None:
+        self._pools, self._batch, self._hybrid, self._in_turn = list(pools), batch, hybrid, in_turn
+        self._shape, self._hosts, self._update, self._group = shape, hosts, update, group
+        self._train = [
+            TrainSearch(
+                TrainCost(shape, p.device, p.node_devices, batch.training, factors.train), p.node_devices, space
+            )
+            for p in pools
+        ]
+        need = max(longest, batch.lengths.longest_context)
+        self.kinds = [
+            EngineKind(i, found, _cache_limit(found.kv_capacity, need))
+            for i, p in enumerate(pools)
+            for tp in degrees
+            if p.node_devices % tp == 0 and shape.divides(tp) and self._rolls_limit(p, tp) is None
+            for found in [steps(p.device, shape, tp)]
+        ]
+
+    def plans(self, have: Sequence[int], pool: int) -> Iterator[RunPlan]:
+        """Every plan with a core of ``pool``, ``have[pool]`` nodes of each pool in all; without seconds."""
+        for nodes in range(1, self._most(have, pool) + 1):
+            choice, hybrid = self._trained(have, pool, nodes)
+            if choice is not None:
+                yield from self._beside(have, pool, nodes, hybrid, choice, None)
+            for way in self._in_turn:
+                worlds, choice = self._trained_in_turn(have, pool, nodes, way)
+                if choice is not None:
+                    yield from self._beside(have, pool, nodes, worlds * self._hybrid.world, choice, way)
+
+    def _beside(
+        self, have: Sequence[int], pool: int, nodes: int, hybrid: int, choice: TrainChoice, way: InTurn | None
+    ) -> Iterator[RunPlan]:
+        """The plans with each fleet of the nodes that roll out."""
+        devices = self.rest(have, pool, 0 if way is not None and way.core_rolls else nodes)
+        able = [[k for k in self.kinds if k.pool == i and k.limit is None] for i, n in enumerate(devices) if n]
+        for fleet in product(*able):
+            engines = tuple(PoolEngines(k.pool, k.steps.tp, devices[k.pool] // k.steps.tp) for k in fleet)
+            plan = RunPlan(
+                pool=pool,
+                nodes=nodes,
+                train=choice,
+                engines=engines,
+                hybrid=hybrid,
+                snapshots=self._core_limit(pool, nodes)[1],
+                in_turn=way,
+            )
+            yield msgspec.structs.replace(plan, update=self._update_of(pool, plan.trains))
+
+    def _trained_in_turn(
+        self, have: Sequence[int], pool: int, nodes: int, way: InTurn
+    ) -> tuple[int, TrainChoice | None]:
+        """Worlds that train beside a core of so many nodes, all but one node that rolls out only, and their layout."""
+        world = self._hybrid.world
+        worlds = (self._most(have, pool) - nodes) // world
+        if not (worlds or way.core_rolls) or self._core_limit(pool, nodes)[0] is not None:
+            return 0, None
+        devices = nodes * self._pools[pool].node_devices
+        return worlds, self._train[pool].best(devices, elastic=world if worlds else 0, worlds=worlds)
+
+    def steps_of(self, pool: int, tp: int) -> StepTimes:
+        """Step times of its engines of that degree."""
+        return next(kind.steps for kind in self.kinds if (kind.pool, kind.steps.tp) == (pool, tp))
+
+    def excluded(self, best: RunPlan) -> list[Excluded]:
+        """What does not fit beside the nodes of ``best``: training layouts, then engines, nearest first."""
+        devices = best.nodes * self._pools[best.pool].node_devices
+        return [*self._train[best.pool].excluded(devices), *self.excluded_kinds()]
+
+    def _most(self, have: Sequence[int], pool: int) -> int:
+        """Nodes of a pool that can train: one of all rolls out."""
+        return have[pool] - (sum(have) == have[pool])
+
+    def _update_of(self, pool: int, nodes: int) -> UpdateTime:
+        return self._update.by(nodes * self._pools[pool].node_devices)
+
+    def _trained(self, have: Sequence[int], pool: int, nodes: int) -> tuple[TrainChoice | None, int]:
+        """The best training layout, and how many of the pool's other nodes are hybrid."""
+        if self._core_limit(pool, nodes)[0] is not None:
+            return None, 0
+        search, devices = self._train[pool], nodes * self._pools[pool].node_devices
+        hybrid, world = self._hybrid.nodes(have[pool] - nodes), self._hybrid.world
+        found = None if hybrid % world else search.best(devices, elastic=world if hybrid else 0)
+        if found is None and hybrid and not self._hybrid.rest:
+            return search.best(devices), 0
+        return found, hybrid
+
+    def _core_limit(self, pool: int, nodes: int) -> tuple[Limit | None, bool]:
+        """Why a node of a core of so many lacks host memory, and whether it has enough for snapshots too."""
+        work = msgspec.structs.replace(self._hosts.core, core_nodes=nodes)
+        limit = self._pools[pool].room.limit(node_memory(self._shape, work))
+        if limit is None or not (work.snapshots and self._hosts.optional):
+            return limit, limit is None
+        work = msgspec.structs.replace(work, snapshots=False)
+        return self._pools[pool].room.limit(node_memory(self._shape, work)), False
+
+    def _rolls_limit(self, pool: DevicePool, tp: int) -> Limit | None:
+        """Why a node with engines of this degree lacks host memory."""
+        work, devices = self._hosts.rolls, pool.node_devices
+        own = msgspec.structs.replace(work, kv_bytes=work.kv_bytes * devices, engines=devices // tp)
+        return pool.room.limit(node_memory(self._shape, own))
+
+    def rest(self, have: Sequence[int], pool: int, nodes: int) -> list[int]:
+        """Devices of each pool that roll out."""
+        return [(n - (nodes if i == pool else 0)) * self._pools[i].node_devices for i, n in enumerate(have)]
+
+    def portion(self, plan: RunPlan) -> int:
+        """Groups that are trained together as soon as they are complete; 0: batches are trained whole."""
+        groups = self._batch.trajectories // self._group
+        length = math.ceil(self._train[plan.pool].portion(plan.train.layout) / self._group)
+        return length if self._batch.streamed and not plan.in_turn and 2 * length <= groups else 0
+
+    def excluded_kinds(self) -> list[Excluded]:
+        """Engines that cannot hold the longest trajectories, nearest first."""
+        found = [
+            Excluded(f"rollout TP{kind.steps.tp} on {self._pools[kind.pool].device.name}", kind.limit)
+            for kind in self.kinds
+            if kind.limit is not None
+        ]
+        return sorted(found, key=lambda e: e.limit.over)
+
+    def impossible(self, have: Sequence[int]) -> UserError:
+        """The error when nothing fits: which stage, and what comes nearest."""
+        hosts = [limit for p in self._pools if (limit := self._rolls_limit(p, p.node_devices)) is not None]
+        if hosts:
+            return UserError(f"No node holds what rollout keeps there: {hosts[0].reason}.")
+        if not all(any(k.pool == i and k.limit is None for k in self.kinds) for i, n in enumerate(have) if n):
+            nearest = self.excluded_kinds()
+            why = (
+                f"nearest: {nearest[0].what}, {nearest[0].limit.reason}"
+                if nearest
+                else "no TP divides both the node and the model"
+            )
+            return UserError(
+                f"No rollout layout holds trajectories of {self._batch.lengths.longest_context:,} tokens; {why}."
+            )
+        options = self._impossible_cores(have)
+        if not options:
+            return UserError("No training layout divides both the model and the nodes, hybrid ones among them.")
+        near = min(options, key=lambda e: e.limit.over)
+        return UserError(f"No training layout fits beside a rollout node; nearest: {near.what}, {near.limit.reason}.")
+
+    def _impossible_cores(self, have: Sequence[int]) -> list[Excluded]:
+        """What excludes cores; host memory alone, where no number of nodes has enough of it."""
+        cores = [(i, k) for i in range(len(have)) for k in range(1, self._most(have, i) + 1)]
+        limits = {(i, k): limit for i, k in cores if (limit := self._core_limit(i, k)[0]) is not None}
+        lacking = [Excluded(f"training on {k} node{'s' if k > 1 else ''}", limit) for (_, k), limit in limits.items()]
+        if len(limits) == len(cores):
+            return lacking
+        return lacking + [e for i, k in cores for e in self._train[i].excluded(k * self._pools[i].node_devices)]
+
+
+def _cache_limit(capacity: int, need: int) -> Limit | None:
+    """Why a KV cache of so many tokens does not hold a trajectory."""
+    if capacity >= need:
+        return None
+    if capacity <= 0:
+        return Limit(float(need), "the weights leave no room for a KV cache")
+    why = f"its KV cache holds {capacity:,} tokens, trajectories may have {need:,}"
+    return Limit(float(need - capacity), why)

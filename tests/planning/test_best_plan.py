@@ -1,0 +1,121 @@
+"""The best plan is that of all layouts played, is found again, and takes a few plays."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from libra_hpc.config.load import validate
+from libra_hpc.errors import UserError
+from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.planning import best_plan
+from libra_hpc.planning.best_plan import FINAL_ROUNDS, FINALISTS, QUICK, best_plans, scene
+from libra_hpc.planning.bound import Bound
+from libra_hpc.planning.request import PlanRequest, request
+from libra_hpc.planning.work import Assumed
+from libra_hpc.policies.search.run_plan import RunPlan
+from libra_hpc.simulator.play import STOPPED, Played, batches_of, play
+
+from .conftest import run_file
+
+TWO_KINDS = {
+    "train": {"nodes": 2, "gpus": 8, "gpu_type": "a800"},
+    "hybrid": {"nodes": 0},
+    "rollout": {"nodes": 1, "gpus": 8, "gpu_type": "h100"},
+}
+
+
+def question(eta: int = 1, prompts: int = 8, nodes: int = 4, **sections: dict[str, object]) -> PlanRequest:
+    batch = {"prompts_per_step": prompts, "eta": eta}
+    config = validate(run_file((nodes - 2, 0, 2), algorithm=batch, **sections))
+    return request(config, assumed=Assumed(generated=800, turns=4))
+
+
+def seconds(asked: PlanRequest, plan: RunPlan, *, rounds: int = FINAL_ROUNDS, most_s: float = math.inf) -> Played:
+    """A play of the plan, of batches that the search plays."""
+    engines, settings = scene(asked, asked.layouts(), plan)
+    size, group = asked.batch.trajectories, asked.options.group
+    work = asked.work.batch(batches_of(rounds, settings) * size, group, rounds)
+    return play(work, engines, asked.policy, settings, most_s=most_s)
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_the_best_plan_is_that_of_all_layouts_played(eta: int) -> None:
+    asked = question(eta)
+    found = best_plans(asked).plans[0]
+    space = asked.layouts()
+    best = min(seconds(asked, plan).batch_s for plan in space.plans([4], 0))
+    assert found.seconds == seconds(asked, found).batch_s
+    assert found.seconds <= 1.02 * best
+
+
+def test_two_kinds_of_nodes_have_a_degree_each_and_either_may_train() -> None:
+    asked = question(components=TWO_KINDS)
+    plans = best_plans(asked).plans
+    assert {plan.pool for plan in plans} == {0, 1}
+    assert {len(plan.engines) for plan in plans if plan.nodes == 1} == {1, 2}
+    assert {plan.pool for plan in best_plans(asked, trainers=(0,)).plans} == {0}
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_no_play_is_faster_than_its_bound(eta: int) -> None:
+    asked = question(eta)
+    space = asked.layouts()
+    size = asked.batch.trajectories
+    bound = Bound(asked.work.batch(8 * size, asked.options.group, 0), size, asked.options.max_num_seqs)
+    for plan in space.plans([4], 0):
+        work_s, alone_s = bound.rollout_s([(space.steps_of(0, one.tp), one.replicas) for one in plan.engines])
+        assert max(work_s, alone_s / (eta + 1)) < 1.05 * seconds(asked, plan, rounds=8).batch_s
+
+
+def test_quick_plays_a_few_and_a_search_plays_the_best_ones_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, told = question(), list[int]()
+    quick = best_plans(asked, quick=True, progress=told.append).plans
+    assert (len(quick), told) == (QUICK, [1, 2, 3])
+    played = [plan.played for plan in best_plans(asked).plans]
+    assert played == sorted(played, reverse=True)
+    assert 1 <= played.count(2 * FINAL_ROUNDS) <= FINALISTS
+
+
+def test_a_play_that_becomes_too_long_is_stopped_and_others_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("libra_hpc.simulator.simulate.REPORTED", 50)
+    asked = question()
+    plan = next(asked.layouts().plans([4], 0))
+    whole = seconds(asked, plan)
+    assert seconds(asked, plan, most_s=1.01 * whole.batch_s) == whole
+    assert seconds(asked, plan, most_s=0.8 * whole.batch_s) == STOPPED
+
+
+def test_a_part_stands_for_a_large_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question(prompts=32, nodes=10)
+    few = 24
+    monkeypatch.setattr(best_plan, "PLAYED_GPUS", few)
+    whole = best_plans(asked).plans[0]
+    assert whole.seconds == pytest.approx(seconds(asked, whole).batch_s, rel=0.1)
+    engines, settings = scene(asked, asked.layouts(), whole, few / whole.engines[0].devices)
+    assert sum(one.tp for one in engines) == few
+    assert settings.batch_groups == pytest.approx(32 * few / whole.engines[0].devices, abs=1)
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_a_batch_of_a_few_trajectories_is_planned_too(prompts: int) -> None:
+    assert best_plans(question(0, prompts=prompts)).plans[0].seconds > 0.0
+
+
+def test_answers_are_remembered_to_the_last_digit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question()
+    first = best_plans(asked, quick=True, cache=tmp_path)
+    monkeypatch.setattr(best_plan, "play", lambda *a, **k: pytest.fail("played again"))
+    assert best_plans(asked, quick=True, cache=tmp_path) == first
+    others = [(replace(asked, max_inflight=1), lookup), (asked, lambda *a: lookup(*a))]
+    for other, steps in others:
+        with pytest.raises(pytest.fail.Exception):
+            best_plans(other, steps, quick=True, cache=tmp_path)
+
+
+def test_each_stage_needs_a_node() -> None:
+    with pytest.raises(UserError, match="nodes = 1: each stage needs a node of its own; valid: at least 2 nodes"):
+        best_plans(question(), nodes=[1])

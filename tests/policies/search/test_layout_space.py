@@ -1,0 +1,153 @@
+"""What fits is complete, uses every node, and is explained where nothing does."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.models.devices import device
+from libra_hpc.models.memory import memory_limit
+from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.train_seconds import TrainCost
+from libra_hpc.policies.costs.lengths import BatchWork
+from libra_hpc.policies.search import train_layout
+from libra_hpc.policies.search.layout_space import LayoutSpace
+from libra_hpc.policies.search.rollout_layout import ReplicaClass, assign
+from libra_hpc.policies.search.run_plan import DevicePool
+from libra_hpc.policies.search.train_layout import ROUNDING, Hybrid, TrainSearch
+from tests.policies.control.plant_costs import A800, QWEN, FakeSteps, agentic, batch_of, costs, fake
+
+
+def cuts(classes: Sequence[ReplicaClass], chosen: Sequence[int], bins: int) -> float:
+    """Least seconds over every way to cut the lengths, longest to the fastest class."""
+    able = sorted(
+        (i for i in range(len(classes)) if chosen[i]), key=lambda i: (classes[i].replica.latency, classes[i].tp)
+    )
+    best = math.inf
+    for inner in itertools.combinations_with_replacement(range(bins + 1), len(able) - 1):
+        edges = [bins, *reversed(inner), 0]
+        parts = [
+            classes[i].replica.time(low, high - 1, chosen[i])
+            for i, high, low in zip(able, edges, edges[1:], strict=False)
+            if high > low
+        ]
+        best = min(best, max(parts))
+    return best
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> BatchWork:
+    """Up to six trajectories."""
+    return batch_of(*draw(st.lists(st.integers(1, 20_000), min_size=1, max_size=6)), eta=draw(st.integers(0, 1)))
+
+
+Term = tuple[float, float, float, float]
+terms = st.tuples(st.floats(0.001, 0.05), st.floats(0.0, 0.01), st.floats(0.0, 1e-6), st.floats(0.1, 1.0))
+
+
+@settings(max_examples=40)
+@given(batches(), terms, st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)))
+def test_given_counts_are_cut_in_the_best_places(batch: BatchWork, term: Term, chosen: tuple[int, int, int]) -> None:
+    fixed, each, kv, scaling = term
+    named = {"fixed": fixed, "each": each, "kv": kv, "new": 1e-5, "scaling": scaling}
+    classes = costs(batch, *(FakeSteps(tp=tp, capacity=10**7 * tp, **named) for tp in (1, 2, 4)))
+    bins = len(batch.lengths.bins)
+    found = assign(classes, chosen, bins)
+    assert (found is None) is (not any(chosen))
+    if found is not None:
+        assert found.seconds == pytest.approx(cuts(classes, chosen, bins))
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 6])
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
+def test_every_training_layout_was_compared(name: str, nodes: int) -> None:
+    """Dense models and mixtures of experts, with every degree of parallelism."""
+    cost = TrainCost(model_shape(name), A800, 8, agentic(256).training)
+    search = TrainSearch(cost, 8)
+    wanted = min(
+        (cost.time(one).total for one in search.candidates(8 * nodes) if cost.limit(one) is None), default=math.inf
+    )
+    best = search.best(8 * nodes)
+    assert (math.inf if best is None else best.time.total) == pytest.approx(wanted, rel=ROUNDING)
+
+
+def test_of_layouts_as_fast_as_each_other_the_one_with_fewer_context_ranks_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(train_layout, "ROUNDING", 0.1)
+    cost = TrainCost(model_shape("qwen3-30b-a3b"), A800, 8, agentic(256).training)
+    search = TrainSearch(cost, 8)
+    able = {one: cost.time(one).total for one in search.candidates(16) if cost.limit(one) is None}
+    fastest, best = min(able, key=able.__getitem__), search.best(16)
+    assert best.layout.cp < fastest.cp
+    equal = {one: seconds for one, seconds in able.items() if seconds <= able[fastest] * 1.1}
+    fewest = min(one.cp for one in equal)
+    assert best.time.total == min(seconds for one, seconds in equal.items() if one.cp == fewest)
+
+
+def test_plans_use_every_node_and_fit() -> None:
+    pools = [DevicePool(A800, 3, 8), DevicePool(device("h100"), 2, 8)]
+    space = LayoutSpace(QWEN, pools, agentic(), steps=fake)
+    for pool in (0, 1):
+        plans = list(space.plans([3, 2], pool))
+        # A pool may train with all of its nodes: the other one rolls out, at each of four degrees.
+        whole = [p for p in plans if p.nodes == pools[pool].nodes]
+        assert {len(p.engines) for p in whole} == {1}
+        assert len(whole) == 4
+        assert len([p for p in plans if p.nodes == 1]) == 16
+        for p in plans:
+            assert p.train.layout.devices == 8 * p.nodes
+            assert sum(one.devices for one in p.engines) == 8 * (5 - p.nodes)
+            assert memory_limit(p.train.memory, pools[pool].device) is None
+        assert any("GB over" in one.limit.reason for one in space.excluded(plans[0]))
+
+
+def test_nothing_fits() -> None:
+    training = "No training layout fits beside a rollout node; nearest: training TP8·PP2·DP1, recomputed, "
+    rollout = "tokens; nearest: rollout TP8 on a800, its KV cache holds 8,000 tokens, trajectories may have 32,76"
+    for model, capacity, why in (("llama-3.1-70b", 60_000, training), ("qwen3-14b", 1000, rollout)):
+        space = LayoutSpace(
+            model_shape(model),
+            [DevicePool(A800, 3, 8)],
+            agentic(),
+            steps=lambda device, shape, tp, most=capacity: FakeSteps(tp, most * tp),
+        )
+        assert list(space.plans([3], 0)) == []
+        assert why in str(space.impossible([3]))
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "names"),
+    [
+        (Hybrid(), "qwen3-14b"),
+        (Hybrid(2), "qwen3-14b"),
+        (Hybrid(3, world=2), "qwen3-32b"),
+        (Hybrid(rest=True), "qwen3-14b"),
+        (Hybrid(2), "llama-3.1-70b"),
+    ],
+)
+def test_hybrid_nodes_are_whole_replicas_that_fit_without_the_core(hybrid: Hybrid, names: str) -> None:
+    shape, batch = model_shape(names), agentic(64)
+    trainer = TrainCost(shape, A800, 8, batch.training)
+    search = TrainSearch(trainer, 8)
+    found = list(LayoutSpace(shape, [DevicePool(A800, 6, 8)], batch, steps=fake, hybrid=hybrid).plans([6], 0))
+    assert found
+    for row in found:
+        wanted = hybrid.nodes(6 - row.nodes)
+        able = []
+        for one in search.candidates(8 * row.nodes):
+            own = msgspec.structs.replace(one, dp=8 * hybrid.world // one.replica, elastic=True)
+            beside = search.runs_beside(one, hybrid.world) and trainer.limit(own) is None
+            if trainer.limit(one) is None and (beside or not row.hybrid):
+                able.append(trainer.time(one).total)
+        assert row.train.time.total == pytest.approx(min(able), rel=ROUNDING)
+        assert row.hybrid in (0, wanted)
+        assert row.hybrid % hybrid.world == 0
+    some = bool(hybrid.most or hybrid.rest) and names != "llama-3.1-70b"
+    assert any(row.hybrid for row in found) is some
