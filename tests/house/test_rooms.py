@@ -73,4 +73,4 @@ def test_the_product_imports_no_annex() -> None:
 def test_a_wheel_has_every_room() -> None:
     folders = {".".join(path.parent.parts) for path in map(Path, map(name, sources("libra_hpc")))}
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert folders <= set(packages)
+    assert folders == {one for one in packages if one.partition(".")[0] == "libra_hpc"}
