@@ -29,13 +29,16 @@ from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.planning.live import live_planner
+from libra_hpc.planning.live_play import LivePlay
 from libra_hpc.policies.control.decide import MoveOutcome, Planner
+from libra_hpc.policies.control.player import Player
 from libra_hpc.policies.control.repartition_choice import EVERY_S
 from libra_hpc.policies.control.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.policies.costs.rollout_time import RolloutOptions
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.simulator.settings import SimulationSettings
 
 ACT_S = 10.0
 """Seconds between two calls of a rule."""
@@ -92,7 +95,8 @@ class Live:
 
     def __init__(self, settings: PlannerSection, site: Site, planner: Planner | None = None) -> None:
         node = NodeEngines(model_shape(site.model), device(site.device), ((site.tp, 1),), RolloutOptions(site.slots))
-        self.planner = planner or Planner(settings, RolloutByNodes(node, lambda device, shape, tp: site.steps()))
+        model = RolloutByNodes(node, lambda device, shape, tp: site.steps())
+        self.planner = planner or Planner(settings, player(settings, site), model)
         self.decisions: list[PlanDecision] = []
         self.evaluations = 0
         self._interval_s = settings.interval_s
@@ -142,7 +146,15 @@ class Tiers(Live):
 
     def _begun(self) -> Planner:
         size = self._site.stands_for
-        return live_planner(self._config, lambda device, shape, tp: Grouped(lookup(device, shape, tp), size))
+        engines = layout_of(self._config).engines
+        mover = player(self._config.planner, self._site, engines)
+        return live_planner(self._config, mover, lambda device, shape, tp: Grouped(lookup(device, shape, tp), size))
+
+
+def player(settings: PlannerSection, site: Site, engines: Sequence[tuple[int, int]] = ()) -> Player:
+    """The mover of a live run, in this process."""
+    limits = SimulationSettings(max_num_seqs=site.slots, max_inflight=site.slots * 3 // 2, report_s=60.0)
+    return Player(settings, LivePlay(engines or ((site.tp, 1),), POLICY, limits))
 
 
 def run_file(site: Site, settings: PlannerSection) -> RunConfig:
@@ -330,11 +342,11 @@ def _smooth(ends: Sequence[float]) -> list[float]:
     return out
 
 
-Player = Callable[[Rule, int], Played]
+Runner = Callable[[Rule, int], Played]
 """(rule, training nodes at the start) -> run, with site, work and seed fixed."""
 
 
-def clairvoyant(run: Player, statics: dict[int, Played], switch_s: float) -> Played:
+def clairvoyant(run: Runner, statics: dict[int, Played], switch_s: float) -> Played:
     """The better of two schedules, with orders one and two steps ahead."""
     splits = best_schedule(statics, switch_s)
     return min((run(Schedule(splits, lead), splits[0]) for lead in (1, 2)), key=lambda played: played.seconds)

@@ -12,6 +12,7 @@ from itertools import pairwise
 from bench.controlled_simulation import ControlledSimulation
 from bench.replan_pool import ReplanPool, StepTruth
 from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.measured_steps import MeasuredSteps
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, Policy, TurnView
 from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
 
@@ -92,11 +93,13 @@ class View:
         self._counters: dict[str, tuple[int, int, float, int]] = {}
         self._blocked: deque[bool] = deque(maxlen=16)
         self._first = 0
+        self._measured = MeasuredSteps()
 
     def restart(self, sim: ControlledSimulation) -> None:
         """Drop all measurements, as rank 0 does at a restart."""
         self._windows.clear()
         self._blocked.clear()
+        self._measured = MeasuredSteps()
         self._watched.trajectories.clear()
         self._serving = []
         self._first = len(sim.training.steps)
@@ -105,7 +108,8 @@ class View:
         serving = [name for name in self._pool.serving() if name in sim.engines]
         counters = {}
         for name in serving:
-            counted = sim.engines[name].counters
+            engine, counted = sim.engines[name], sim.engines[name].counters
+            self._measured.observe(name, engine.tp, sim.board.engines[name].kv_capacity, engine.snapshot())
             counters[name] = (counted.generated, counted.prefilled, counted.busy_s, counted.steps)
         if serving and serving == self._serving and now > self._at:
             generated, prefilled, busy, steps = (
@@ -155,4 +159,5 @@ class View:
             eta=site.eta,
             steps_left=self._total - len(done),
             groups=self._watched.groups(sim, self._windows[-1].decode_s if self._windows else 0.0),
+            step_costs=self._measured.costs(),
         )

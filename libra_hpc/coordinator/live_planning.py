@@ -19,8 +19,9 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.estimate import StageEstimate
 from libra_hpc.facts.status import DecisionStatus
 from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.planning.live import live_planner
-from libra_hpc.policies.control.hysteresis import SWITCHES
+from libra_hpc.planning.live import live_planner, player_setup
+from libra_hpc.planning.live_child import PlayerProcess
+from libra_hpc.policies.control.switch_cost import SWITCHES
 from libra_hpc.policies.control.within_step import BOTH, TAIL, Rest, moves_within_step
 from libra_hpc.policies.pool.states import Node, NodeState
 from libra_hpc.protocol.agents import AwaitMembers, RolloutReport, TurnsDrained
@@ -147,7 +148,8 @@ class LivePlanning:
     ) -> None:
         self._config, self._nodes, self._observations, self._event = config, nodes, observations, event
         self._sharing = sharing
-        self._planner = live_planner(config)
+        self._player = PlayerProcess(player_setup(config))
+        self._planner = live_planner(config, self._player)
         self._planner.repartition_after = repartition_after
         self._decisions = DecisionLog(self._planner, event)
         self._spot_since = float("-inf")
@@ -213,3 +215,4 @@ class LivePlanning:
 
     def close(self) -> None:
         self._decisions.close()
+        self._player.close()

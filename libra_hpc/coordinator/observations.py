@@ -170,6 +170,7 @@ class Observations:
             steps_left=steps_left,
             groups=groups,
             spot=spot,
+            step_costs=report.step_costs,
             sampled_groups=1.0 + (fmean(replaced) / prompts_per_step if replaced else 0.0),
         )
 

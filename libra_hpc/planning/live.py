@@ -23,14 +23,19 @@ from libra_hpc.models.memory import RECOMPUTE
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.steps import StepTimes
-from libra_hpc.policies.control.decide import Planner
+from libra_hpc.policies.control.decide import Mover, Planner
 from libra_hpc.policies.control.repartition_choice import RepartitionAdvisor, RunningLayout
 from libra_hpc.policies.control.rollout_by_nodes import NodeEngines, RolloutByNodes
 from libra_hpc.policies.search.run_plan import RunPlan
+from libra_hpc.simulator.settings import SimulationSettings
 
 from .initial import hybrid_of, interchangeable, run_file_values
+from .live_child import PlaySetup
 from .measured_train_speed import core_layout
 from .request import as_planned, request
+
+REPORT_S = 5.0
+"""Seconds between two reports of a played engine: batches of large runs take many minutes."""
 
 
 class SpedUpSteps:
@@ -45,8 +50,11 @@ class SpedUpSteps:
         return self._steps.step_s(decodes, kv_tokens, prefill, context) / self._speedup
 
 
-def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
-    """The planner for a run file whose split is filled in; step times come from ``table``. Never raises `UserError`."""
+def live_planner(config: RunConfig, mover: Mover, table: StepLookup = lookup) -> Planner:
+    """The planner for a run file whose split is filled in; its cost models read step times from ``table``.
+
+    Never raises `UserError`.
+    """
     speedup = config.speedup
 
     def steps(device: Device, shape: ModelShape, tp: int) -> StepTimes:
@@ -58,7 +66,7 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
     if (len(engines) > 1 and config.rollout.policy != "cmlfq") or (
         config.run.engine == "real" and config.slurm.device == "cpu"
     ):
-        return Planner(config.planner)
+        return Planner(config.planner, mover)
     try:
         planned = as_planned(config)
         # Lengths come from the run itself, not from the file of its plan.
@@ -68,10 +76,10 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
         for tp in {tp for tp, _ in engines}:
             steps(rolls.device, asked.shape, tp)
     except UserError:
-        return Planner(config.planner)
+        return Planner(config.planner, mover)
     rollout_model = RolloutByNodes(NodeEngines(asked.shape, rolls.device, engines, asked.options), steps)
     if len(asked.pools) > 1:
-        return Planner(config.planner, rollout_model)
+        return Planner(config.planner, mover, rollout_model)
     hybrid = elastic_world(planned)
     running = RunningLayout(core_layout(planned), config.components.train.nodes, hybrid.dp, engines, hybrid.nodes)
     # All values of recompute are searched: a resolved configuration does not show whether the user chose one.
@@ -98,7 +106,23 @@ def live_planner(config: RunConfig, table: StepLookup = lookup) -> Planner:
         steps=steps,
         run_file_values=proposed_values if alike else None,
     )
-    return Planner(config.planner, rollout_model, repartition)
+    return Planner(config.planner, mover, rollout_model, repartition)
+
+
+def player_setup(config: RunConfig) -> PlaySetup:
+    """What the run's `Player` plays with."""
+    rollout, algorithm = config.rollout, config.algorithm
+    settings = SimulationSettings(
+        max_inflight=rollout.max_inflight,
+        max_num_seqs=rollout.max_num_seqs,
+        max_model_len=rollout.max_model_len,
+        block_size=rollout.block_size,
+        async_steps=rollout.async_steps,
+        eta=algorithm.eta,
+        report_s=REPORT_S,
+        keep_kv=rollout.kv_after_update == "keep",
+    )
+    return PlaySetup(config.planner.model_dump(mode="json"), _engines(config), rollout.policy, settings)
 
 
 def _engines(config: RunConfig) -> tuple[tuple[int, int], ...]:

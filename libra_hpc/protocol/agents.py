@@ -13,7 +13,7 @@ import msgspec
 from .carriers import Peer, Publish
 from .codec import Codec
 from .engine import Abort, Generate, Generated
-from .engine_state import EngineKind, EngineState, EngineStats, LenderKind
+from .engine_state import EngineKind, EngineState, EngineStats, LenderKind, StepCosts
 from .trainer import FromWorker, Offered, Sample, ToWorker
 
 
@@ -439,6 +439,8 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     """Newest step whose batch was sent."""
     running: tuple[tuple[int, int], ...] = ()
     """(rank, turns in flight) of the run's nodes."""
+    step_costs: tuple[StepCosts, ...] = ()
+    """See `PlanSnapshot.step_costs`."""
     evaluates: bool = False
     """Whether an evaluation goes on, or the last step is still to be evaluated."""
 

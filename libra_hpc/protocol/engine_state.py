@@ -52,6 +52,19 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
         return self.busy_s - self.update_s
 
 
+class StepCosts(msgspec.Struct, array_like=True, frozen=True):
+    """Measured seconds of an engine's step: ``base_s`` + ``token_s`` per KV token in use + ``prefill_s`` per prefilled
+    token.
+    """
+
+    tp: int
+    kv_tokens: int
+    """KV capacity in tokens."""
+    base_s: float
+    token_s: float
+    prefill_s: float
+
+
 class EngineCapacity(msgspec.Struct, frozen=True):
     """What a rollout engine has room for."""
 

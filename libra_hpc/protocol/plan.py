@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from .engine_state import StepCosts
+
 Action = Literal["hold", "to_train", "to_rollout", "time_share", "split", "repartition", "borrow", "give_back"]
 
 
@@ -137,6 +139,8 @@ class PlanSnapshot(msgspec.Struct, frozen=True):
     sampled_groups: float = 1.0
     """Groups sampled for each one that is trained: more than 1 where groups of equal rewards are replaced."""
     spot: SpotFact | None = None
+    step_costs: tuple[StepCosts, ...] = ()
+    """Costs of the own engines, by TP degree; empty: not measured yet."""
 
     @property
     def sampled(self) -> float:

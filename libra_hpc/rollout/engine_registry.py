@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from libra_hpc.policies.scheduling.availability import Availability
 from libra_hpc.policies.scheduling.board import Board
+from libra_hpc.policies.scheduling.measured_steps import MeasuredSteps
 from libra_hpc.policies.scheduling.protocol import TurnView
 from libra_hpc.policies.scheduling.slow_engines import SlowEngines
 from libra_hpc.policies.scheduling.turn_migration import Running
@@ -67,6 +68,7 @@ class EngineRegistry:
         self._revoked, self._revoked_at = Availability(), self._clock()
         """How often guests' engines were taken back or lost: one that returns has another name."""
         self._slow = SlowEngines()
+        self.measured = MeasuredSteps()
         self._oldest = -1
         """Weight version below which an engine gets no turns."""
         self._window: deque[tuple[float, int, float]] = deque()
@@ -94,6 +96,7 @@ class EngineRegistry:
     def lost(self, name: str) -> EngineEntry | None:
         """Remove a lost engine; the returned entry has the turns that it still ran."""
         self._board.down(name)
+        self.measured.lost(name)
         lost = self.engines.pop(name, None)
         if lost is not None and not lost.draining:
             self._count_revoked(lost)
@@ -231,6 +234,9 @@ class EngineRegistry:
                 engine.lender.tokens += stats.generated_tokens - last.generated_tokens
         engine.stats = stats
         self._board.report(name, stats)
+        if engine.own:
+            view = self._board.engines[name]
+            self.measured.observe(name, view.tp, view.kv_capacity, stats)
         now = time.monotonic()
         self._window.append((now, self.generated, self.busy_s))
         while len(self._window) > 2 and now - self._window[0][0] > SPEED_WINDOW_S:

@@ -352,5 +352,6 @@ class RolloutLeader:
             lent_gpus=engines.lent_gpus,
             composed=self.composed,
             running=engines.running_on(),
+            step_costs=engines.measured.costs(),
             evaluates=self.evaluations.unfinished,
         )

@@ -234,7 +234,7 @@ def test_the_nodes_that_the_planner_wants_are_in_the_status_for_the_owner_who_qu
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner = Borrows()
-    monkeypatch.setattr("libra_hpc.coordinator.live_planning.live_planner", lambda config: planner)
+    monkeypatch.setattr("libra_hpc.coordinator.live_planning.live_planner", lambda config, mover: planner)
     scene = Scene(tmp_path, config=RunConfig.model_validate({"borrow": {"spot": {"nodes": 3}}}))
     scene.hello()
     wanted = []
@@ -255,7 +255,7 @@ def until_written(scene: Scene) -> int:
 
 def after_a_repartition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig, reached: int) -> Scene:
     """A run whose planner proposes at its first evaluation, and whose training then ends at step ``reached``."""
-    monkeypatch.setattr("libra_hpc.coordinator.live_planning.live_planner", lambda config: Proposes())
+    monkeypatch.setattr("libra_hpc.coordinator.live_planning.live_planner", lambda config, mover: Proposes())
     tmp_path.joinpath("config.json").write_text(json.dumps(config.model_dump()))
     scene = Scene(tmp_path, config=config)
     scene.hello()

@@ -14,6 +14,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.policies.control.decide import MoveOutcome, Planner
 from libra_hpc.protocol.plan import Candidate, PlanDecision
 from tests.facts import synthetic
+from tests.policies.control.plant import Holds
 
 MOVE = PlanDecision(
     "to_train",
@@ -29,7 +30,7 @@ MOVE = PlanDecision(
 class Scene:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self.planner = Planner(PlannerSection())
+        self.planner = Planner(PlannerSection(), Holds())
         self.log = DecisionLog(self.planner, lambda kind, **fields: self.events.append({"kind": kind, **fields}))
 
     def hold(self, reason: str, now: float) -> None:

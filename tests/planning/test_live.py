@@ -11,6 +11,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.planning.live import SpedUpSteps, live_planner
 from libra_hpc.policies.control.stage_times import Split
 from libra_hpc.preflight.checks import problems
+from tests.policies.control.plant import Holds
 from tests.policies.control.plant_costs import FakeSteps
 from tests.policies.control.test_repartition_choice import measured, snapshot
 
@@ -23,7 +24,7 @@ def _config(**changes: Any) -> RunConfig:
 
 
 def _models(**changes: Any) -> tuple[bool, bool]:
-    planner = live_planner(_config(**changes))
+    planner = live_planner(_config(**changes), Holds())
     return planner.rollout_model is not None, planner.repartition is not None
 
 
@@ -36,7 +37,7 @@ def test_what_a_repartition_proposes_is_a_run_file() -> None:
     )
     # As agents read it: every field counts as set.
     config = RunConfig.model_validate_json(config.model_dump_json())
-    advice = live_planner(config).repartition.advise(
+    advice = live_planner(config, Holds()).repartition.advise(
         snapshot(), measured(600.0, 60.0, Split(2, 4)), since=float("-inf"), horizon=1e6, settings=config.planner
     )
     config = with_values(config, advice.changes)

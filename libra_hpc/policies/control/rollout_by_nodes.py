@@ -26,6 +26,8 @@ from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
 from libra_hpc.policies.search.rollout_layout import ReplicaClass, assign
 from libra_hpc.protocol.plan import PlanSnapshot, TrajectoryFact
 
+from .stage_times import Correction, Split
+
 MAX_FACTORS = 8
 """Newest measured factors; their median counts."""
 MODEL_ERROR = 0.05
@@ -104,6 +106,10 @@ class RolloutByNodes:
         """Seconds on ``to`` nodes over those on ``now``; even division without a model."""
         here, there = self.seconds(now), self.seconds(to)
         return now / to if here is None or there is None else there / here
+
+    def correction(self, there: Split, to: Split) -> Correction:
+        """The model's seconds over those of even division, from one split to another."""
+        return Correction(rollout=self.ratio(there.rollout, to.rollout) * to.rollout / there.rollout)
 
     def learn(self, nodes: int, measured: float) -> None:
         """Calibrate with ``measured`` seconds during which trainers waited."""

@@ -106,8 +106,6 @@ class Estimate(NamedTuple):
     """Tokens of a batch, generated."""
     starved: bool = False
     """Whether trainers wait for rollout, whose time is then the time between commits."""
-    from_in_flight: bool = False
-    """Whether the times are of in-flight work, which the queues do not show yet."""
     scatter: Scatter = Scatter()
     lent: float = 0.0
     """Own nodes that guests stand for: ``times`` count on so many."""
@@ -254,21 +252,6 @@ def predict(
         max(now.straggler, rollout * correction.rollout * now.rollout_nodes / (to.rollout + now.lent)),
         now.times.eta,
         now.times.ahead,
-    )
-
-
-def learned_correction(before: Estimate, after: Estimate) -> Correction:
-    """What a move from ``before`` to ``after`` showed about scaling; a change of batch size is taken out."""
-    fixed = before.fixed
-    ideal_train = (
-        (before.times.train - fixed) * before.split.train / after.split.train * after.train_tokens / before.train_tokens
-    )
-    ideal_rollout = (
-        before.times.rollout * before.rollout_nodes / after.rollout_nodes * after.rollout_tokens / before.rollout_tokens
-    )
-    return Correction(
-        max(MIN_CORRECTION, (after.times.train - fixed) / ideal_train),
-        max(MIN_CORRECTION, after.times.rollout / ideal_rollout),
     )
 
 

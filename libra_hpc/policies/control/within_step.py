@@ -26,9 +26,9 @@ from typing import NamedTuple
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.protocol.plan import NodeFact, PlanDecision, PlanSnapshot
 
-from .hysteresis import Direction, Hysteresis
-from .node_scaling import NodeScaling
-from .stage_times import MIN_STEPS, ONE_SIDED_95, Estimate, Split, predict
+from .rollout_by_nodes import RolloutByNodes
+from .stage_times import MIN_STEPS, ONE_SIDED_95, Correction, Estimate, Split, predict
+from .switch_cost import Direction, switch_cost
 
 TAIL = 8
 """Unfinished trajectories for each engine that stays: an engine runs eight about as fast as one. Half: nodes switch
@@ -127,8 +127,8 @@ class _Compared(NamedTuple):
 class TimeSharing:
     """Whether hybrid nodes share their time; the present state is the nodes' role in the snapshot."""
 
-    def __init__(self, settings: PlannerSection, scaling: NodeScaling, hysteresis: Hysteresis) -> None:
-        self._settings, self._scaling, self._hysteresis = settings, scaling, hysteresis
+    def __init__(self, settings: PlannerSection, rollout_model: RolloutByNodes | None) -> None:
+        self._settings, self._model = settings, rollout_model
         self._before: Estimate | None = None
         """What time-sharing was decided from, until there is an estimate of steps in it."""
         self._since = 0.0
@@ -185,7 +185,7 @@ class TimeSharing:
         splits = [split for split in splits if min(split) >= 1]
         if not splits:
             return None
-        switches = sum(self._hysteresis.switch_cost(direction, snapshot) for direction in DIRECTIONS)
+        switches = sum(switch_cost(self._settings, direction, snapshot) for direction in DIRECTIONS)
         at, paid = (both, switches) if sharing else (known.split, 0.0)
         self._ahead = self._ahead if sharing else known.times.ahead
         steps = [step for step in snapshot.steps if step.at > self._since][sharing:]
@@ -203,7 +203,8 @@ class TimeSharing:
         self, known: Estimate, to: Split, train_shift: float = 0.0, rollout_shift: float = 0.0, *, shared: bool = False
     ) -> float:
         """Predicted seconds of a batch, without what no prediction has."""
-        times = predict(known, to, self._scaling.correction(known.split, to), train_shift, rollout_shift)
+        correction = Correction() if self._model is None else self._model.correction(known.split, to)
+        times = predict(known, to, correction, train_shift, rollout_shift)
         return times._replace(ahead=0.0 if shared else self._ahead).batch
 
 

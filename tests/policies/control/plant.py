@@ -6,11 +6,14 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.policies.control.decide import Planner
+from libra_hpc.policies.control.player import Player, PlayWork
 from libra_hpc.policies.control.stage_times import Estimate, Split, Times
+from libra_hpc.protocol.engine_state import StepCosts
 from libra_hpc.protocol.plan import (
     NodeFact,
     PlanDecision,
@@ -22,6 +25,14 @@ from libra_hpc.protocol.plan import (
     TrainStepFact,
     TrajectoryFact,
 )
+
+
+class Holds:
+    """A mover that moves nothing."""
+
+    def decide(self, snapshot: PlanSnapshot, now: float) -> PlanDecision:
+        return PlanDecision("hold", -1, "hold: as the test has it", {})
+
 
 Shape = Callable[[int, float, float], tuple[float, float]]
 """(training nodes, rollout nodes, mean length) -> true seconds per batch of (train, rollout)."""
@@ -60,6 +71,8 @@ class Plant:
     lent: float = 0.0
     """Own nodes that guests stand for."""
     spot: SpotFact | None = None
+    believed: Shape | None = None
+    """What plays know of rollout, beside the measured seconds of training; None: the truth of both."""
     now: float = 0.0
     decisions: list[PlanDecision] = field(default_factory=list)
     batch_times: list[float] = field(default_factory=list)
@@ -102,6 +115,19 @@ class Plant:
             self._role(node, decision.action)
         return decision
 
+    def planner(self, settings: PlannerSection | None = None, **more: Any) -> Planner:
+        """A planner whose plays are the truth, without its noise."""
+        settings = settings or SETTINGS
+        return Planner(settings, Player(settings, self.play), **more)
+
+    def play(self, work: PlayWork, train: int, rollout: int) -> tuple[float, float]:
+        """Seconds of a batch and of its rollout."""
+        mean = fmean(record.generated for record in work.records)
+        train_s, rollout_s = (self.believed or self.shape)(train, rollout, mean)
+        tokens = round(3 * mean * self.group * work.groups)
+        train_s *= work.train_seconds(tokens, train) / train_s if self.believed else 1.0
+        return train_s + rollout_s if self.eta == 0 else max(train_s, rollout_s), rollout_s
+
     def snapshot(self, steps_left: int) -> PlanSnapshot:
         """The planner's snapshot."""
         recent = self.waits[-10:] or [(0.0, 0.0)]
@@ -118,6 +144,7 @@ class Plant:
             eta=self.eta,
             steps_left=steps_left,
             spot=self.spot,
+            step_costs=(StepCosts(1, 1 << 20, 0.01, 0.0, 0.0),),
         )
 
     def batches(self, count: int) -> Plant:
@@ -152,8 +179,9 @@ class Plant:
         self.windows.append(RolloutWindowFact(self.now, period, rollout, **work))  # type: ignore[arg-type]
         self.waits.append((1.0 - train_s / period, 1.0 - rollout_s / period))
         for generated in lengths:
-            turns = 1 + generated // 20
-            self.done.append(TrajectoryFact(len(self.done), self.now, generated, 3 * generated, turns=turns))
+            index, turns = len(self.done), 1 + generated // 20
+            group = index // self.group
+            self.done.append(TrajectoryFact(index, self.now, generated, 3 * generated, turns=turns, group=group))
         for move in [move for move in self.moving if self.now >= move[2] + self.switch_s]:
             self.moving.remove(move)
             node, action, ordered = move

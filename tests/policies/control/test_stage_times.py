@@ -13,7 +13,6 @@ from libra_hpc.policies.control.stage_times import (
     Scatter,
     Split,
     Times,
-    learned_correction,
     measure,
     predict,
     times_with_work_of,
@@ -132,13 +131,6 @@ def test_standing_still_is_judged_at_the_work_of_now() -> None:
     before = exact(Split(1, 2), 1.2, 3.0, fixed=0.2, tokens=(1000.0, 400.0))
     after = exact(Split(1, 2), 9.0, 9.0, tokens=(1500.0, 800.0))
     assert times_with_work_of(before, after)[:3] == pytest.approx((0.2 + 1.5, 6.0, 1))
-
-
-def test_a_correction_reproduces_what_was_measured() -> None:
-    before = exact(Split(1, 2), 1.0, 0.3, fixed=0.2, tokens=(1000.0, 400.0))
-    after = exact(Split(2, 1), 1.4, 0.9, tokens=(1000.0, 400.0))
-    assert predict(before, after.split, learned_correction(before, after)) == pytest.approx(after.times)
-    assert predict(after, before.split, learned_correction(after, before)) == pytest.approx(before.times)
 
 
 def test_too_little_evidence_is_named() -> None:

@@ -45,7 +45,10 @@ class SharingRun(Plant):
         """Of each batch, that nobody predicts."""
         self.ahead = 0.0
         """Share of training beside rollout, where nodes do not share."""
-        self.planner = Planner(PlannerSection(switch_cost_s=10.0, min_dwell_s=0.0, time_sharing="auto"))
+        self.mine = self.planner_of(10.0)
+
+    def planner_of(self, switch_cost_s: float) -> Planner:
+        return self.planner(PlannerSection(switch_cost_s=switch_cost_s, min_dwell_s=0.0, time_sharing="auto"))
 
     def batch(self) -> None:
         sharing = sum(node.role == BOTH for node in self.nodes)
@@ -69,7 +72,7 @@ class SharingRun(Plant):
         return self.decide()
 
     def decide(self) -> PlanDecision:
-        return self.planner.decide(self.snapshot(100), self.now)
+        return self.mine.decide(self.snapshot(100), self.now)
 
 
 def share(run: SharingRun, core: str = "") -> PlanDecision:
@@ -94,7 +97,7 @@ def test_cheap_switches_let_all_hybrid_nodes_serve_both_stages(train: int) -> No
         run.batches(1)
         assert run.decide().reason.startswith("hold: time-sharing")
     assert run.decide().numbers["shared_s"] == pytest.approx(shared - 10.0)
-    assert not run.planner.outcomes, "no move of the hour, none to be judged"
+    assert not run.mine.outcomes, "no move of the hour, none to be judged"
 
 
 def test_what_is_trained_beside_rollout_counts_for_the_split_alone() -> None:
@@ -130,7 +133,7 @@ def test_measured_switches_decide_and_dear_ones_keep_the_split(
 ) -> None:
     """The best split takes 320 s, time-sharing 192 s and a pair of switches."""
     run = SharingRun(nodes(1, "rollout", 1))
-    run.planner = Planner(PlannerSection(switch_cost_s=assumed_s, min_dwell_s=0.0, time_sharing="auto"))
+    run.mine = run.planner_of(assumed_s)
     run.switches = [SwitchFact(0.0, direction, measured_s) for direction in DIRECTIONS]
     actions = [run.measured(3).action for _ in range(4)]
     assert ("time_share" in actions) is shares

@@ -1,0 +1,89 @@
+"""The trajectories that a run rolls out next, estimated from its newest eta + 1 batches of groups.
+
+Trained batches are eta + 1 batches old, and short trajectories finish first. Admitted groups are neither. An unfinished
+trajectory counts as finished ones of a similar prompt, at most an octave of tokens off:
+
+- r running trajectories of a group -> r evenly spaced quantiles of the lengths beyond their present mean.
+- Trajectories that no engine has received -> quantiles of all of these lengths.
+- No such prompt has finished, running -> twice the present length, the expectation when only the age is known.
+- The same, waiting -> not counted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from math import log2
+
+from msgspec.structs import replace
+
+from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, TrajectoryFact
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+
+SIMILAR = 64
+"""Newest finished trajectories of an octave of prompt tokens. Half: quantiles of long tails scatter; double: older
+policies count."""
+MIN_SIMILAR = 8
+"""Fewest finished trajectories of a similar prompt from which lengths are taken."""
+
+
+def coming_work(snapshot: PlanSnapshot) -> list[list[TrajectoryFact]]:
+    """The newest eta + 1 batches of groups, finished or as expected, in the order of admission."""
+    size = snapshot.prompts_per_step * snapshot.group_size
+    newest = [t.group for t in snapshot.trajectories[-size:]] + [g.index for g in snapshot.groups]
+    oldest = max(newest, default=-1) - (snapshot.eta + 1) * snapshot.prompts_per_step
+    groups: dict[int, list[TrajectoryFact]] = {}
+    octaves: dict[int, deque[TrajectoryFact]] = {}
+    for t in snapshot.trajectories:
+        octaves.setdefault(_octave(t.prompt), deque(maxlen=SIMILAR)).append(t)
+        if t.group > oldest:
+            groups.setdefault(t.group, []).append(t)
+    for group in snapshot.groups:
+        if group.index > oldest:
+            near = _octave(group.prompt)
+            like = [t for octave in (near - 1, near, near + 1) for t in octaves.get(octave, ())]
+            found = list(_expected(group, sorted(like, key=lambda t: t.generated)))
+            if found:
+                groups.setdefault(group.index, []).extend(found)
+    return [groups[index] for index in sorted(groups)]
+
+
+def records(groups: Sequence[Sequence[TrajectoryFact]], count: int) -> list[TrajectoryRecord]:
+    """``count`` groups that repeat ``groups``, as the simulator plays them."""
+    return [_record(t, index, sample) for index in range(count) for sample, t in enumerate(groups[index % len(groups)])]
+
+
+def _octave(prompt: int) -> int:
+    return int(log2(max(1, prompt)))
+
+
+def _expected(group: GroupFact, like: Sequence[TrajectoryFact]) -> Iterator[TrajectoryFact]:
+    """The unfinished trajectories of a group; ``like``: finished ones of similar prompts, by length."""
+    age = group.generated / max(1, group.running)
+    if len(like) >= MIN_SIMILAR:
+        yield from _quantiles([t for t in like if t.generated > age] or like[-1:], group.running, group.prompt)
+        yield from _quantiles(like, group.waiting, group.prompt)
+    elif group.running and group.generated:
+        length = max(1, int(2 * age))
+        expected = TrajectoryFact(
+            index=-1, at=0.0, generated=length, context=group.prompt + length, turns=1, tool_s=0.0, prompt=group.prompt
+        )
+        yield from [expected] * group.running
+
+
+def _quantiles(ordered: Sequence[TrajectoryFact], count: int, prompt: int) -> Iterator[TrajectoryFact]:
+    for k in range(count):
+        like = ordered[int((k + 0.5) * len(ordered) / count)]
+        yield replace(like, context=like.context - like.prompt + prompt, prompt=prompt)
+
+
+def _record(t: TrajectoryFact, group: int, sample: int) -> TrajectoryRecord:
+    """Turns of equal length: a snapshot has only their sums."""
+    turns = max(1, t.turns)
+    prompt = max(1, t.prompt or t.context - t.generated)
+    generated = max(turns, t.generated)
+    own, added = generated // turns, max(0, t.context - prompt - generated) // max(1, turns - 1)
+    tool_s = max(0.0, t.tool_s) / max(1, turns - 1)
+    first = [TurnRecord(added if turn else 0, own, tool="tool", tool_s=tool_s) for turn in range(turns - 1)]
+    last = TurnRecord(added if first else 0, generated - own * (turns - 1))
+    return TrajectoryRecord(str(group), sample, prompt, (*first, last))
