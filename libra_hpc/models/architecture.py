@@ -43,7 +43,11 @@ def read_shape(model_dir: Path) -> Architecture:
     path = model_dir / "config.json"
     if not path.is_file():
         raise invalid("model.path", str(model_dir), "there is no config.json in it", "a Hugging Face model folder")
-    config = read_config(path, "model.path", str(model_dir))
+    return architecture(read_config(path, "model.path", str(model_dir)))
+
+
+def architecture(config: dict[str, Any]) -> Architecture:
+    """The model of a ``config.json``; raises `UserError` for one that the trainer lacks."""
     check_trained(config)
     config = with_defaults(config)
     return Architecture(

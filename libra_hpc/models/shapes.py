@@ -44,8 +44,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    post_norms: bool = False
-    """Norms behind attention and MLP, as in GLM-4."""
+    norms: int = 2
+    """Norms of a layer's hidden state."""
     experts: int = 0
     """Routed experts per layer; 0: dense."""
     experts_per_token: int = 0
@@ -65,7 +65,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Weights of one layer's attention and norms."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = self.hidden * (2 * q + 2 * kv)
-        norms = 2 * self.hidden * (1 + self.post_norms) + 2 * self.head_dim * self.qk_norm
+        norms = self.norms * self.hidden + 2 * self.head_dim * self.qk_norm
         return matrices + (q + 2 * kv) * self.qkv_bias + norms
 
     @property
@@ -205,7 +205,8 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
     Raises `UserError` that names a missing, mistyped or unsupported key.
     """
     kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
+    family = FAMILIES.get(str(kind))
+    if family is None:
         raise invalid(f"{name}: model_type", kind, "unknown architecture", ARCHITECTURES)
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise invalid(
@@ -220,7 +221,7 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
     config = with_defaults(config)
     heads = _count(config, name, "num_attention_heads")
     hidden = _count(config, name, "hidden_size")
-    moe = kind in ("mixtral", "qwen3_moe")
+    moe = family.experts
     intermediate = _count(config, name, "intermediate_size")
     return ModelShape(
         name=name,
@@ -233,13 +234,11 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
         vocab=_count(config, name, "vocab_size"),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=has_qkv_bias(config),
-        qk_norm=FAMILIES[kind].qk_norm,
-        post_norms=FAMILIES[kind].post_norms,
+        qk_norm=family.qk_norm,
+        norms=len(family.norms),
         experts=_count(config, name, "num_experts") if moe else 0,
         experts_per_token=_count(config, name, "num_experts_per_tok") if moe else 0,
-        moe_intermediate=(_count(config, name, "moe_intermediate_size") if kind == "qwen3_moe" else intermediate)
-        if moe
-        else 0,
+        moe_intermediate=_count(config, name, "moe_intermediate_size", intermediate) if moe else 0,
         dtype_bytes=_dtype_bytes(config, name),
         untrained=next((refusal.reason for refusal in refusals(config)), ""),
     )

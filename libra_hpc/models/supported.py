@@ -32,8 +32,16 @@ YARN_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_
 """Numbers that YaRN may have."""
 
 
+PRE_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+"""Hugging Face's name of the second is for its place: behind attention, before the MLP."""
+
+
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ``model_type`` has besides pre-norm RMSNorm, SwiGLU, rotary embedding and grouped-query attention."""
+    """What a ``model_type`` has besides pre-norm RMSNorm, SwiGLU, rotary embedding and grouped-query attention.
+
+    Shapes, memory and seconds (`libra_hpc.models.shapes`), names (`libra_hpc.models.tensors`) and the model itself
+    (`libra_hpc.trainer.model.megatron_model`) follow from it.
+    """
 
     untrained: str = ""
     """Why this version cannot train it; empty: it can."""
@@ -43,8 +51,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """``attention_bias`` means q, k and v; elsewhere it means the output projection too, which the trainer lacks."""
     qk_norm: bool = False
     """Norms of the heads of q and k."""
-    post_norms: bool = False
-    """Norms behind attention and MLP, before their results are added."""
+    norms: dict[str, str] = msgspec.field(default_factory=PRE_NORMS.copy)
+    """A layer's norms: Megatron-Core's names and those in the files. ``*_bda.norm`` stands behind attention or MLP,
+    before the result is added."""
+    experts: bool = False
+    """All layers are a router and experts."""
     fused_qkv: bool = False
     """One ``qkv_proj`` in the files: all q, all k, all v."""
     fused_mlp: bool = False
@@ -60,6 +71,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Values that transformers assumes for missing keys, where they differ from ours."""
 
 
+_GLM_NORMS = PRE_NORMS | {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
 MIXTURE = "a mixture of experts of another kind than Qwen3's"
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 _QWEN_MOE = {
@@ -78,18 +90,23 @@ _GLM = {
 }
 FAMILIES: dict[str, Family] = {
     "glm4": Family(
-        qkv_bias_only=True, post_norms=True, fused_mlp=True, partial_rotary=True, interleaved_rotary=True, defaults=_GLM
+        qkv_bias_only=True,
+        norms=_GLM_NORMS,
+        fused_mlp=True,
+        partial_rotary=True,
+        interleaved_rotary=True,
+        defaults=_GLM,
     ),
     "llama": Family(),
     "mistral": Family(defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
-    "mixtral": Family(untrained=MIXTURE),
+    "mixtral": Family(untrained=MIXTURE, experts=True),
     # transformers takes "yarn" in a Phi-3 model for "longrope".
     "phi3": Family(
         fused_qkv=True, fused_mlp=True, partial_rotary=True, rope_types=("default",), defaults={"rms_norm_eps": 1e-5}
     ),
     "qwen2": Family(qkv_bias=True, window_switch=True, defaults=_QWEN),
     "qwen3": Family(qk_norm=True, window_switch=True, defaults={**_QWEN, "head_dim": 128}),
-    "qwen3_moe": Family(qk_norm=True, window_switch=True, defaults=_QWEN_MOE),
+    "qwen3_moe": Family(qk_norm=True, experts=True, window_switch=True, defaults=_QWEN_MOE),
 }
 TRAINED = tuple(name for name, family in FAMILIES.items() if not family.untrained)
 """``model_type`` of the models that can be trained."""

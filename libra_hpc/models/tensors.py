@@ -59,15 +59,9 @@ def _layer(shape: Architecture, m: str, h: str) -> dict[str, Entry]:
     family = shape.kind
     attention = h + "self_attn."
     qkv = ["qkv_proj"] if family.fused_qkv else [f"{x}_proj" for x in "qkv"]
-    plain = {
-        "input_layernorm": "input_layernorm",
-        # Hugging Face's name is for the place: the norm before the MLP.
-        "pre_mlp_layernorm": "post_attention_layernorm",
-    }
+    plain = dict(family.norms)
     if shape.qk_norm:
         plain |= {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"}
-    if family.post_norms:
-        plain |= {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
     out = {f"{m}{ours}.weight": Entry((f"{h}{theirs}.weight",), "plain", None) for ours, theirs in plain.items()}
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         names = tuple(f"{attention}{x}.{kind}" for x in qkv)

@@ -164,25 +164,26 @@ def _groups(entry: Entry, shape: Architecture, parts: int, part: int) -> Iterato
 def _engine_rows(entry: Entry, shape: Architecture, tp: int, rank: int, shapes: Shapes) -> tuple[str, list[_Rows], int]:
     """vLLM's parameter, its rows, and the element where they begin."""
     name, first = entry.hf[0], shapes[entry.hf[0]]
-    prefix, _, tail = name.rpartition(".self_attn.") if entry.layout == "qkv" else name.rpartition(".mlp.")
+    layer, _, kind = name.rpartition(".")
+    module = layer.rpartition(".")[0]
+    experts = f"{module.rpartition('.')[0]}.routed_experts"
     if entry.layout == "qkv":
-        kind = tail.rpartition(".")[2]
-        return f"{prefix}.self_attn.qkv_proj.{kind}", list(_engine_heads(entry, shape, tp, rank)), 0
+        return f"{module}.qkv_proj.{kind}", list(_engine_heads(entry, shape, tp, rank)), 0
     if entry.layout == "gated":
         ffn = first[0] // (3 - len(entry.hf))
         begin, end = _span(ffn, tp, rank)
         halves = enumerate(_halves(entry, ffn))
         rows = [_Rows(tensor, at + begin, at + end, half * (end - begin)) for half, (tensor, at) in halves]
         if entry.expert is None:
-            return f"{prefix}.mlp.gate_up_proj.weight", rows, 0
+            return f"{module}.gate_up_proj.weight", rows, 0
         base = entry.expert * 2 * (end - begin) * first[1]
-        return f"{prefix}.mlp.experts.routed_experts.w13_weight", rows, base
+        return f"{experts}.w13_weight", rows, base
     if entry.dim == 1:
         left, right = _span(first[1], tp, rank)
         rows = [_Rows(name, 0, first[0], 0, left, right)]
         if entry.expert is None:
             return name, rows, 0
-        return f"{prefix}.mlp.experts.routed_experts.w2_weight", rows, entry.expert * first[0] * (right - left)
+        return f"{experts}.w2_weight", rows, entry.expert * first[0] * (right - left)
     if entry.dim is None:
         return name, [_Rows(name, 0, first[0], 0)], 0
     begin, end = _span(-(-first[0] // PADDED_TO) * PADDED_TO, tp, rank)

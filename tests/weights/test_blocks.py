@@ -11,10 +11,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from libra_hpc.models.architecture import Architecture
+from libra_hpc.models.architecture import architecture as read
 from libra_hpc.models.supported import TRAINED
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.weights import blocks
@@ -32,23 +34,11 @@ WORLDS = [
 
 
 def architecture(family: str, tied: bool, **keys: Any) -> Architecture:
-    moe = {"experts": 4, "experts_per_token": 2, "moe_intermediate": 8} if family == "qwen3_moe" else {}
-    default: dict[str, Any] = {"layers": 3, "heads": 4, "kv_heads": 2, "vocab": 68, **moe}
-    return Architecture(
-        name=family,
-        family=family,
-        qk_norm=family.startswith("qwen3"),
-        post_norms=family == "glm4",
-        hidden=12,
-        head_dim=6,
-        intermediate=16,
-        tied_embeddings=tied,
-        norm_eps=1e-6,
-        rope={},
-        qkv_bias=family in ("qwen2", "glm4"),
-        max_positions=64,
-        **{**default, **keys},
-    )
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 68}
+    sizes |= {"hidden_size": 12, "head_dim": 6, "intermediate_size": 16, "max_position_embeddings": 64}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    shape = read({"model_type": family, "tie_word_embeddings": tied, **sizes, **experts})
+    return msgspec.structs.replace(shape, **keys)
 
 
 def numbered(shape: Architecture) -> dict[str, torch.Tensor]:

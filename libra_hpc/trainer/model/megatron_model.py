@@ -183,7 +183,7 @@ def build_model(
     attention.core_attention = PackedAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    if shape.post_norms:
+    if "mlp_bda.norm" in shape.kind.norms:
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedAdd, params={"config": config})
     count = get_num_layers_to_build(config)
     block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm)
