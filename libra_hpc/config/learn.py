@@ -209,10 +209,10 @@ class AlgorithmSection(Section):
     """Last tokens of ``rollout.max_model_len`` over which up to 1 is taken from the reward, linearly (DAPO); 0: none.
     Columns have the reward without it."""
     refill: bool = False
-    """Groups whose rewards are all equal are not trained: the next prompts take their places (DAPO's dynamic sampling).
-    Columns are of the groups that are trained; ``equal_groups`` counts both."""
+    """Groups whose rewards are equal within 1e-6, before ``overlong_soft``, are not trained: the next prompts take
+    their places (DAPO's dynamic sampling). Columns are of the groups that are trained; ``equal_groups`` counts both."""
     refill_batches: int = Field(4, ge=1)
-    """Most groups that others replace for one step, in global batches; those beyond are part of the batch."""
+    """Most groups that others replace for one step, in global batches; those beyond have no advantage."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per global batch."""
     kl_coef: float = Field(0.0, ge=0)

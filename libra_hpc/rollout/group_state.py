@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from libra_hpc.facts.columns import COLUMNS
-from libra_hpc.policies.learning.advantages import Advantage, LengthRules, mean_and_std
+from libra_hpc.policies.learning.advantages import Advantage, LengthRules, Refill, all_equal, mean_and_std
 from libra_hpc.protocol.agents import Group
 from libra_hpc.protocol.engine_state import LenderKind
 
@@ -15,7 +15,7 @@ from .trajectory import Trajectory
 
 TASK_PREFIX = "task_"
 """Before a number of the task that has the name of a column of `metrics.jsonl`."""
-ANY_LENGTH = LengthRules()
+ANY_LENGTH, NO_REFILL = LengthRules(), Refill()
 TRUNCATED = "truncated"
 """Number of a trajectory whose context had no room for another turn: 1.0. Others have 0.0 without saying so."""
 
@@ -41,7 +41,11 @@ class GroupState:
     @property
     def equal(self) -> bool:
         """Whether all rewards are equal: the group has no gradient."""
-        return len({trajectory.reward for trajectory in self.done}) == 1
+        return all_equal([trajectory.reward for trajectory in self.done])
+
+    def rewards(self, rules: LengthRules) -> list[float]:
+        """The tasks' rewards of the trajectories that count."""
+        return [trajectory.reward for trajectory, _ in self.counted(rules)]
 
     def counted(self, rules: LengthRules) -> list[tuple[Trajectory, float]]:
         """The trajectories that count, by sample, with their rewards as the advantages see them."""
@@ -49,12 +53,16 @@ class GroupState:
         shaped = [rules.shaped(t.reward, max(t.sample_tokens), t.info.get(TRUNCATED) == 1.0) for t in self.done]
         return [(t, reward) for t, reward in zip(self.done, shaped, strict=True) if reward is not None]
 
-    def to_group(self, advantage: Advantage, rules: LengthRules = ANY_LENGTH) -> Group:
-        """The complete group for the trainer, without the trajectories that do not count; the same at every call."""
+    def to_group(self, advantage: Advantage, rules: LengthRules = ANY_LENGTH, refill: Refill = NO_REFILL) -> Group:
+        """The complete group for the trainer, without the trajectories that do not count; the same at every call.
+
+        One that ``refill`` would replace, past its bound, has no advantages.
+        """
         if self._group is not None:
             return self._group
         counted = self.counted(rules)
-        values = advantage([reward for _, reward in counted]) if counted else ()
+        equal = refill.replaces(self.rewards(rules))
+        values = [0.0] * len(counted) if equal or not counted else advantage([reward for _, reward in counted])
         pairs = zip(counted, values, strict=True)
         self._group = Group(self.index, tuple(sample for (t, _), a in pairs for sample in t.samples_for_training(a)))
         return self._group

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from libra_hpc.policies.learning.advantages import LengthRules, Refill
 from libra_hpc.policies.scheduling.staleness import StalenessGate
 
-from .group_state import ANY_LENGTH, GroupState
+from .group_state import ANY_LENGTH, NO_REFILL, GroupState
 from .trajectory import Trajectory
 
 
@@ -35,10 +35,10 @@ class PromptOrder:
         group_size: int,
         recovered: Mapping[int, Sequence[Trajectory]],
         log: Callable[..., None],
-        refill: Refill = Refill(),  # noqa: B008
+        refill: Refill = NO_REFILL,
         rules: LengthRules = ANY_LENGTH,
     ) -> None:
-        """``refill``: which groups others replace; ``rules``: which rewards count for that."""
+        """``refill``: which groups others replace; ``rules``: which trajectories count for that."""
         self._refill, self._rules = refill, rules
         self.gate = gate
         self._recovered, self._log = dict(recovered), log
@@ -105,7 +105,7 @@ class PromptOrder:
         return True
 
     def _complete(self, group: GroupState) -> None:
-        if self._refill.replaces([reward for _, reward in group.counted(self._rules)], self._replaced):
+        if self._refill.replaces(group.rewards(self._rules), self._replaced):
             self._replaced += 1
             self._give_up(group.index)
         else:

@@ -55,6 +55,7 @@ class RolloutLeader:
         self._advantage = advantage_named(config.algorithm.advantage)
         rollout, algorithm = config.rollout, config.algorithm
         self._rules = LengthRules(algorithm.truncated, algorithm.overlong_soft, rollout.max_model_len)
+        self._refill = Refill(algorithm.refill_batches * algorithm.prompts_per_step if algorithm.refill else 0)
         self._parts = [one.name for one in config.task.train]
         self.evaluations = Evaluations(config.task.eval, config.run.steps, surroundings.evaluated)
         self._scheduled = False
@@ -95,7 +96,7 @@ class RolloutLeader:
             group_size=algorithm.group_size,
             recovered=recovered or {},
             log=self._log,
-            refill=Refill(algorithm.refill_batches * algorithm.prompts_per_step if algorithm.refill else 0),
+            refill=self._refill,
             rules=self._rules,
         )
         self.schedule_pass()
@@ -253,14 +254,14 @@ class RolloutLeader:
                 self._order.take_replaced(),
                 engines.of_guests,
             )
-            composed = tuple(group.to_group(self._advantage, self._rules) for group in groups)
+            composed = tuple(group.to_group(self._advantage, self._rules, self._refill) for group in groups)
             self._around.composed(step, [trajectory for group in groups for trajectory in group.done], composed)
             self._send(self._train_leader, Batch(step, composed, stats, self._order.take_given_up()))
             self._order.take_ended()
         if self._order is not None and self._config.streamed:
             step, ended = self._order.take_ended()
             for index, group in ended:
-                found = group.to_group(self._advantage, self._rules) if group else Group(index, ())
+                found = group.to_group(self._advantage, self._rules, self._refill) if group else Group(index, ())
                 self._send(self._train_leader, GroupDone(step, found))
 
     # --- engines

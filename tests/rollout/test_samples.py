@@ -8,7 +8,7 @@ from array import array
 import msgspec
 import pytest
 
-from libra_hpc.policies.learning.advantages import LengthRules, group_mean
+from libra_hpc.policies.learning.advantages import LengthRules, Refill, group_mean, group_std
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.env import StepEpisode
 from libra_hpc.protocol.trace import TrajectoryRecord
@@ -125,3 +125,18 @@ def test_the_longest_sample_counts_for_the_length_of_a_trajectory() -> None:
     group = GroupState(0, 2, done).to_group(group_mean, LengthRules(soft=20, longest=100))
     assert [round(sample.advantage, 3) for sample in group.samples] == [0.275] * 3 + [-0.275] * 3
     assert sum(len(sample.logprobs) for sample in group.samples) == len(pack_f32([0.0] * (33 + 113)))
+
+
+def test_lengths_teach_nothing_where_refill_finds_equal_rewards() -> None:
+    group = GroupState(0, 4)
+    for sample, count in enumerate((20, 70, 90, 30)):
+        trajectory = Trajectory(0, sample, 0)
+        trajectory.add_environment(pack_i32([1] * count))
+        trajectory.add_generated(generated("", [7], finish="stop"), "e0")
+        # Wrong, and equal but for rounding.
+        trajectory.place, trajectory.reward = "done", 0.1 + 0.2 if sample else 0.3
+        group.done.append(trajectory)
+    rules = LengthRules(soft=40, longest=100)
+    assert group.equal
+    assert Refill(1).replaces(group.rewards(rules), 0)
+    assert [s.advantage for s in group.to_group(group_std, rules, Refill(1)).samples] == [0.0] * 4, "past the bound"

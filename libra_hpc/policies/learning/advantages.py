@@ -16,8 +16,16 @@ from libra_hpc.user_file import load_function
 
 STD_EPS = 1e-4
 """Bounds the advantages of a group of nearly equal rewards; rewards are of order one."""
+EQUAL = 1e-6
+"""Largest difference of equal rewards, absolute. Half or double: no other groups. Rewards are of order one, and float32
+rounds their sums at 1e-7."""
 
 Advantage = Callable[[Sequence[float]], Sequence[float]]
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ by no more than rounding, so that they teach nothing; true without any."""
+    return not rewards or max(rewards) - min(rewards) <= EQUAL
 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
@@ -52,7 +60,7 @@ def advantage_named(name: str) -> Advantage:
     found: Advantage = _NAMED[name] if name in _NAMED else load_function("algorithm.advantage", name, ADVANTAGES)
 
     def checked(rewards: Sequence[float]) -> list[float]:
-        if max(rewards) == min(rewards):
+        if all_equal(rewards):
             return [0.0] * len(rewards)
         values = [float(value) for value in found(list(rewards))]
         if len(values) != len(rewards) or not all(map(math.isfinite, values)):
@@ -78,9 +86,12 @@ class Refill(NamedTuple):
     most: int = 0
     """Groups replaced for one batch; 0: none."""
 
-    def replaces(self, rewards: Sequence[float], replaced: int) -> bool:
-        """Whether a group goes, of these rewards that count, after ``replaced`` others of its batch."""
-        return replaced < self.most and len(set(rewards)) < 2
+    def replaces(self, rewards: Sequence[float], replaced: int = 0) -> bool:
+        """Whether a group goes, after ``replaced`` others of its batch.
+
+        ``rewards``: of the trajectories that count, before `LengthRules`. A length must not teach where no answer does.
+        """
+        return replaced < self.most and all_equal(rewards)
 
 
 class LengthRules(NamedTuple):

@@ -26,11 +26,19 @@ def test_by_hand(name: str, expected: list[float]) -> None:
 def test_a_group_of_equal_rewards_has_none(name: str) -> None:
     assert advantage_named(name)([0.3, 0.3, 0.3]) == [0.0, 0.0, 0.0]
     assert advantage_named(name)([7.0]) == [0.0]
+    assert advantage_named(name)([0.3, 0.1 + 0.2]) == [0.0, 0.0], "rounding is no reward"
 
 
 @pytest.mark.parametrize(
     ("rewards", "replaced", "goes"),
-    [([1.0, 1.0], 0, True), ([1.0, 0.0], 0, False), ([], 3, True), ([0.0, 0.0], 4, False), ([0.5], 3, True)],
+    [
+        ([1.0, 1.0], 0, True),
+        ([1.0, 0.0], 0, False),
+        ([], 3, True),
+        ([0.0, 0.0], 4, False),
+        ([0.5], 3, True),
+        ([0.3, 0.1 + 0.2], 0, True),
+    ],
 )
 def test_groups_without_a_gradient_are_replaced_up_to_the_bound(
     rewards: list[float], replaced: int, goes: bool
