@@ -4,7 +4,7 @@
   parameter, and a bit that marks changes. All copies of a parameter in the core share all but weights and gradients;
   an elastic replica lacks them.
 - A reference policy is in host memory (`host_memory`), and for its pass in the place of the gradients.
-- Several minibatches: a step that fails returns to a copy of the optimizer's state, taken before it.
+- Several minibatches beside elastic replicas: a step that loses one returns to a copy of the optimizer's state.
 - Activations: what a layer retains for its backward pass (`activation_bytes_per_token`); context parallelism divides
   it, but for gathered keys and values. With full recomputation, a layer retains its input, and one at a time the rest.
 - Pipeline: stage i of 1F1B holds as many micro-batches as there are stages from it on, the last one the output layer.
@@ -142,11 +142,11 @@ def train_memory(
     *,
     micro_batches: int,
     pack_tokens: float,
-    minibatches: int = 1,
+    copies: bool = False,
 ) -> TrainMemory:
     """Memory of the fullest device when a replica runs ``micro_batches`` of at most ``pack_tokens`` tokens each.
 
-    ``minibatches``: optimizer steps per global batch.
+    ``copies``: whether steps have several minibatches, and elastic replicas.
     """
     layers = stage_layers(shape.layers, layout.pp)
     # Of stages with equally many layers the first has the most micro-batches in flight.
@@ -160,7 +160,7 @@ def train_memory(
                 stage=stage,
                 in_flight=min(layout.pp - stage, micro_batches),
                 pack_tokens=pack_tokens,
-                copies=minibatches > 1,
+                copies=copies,
             )
             for stage in sorted(stages)
         ),

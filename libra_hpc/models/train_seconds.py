@@ -235,19 +235,20 @@ class TrainCost:
         """Trajectories that are trained together as they are complete (`libra_hpc.train_leader.portions`)."""
         return PORTION_PACKS * layout.dp * layout.pp * max(1.0, layout.micro_tokens / self.work.mean)
 
-    def memory(self, layout: TrainLayout) -> TrainMemory:
+    def memory(self, layout: TrainLayout, shared: bool = False) -> TrainMemory:
+        """``shared``: elastic replicas train beside it."""
         return train_memory(
             self.shape,
             layout,
             self.device,
             micro_batches=self.micro_batches(layout),
             pack_tokens=self.pack_tokens(layout),
-            minibatches=self.work.minibatches,
+            copies=shared and self.work.minibatches > 1,
         )
 
-    def limit(self, layout: TrainLayout) -> Limit | None:
+    def limit(self, layout: TrainLayout, shared: bool = False) -> Limit | None:
         """Why the layout does not fit; None when it does."""
-        return memory_limit(self.memory(layout), self.device)
+        return memory_limit(self.memory(layout, shared), self.device)
 
     def never_fits(self, layout: TrainLayout) -> bool:
         """Whether the layout fits with no ``dp`` at all: weights, gradients and one micro-batch exceed the device."""

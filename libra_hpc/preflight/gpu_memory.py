@@ -152,7 +152,7 @@ def training_memory(config: RunConfig, own: StageGpu, *, pack: int = 0, in_fligh
         own.gpu,
         micro_batches=in_flight,
         pack_tokens=pack or fullest_pack(config),
-        minibatches=config.algorithm.minibatches,
+        copies=config.algorithm.minibatches > 1 and config.components.hybrid.nodes > 0,
     )
 
 

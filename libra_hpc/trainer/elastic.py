@@ -71,7 +71,7 @@ class ElasticReplicas:
             own = channel(experts, label, core.expert_copies, copies=place.expert_copies, copy=place.expert_copy_rank)
             self._channels.append(own)
             self._copies.append(replica.expert_copies)
-        self._shared = False
+        self.shared = False
         """Whether the present generation has replicas, known alike to all processes of this world."""
         self.generation = -1
         """The present generation; -1: none."""
@@ -86,7 +86,7 @@ class ElasticReplicas:
         The core is member 0. Collective over the generation; raises `PeerLost`, in no generation.
         """
         self.park()
-        self._shared = False
+        self.shared = False
         received, error = 0, ""
         try:
             if message.size > 1:
@@ -100,7 +100,7 @@ class ElasticReplicas:
             raise PeerLost(error or "another process of this replica could not join")
         if self._elastic and message.size > 1 and not self._engine.agree(not received):
             self._engine.gather_weights()
-        self.generation, self._shared = message.generation, message.size > 1
+        self.generation, self.shared = message.generation, message.size > 1
         return received
 
     def park(self) -> None:
@@ -141,7 +141,7 @@ class ElasticReplicas:
 
     def reduce(self) -> None:
         """Add the replicas' gradients to those of the core; raises `PeerLost`, outside the generation."""
-        if not self._shared:
+        if not self.shared:
             return
         with self._exchanging():
             for channel in self._channels:
@@ -149,7 +149,7 @@ class ElasticReplicas:
 
     def add(self, sums: torch.Tensor) -> None:
         """Add every replica's sums to those of the core's data-parallel rank 0; raises `PeerLost` as `reduce`."""
-        if not self._shared:
+        if not self.shared:
             return
         with self._exchanging():
             self._channels[0].add(sums)
@@ -160,7 +160,7 @@ class ElasticReplicas:
         Collective over this world; raises `PeerLost` in all of it. A replica has no step then: the caller sets it when
         the whole step is done.
         """
-        if not self._shared:
+        if not self.shared:
             return
         error = ""
         if self._elastic:

@@ -2,7 +2,7 @@
 
 - Portions of a batch come ahead of its step -> their gradients stay; sums and update are those of the step.
 - The sum over replicas fails -> no process of the replica has changed anything.
-- A later minibatch of a step fails -> the state returns to a copy from the start of the step.
+- A later minibatch of a step loses a replica -> the state returns to a copy from the start of the step.
 - The summed gradient or loss of a minibatch is not finite -> every replica skips its update; the step commits.
 - Another sum is not finite -> it is reported as 0.0; the update does not depend on it.
 """
@@ -97,7 +97,7 @@ class GrpoTrainer:
         state, replicas = self._engine.state, self._replicas
         batches, ahead = self._packed(message, message.portions, message.minibatches, message.divisors)
         divisors = _totals(message)
-        saved = state.capture() if len(batches) > 1 else None
+        saved = self._copy_of_state(batches)
         replicas.waited_s = 0.0
         optimizer_s = norm = 0.0
         sums: list[tuple[list[float], int]] = []
@@ -183,6 +183,10 @@ class GrpoTrainer:
         except (BatchRejected, ValueError) as error:
             replicas.leave()
             raise BatchRejected(str(error)) from error
+
+    def _copy_of_state(self, batches: list[list[Pack]]) -> tuple[int, int, list[torch.Tensor]] | None:
+        """The state before several updates; None where no replica outside this world can be lost among them."""
+        return self._engine.state.capture() if len(batches) > 1 and self._replicas.shared else None
 
     def _spread_weights(self, last: bool) -> None:
         try:

@@ -26,15 +26,15 @@ ELASTIC = msgspec.structs.replace(WHOLE, elastic=True)
 P = sum(stage_params(SHAPE, Degrees(8), 0))
 
 
-def of(layout: TrainLayout, minibatches: int = 1, micro_batches: int = 4) -> TrainMemory:
-    return train_memory(SHAPE, layout, A800, micro_batches=micro_batches, pack_tokens=4096, minibatches=minibatches)
+def of(layout: TrainLayout, copies: bool = False, micro_batches: int = 4) -> TrainMemory:
+    return train_memory(SHAPE, layout, A800, micro_batches=micro_batches, pack_tokens=4096, copies=copies)
 
 
 @pytest.mark.parametrize(
     ("layout", "state", "copy"), [(WHOLE, 18.125, 12.0), (CORE, 9.03125, 3.0), (ELASTIC, 6.0, 0.0)]
 )
 def test_bytes_of_a_parameter(layout: TrainLayout, state: float, copy: float) -> None:
-    one, two = of(layout), of(layout, minibatches=2)
+    one, two = of(layout), of(layout, copies=True)
     assert one.weights + one.gradients + one.optimizer == pytest.approx(state * P)
     assert two.minibatch_copy == pytest.approx(copy * P)
     assert two.total - one.total == pytest.approx(copy * P)

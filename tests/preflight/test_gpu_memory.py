@@ -66,10 +66,10 @@ LONG = {"train": {"tp": 8, "recompute": "full"}, "rollout": {"tp": 1, "max_model
             'valid: train.tp = 4, train.pp = 1 and train.recompute = "full" (the smallest replica).',
         ),
         ("qwen3-14b", LONG, "rollout.tp = 1: an engine of qwen3-14b needs"),
-        # The copy of several minibatches counts.
+        # The copy of several minibatches counts, beside replicas that may be lost.
         (
             "qwen3-14b",
-            {**SHORT, "components": of_gpus(4), "algorithm": {"minibatches": 2}},
+            {**SHORT, "components": of_gpus(4, hybrid=1), "algorithm": {"minibatches": 2}},
             "TP4 PP1 needs 116 GB a GPU",
         ),
         # 12 of the core's 18 bytes a parameter are divided over its nodes.
@@ -91,7 +91,7 @@ def test_a_layout_out_of_memory_is_refused_with_figures_and_a_way_out(
             "qwen3-14b",
             {"train": {"tp": 4, "recompute": True}, "components": of_gpus(4), "rollout": {"max_model_len": 8192}},
         ),
-        ("qwen3-14b", {**SHORT, "components": of_gpus(4)}),
+        ("qwen3-14b", {**SHORT, "components": of_gpus(4), "algorithm": {"minibatches": 2}}),
         # A hybrid node trains without optimizer state: 18 bytes a parameter do not fit on two GPUs, 6 do.
         ("qwen3-14b", {**TWO_GPUS, "components": of_gpus(2, 4, 1)}),
         # Stages may differ by a layer.

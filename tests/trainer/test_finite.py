@@ -99,6 +99,16 @@ def test_only_the_bad_minibatch_is_skipped(tmp_path: Path, world: ReplicaPlace) 
     assert all(torch.equal(now, want) for now, want in zip(engine.state.tensors(), other.state.tensors(), strict=True))
 
 
+def test_without_replicas_a_step_of_several_minibatches_copies_no_state(
+    tmp_path: Path, world: ReplicaPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("qwen2", tmp_path / "model")
+    engine, trainer = build(tmp_path / "model", world)
+    monkeypatch.delattr(type(engine.state), "capture")
+    trainer.step(train_step(1, 0, minibatches=2))
+    assert engine.state.updates == 2
+
+
 def test_a_bad_sample_of_a_replica_is_skipped_in_all_processes_of_the_core(tmp_path: Path) -> None:
     model_dir = tmp_path / "model"
     make_model("qwen2", model_dir)

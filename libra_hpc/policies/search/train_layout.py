@@ -82,8 +82,8 @@ class TrainSearch:
         self._able: Sequence[int] = self._all
         """Indices of shards without those found never to fit."""
         self._best: dict[tuple[int, int, int], TrainChoice | None] = {}
-        self._bounds: dict[tuple[int, int], tuple[int, float]] = {}
-        """(Largest dp that does not fit, smallest that does) by shard and micro-batches in flight."""
+        self._bounds: dict[tuple[int, int, bool], tuple[int, float]] = {}
+        """(Largest dp that does not fit, smallest that does) by shard, micro-batches in flight and `shared`."""
         self._hopeless: dict[int, bool] = {}
         self._runs: dict[tuple[Degrees, int], bool] = {}
 
@@ -141,7 +141,7 @@ class TrainSearch:
                 continue
             if self._never(index):
                 never.add(index)
-            elif self._fits(index, layout) and (not elastic or self._fits_beside(layout, elastic)):
+            elif self._fits(index, layout, elastic > 0) and (not elastic or self._fits_beside(layout, elastic)):
                 time = self._cost.time(layout, HybridWorlds(worlds, beside // layout.replica))
                 most = min(most, time.total * (1.0 + ROUNDING))
                 found.append((time, layout))
@@ -151,7 +151,7 @@ class TrainSearch:
         if not equal:
             return None
         time, layout = min(equal, key=lambda one: (one[1].cp, one[0].total))
-        return TrainChoice(layout, time, self._cost.memory(layout))
+        return TrainChoice(layout, time, self._cost.memory(layout, elastic > 0))
 
     def _spread(self, devices: int, indices: Sequence[int]) -> Iterator[tuple[int, TrainLayout]]:
         """Layouts of exactly ``devices`` devices with the index of their shard, in the order of the bound."""
@@ -174,12 +174,12 @@ class TrainSearch:
             self._runs[degrees, nodes] = runs(self._cost.shape, degrees, nodes, self._node)
         return self._runs[degrees, nodes]
 
-    def _fits(self, index: int, layout: TrainLayout) -> bool:
+    def _fits(self, index: int, layout: TrainLayout, shared: bool) -> bool:
         """More data-parallel ranks need less memory each, as long as the micro-batches in flight are as many."""
-        key = index, min(layout.pp, self._cost.micro_batches(layout))
+        key = index, min(layout.pp, self._cost.micro_batches(layout)), shared
         most, least = self._bounds.get(key, (0, math.inf))
         if most < layout.dp < least:
-            fits = self._cost.limit(layout) is None
+            fits = self._cost.limit(layout, shared) is None
             most, least = (most, layout.dp) if fits else (layout.dp, least)
             self._bounds[key] = most, least
         return layout.dp >= least
