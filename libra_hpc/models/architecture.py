@@ -14,6 +14,14 @@ from .shapes import ModelShape, read_config, shape_from_config
 from .supported import FAMILIES, Family, check_trained, rope_settings, with_defaults
 from .train_parallel import Degrees, expert_fault
 
+MULTIPLIERS = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention_scale": "attention_multiplier",
+    "logits_scale": "logits_scaling",
+}
+"""Keys of a config with multipliers."""
+
 
 class Architecture(ModelShape, frozen=True, kw_only=True):
     """A model with what its computation needs besides the counts."""
@@ -26,6 +34,13 @@ class Architecture(ModelShape, frozen=True, kw_only=True):
     max_positions: int
     norm_topk: bool = True
     """Whether the weights of a token's experts sum to 1."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the hidden state."""
+    attention_scale: float | None = None
+    """None: 1 / sqrt(head_dim)."""
+    logits_scale: float = 1.0
+    """Logits are divided by it."""
 
     @property
     def kind(self) -> Family:
@@ -50,6 +65,8 @@ def architecture(config: dict[str, Any]) -> Architecture:
     """The model of a ``config.json``; raises `UserError` for one that the trainer lacks."""
     check_trained(config)
     config = with_defaults(config)
+    names = MULTIPLIERS if FAMILIES[config["model_type"]].multipliers else {}
+    scales: dict[str, Any] = {field: float(config.get(key, 1.0)) for field, key in names.items()}
     return Architecture(
         **msgspec.structs.asdict(shape_from_config(config, "model.path")),
         family=config["model_type"],
@@ -57,6 +74,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
         rope=rope_settings(config),
         max_positions=int(config.get("max_position_embeddings", 4096)),
         norm_topk=bool(config.get("norm_topk_prob", False)),
+        **scales,
     )
 
 

@@ -208,14 +208,15 @@ def optimizer_bytes(shape: ModelShape) -> int:
 def activation_bytes_per_token(shape: ModelShape, recompute: Recompute, tp: int = 1, etp: int = 0) -> float:
     """Bytes that one layer retains of one token on each of ``tp`` ranks.
 
-    - Divided by TP (sequence parallelism): the inputs of both norms and both blocks, 4 h.
+    - Divided by TP (sequence parallelism): the inputs of all norms and both blocks, mostly 4 h.
     - Divided by TP: attention's padded input q and output q, and its unpadded output q.
     - Divided by TP, at most by the key/value heads: projection q + 2 kv, and padded inputs 2 kv. A rank has whole ones.
     - Divided by TP, dense: gate, up and product, 3 f.
     - Mixture of experts, divided by TP: 3 expert widths of each routed token. Its input and output on every one of the
       ``etp`` (0: ``tp``) tensor ranks of an expert.
 
-    Selective recomputation leaves out the inputs of both blocks, the padded output and the dense product.
+    Selective recomputation leaves out the inputs of both blocks if they are outputs of norms, the padded output and
+    the dense product.
     """
     if recompute == "full":
         return shape.hidden * shape.dtype_bytes / tp
@@ -229,7 +230,8 @@ def activation_bytes_per_token(shape: ModelShape, recompute: Recompute, tp: int 
         )
     else:
         elements += (2 + stored) * shape.intermediate
-    return ((2 + 2 * stored) * shape.hidden + elements) / tp * shape.dtype_bytes
+    states = shape.norms + 2 * (stored or not shape.pre_norm)
+    return (states * shape.hidden + elements) / tp * shape.dtype_bytes
 
 
 def gathered_bytes_per_token(shape: ModelShape, layout: TrainLayout) -> float:

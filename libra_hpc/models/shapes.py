@@ -44,8 +44,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    whole_qk_norm: bool = False
+    """The norms of q and k are over all heads."""
     norms: int = 2
     """Norms of a layer's hidden state."""
+    pre_norm: bool = True
+    """Attention and MLP read a norm's output."""
     experts: int = 0
     """Routed experts per layer; 0: dense."""
     experts_per_token: int = 0
@@ -65,7 +69,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Weights of one layer's attention and norms."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = self.hidden * (2 * q + 2 * kv)
-        norms = self.norms * self.hidden + 2 * self.head_dim * self.qk_norm
+        heads = self.heads + self.kv_heads if self.whole_qk_norm else 2
+        norms = self.norms * self.hidden + heads * self.head_dim * self.qk_norm
         return matrices + (q + 2 * kv) * self.qkv_bias + norms
 
     @property
@@ -235,7 +240,9 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=has_qkv_bias(config),
         qk_norm=family.qk_norm,
+        whole_qk_norm=family.whole_qk_norm,
         norms=len(family.norms),
+        pre_norm="input_layernorm" in family.norms,
         experts=_count(config, name, "num_experts") if moe else 0,
         experts_per_token=_count(config, name, "num_experts_per_tok") if moe else 0,
         moe_intermediate=_count(config, name, "moe_intermediate_size", intermediate) if moe else 0,

@@ -51,6 +51,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """``attention_bias`` means q, k and v; elsewhere it means the output projection too, which the trainer lacks."""
     qk_norm: bool = False
     """Norms of the heads of q and k."""
+    whole_qk_norm: bool = False
+    """Each of these norms is one over all heads."""
+    multipliers: bool = False
+    """Factors of the embedding, of what layers add, of attention and of logits are in the config."""
     norms: dict[str, str] = msgspec.field(default_factory=PRE_NORMS.copy)
     """A layer's norms: Megatron-Core's names and those in the files. ``*_bda.norm`` stands behind attention or MLP,
     before the result is added."""
@@ -72,6 +76,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _GLM_NORMS = PRE_NORMS | {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
+_OLMO_NORMS = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
 MIXTURE = "a mixture of experts of another kind than Qwen3's"
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 _QWEN_MOE = {
@@ -97,9 +102,28 @@ FAMILIES: dict[str, Family] = {
         interleaved_rotary=True,
         defaults=_GLM,
     ),
+    "granite": Family(multipliers=True),
     "llama": Family(),
+    # vLLM's own factor of queries beyond the original positions is under another key: `most_positions`.
+    "ministral3": Family(
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        }
+    ),
     "mistral": Family(defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     "mixtral": Family(untrained=MIXTURE, experts=True),
+    "olmo2": Family(qk_norm=True, whole_qk_norm=True, norms=_OLMO_NORMS, defaults={"rms_norm_eps": 1e-5}),
     # transformers takes "yarn" in a Phi-3 model for "longrope".
     "phi3": Family(
         fused_qkv=True, fused_mlp=True, partial_rotary=True, rope_types=("default",), defaults={"rms_norm_eps": 1e-5}
@@ -107,6 +131,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(qkv_bias=True, window_switch=True, defaults=_QWEN),
     "qwen3": Family(qk_norm=True, window_switch=True, defaults={**_QWEN, "head_dim": 128}),
     "qwen3_moe": Family(qk_norm=True, experts=True, window_switch=True, defaults=_QWEN_MOE),
+    "seed_oss": Family(
+        qkv_bias_only=True, defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}
+    ),
 }
 TRAINED = tuple(name for name, family in FAMILIES.items() if not family.untrained)
 """``model_type`` of the models that can be trained."""
@@ -196,14 +223,16 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def most_positions(config: Mapping[str, Any]) -> int | None:
     """Longest sequence of both engines; None when the config has no limit.
 
-    vLLM tabulates YaRN's angles for ``factor`` times the original positions and no more.
+    vLLM tabulates YaRN's angles for ``factor`` times the original positions and no more. It ignores Ministral 3's
+    factor of queries, which is 1 within the original positions, and so does the trainer.
     """
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int):
         return None
     rope = rope_settings(config)
     if rope["rope_type"] == "yarn":
-        return min(limit, int(rope["factor"] * rope["original_max_position_embeddings"]))
+        factor = 1.0 if rope.get("llama_4_scaling_beta") else rope["factor"]
+        return min(limit, int(factor * rope["original_max_position_embeddings"]))
     return limit
 
 
@@ -217,7 +246,7 @@ def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
         yield Refusal("sliding_window", window, "the trainer has no sliding-window attention", "null (full attention)")
     elif layers:
         yield Refusal("layer_types", sorted(layers)[0], "the trainer has full attention only", ("full_attention",))
-    for key in ("mlp_bias",) if family.qkv_bias_only else ("attention_bias", "mlp_bias"):
+    for key in ("attention_out_bias" if family.qkv_bias_only else "attention_bias", "mlp_bias"):
         if config.get(key):
             yield Refusal(key, config[key], "the trainer has no such bias", "false")
     # Qwen3-MoE: the trainer builds all layers alike.

@@ -26,6 +26,7 @@ from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.train_engine import TrainEngine
 from tests.trainer.conftest import World
 from tests.trainer.settings import optimizer
+from tests.trainer.support import OF_FAMILY
 from tests.trainer.support import make_model as make_family
 
 from .engine_harness import (
@@ -80,7 +81,7 @@ def model_of(kind: str, folder: Path, seed: int) -> Model:
     if kind in ("qwen2", "qwen2, tied"):
         return make_model(folder, seed, tied=kind == "qwen2, tied")
     sizes: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 1024}
-    sizes |= {"head_dim": 64} if kind in ("glm4", "qwen3_moe") else {}
+    sizes |= {"head_dim": 64} if "head_dim" in OF_FAMILY.get(kind, {}) else {}
     sizes |= {"moe_intermediate_size": 64} if kind == "qwen3_moe" else {}
     reference = make_family(kind, folder, bos_token_id=1, eos_token_id=2, vocab_size=VOCAB, **sizes)
     with torch.no_grad():
@@ -108,6 +109,10 @@ class Served(NamedTuple):
         *(
             pytest.param(row, marks=pytest.mark.nightly)
             for row in (("qwen2, tied", 1, False), ("qwen2", 2, False), ("qwen3_moe", 1, False), ("glm4", 1, False))
+        ),
+        *(
+            pytest.param((kind, tp, False), marks=pytest.mark.nightly)
+            for kind, tp in (("granite", 1), ("ministral3", 1), ("olmo2", 2), ("seed_oss", 1))
         ),
         pytest.param(("phi3", 1, False), marks=pytest.mark.nightly),
     ],

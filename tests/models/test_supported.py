@@ -37,8 +37,7 @@ def no_rotary(key: str, kind: str, valid: str) -> str:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"model_type": "cohere2"},
-        "model_type = 'cohere2': this version cannot train this architecture;"
-        " valid: glm4, llama, mistral, phi3, qwen2, qwen3, qwen3_moe.",
+        f"model_type = 'cohere2': this version cannot train this architecture; valid: {', '.join(TRAINED)}.",
     ),
     ({"model_type": "gemma3_text"}, "model_type = 'gemma3_text'"),
     ({"model_type": "mixtral"}, "model_type = 'mixtral': a mixture of experts of another kind than Qwen3's"),

@@ -45,10 +45,17 @@ MICRO_TOKENS = 96
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 OF_FAMILY: dict[str, dict[str, Any]] = {
-    "glm4": {"head_dim": 16, "pad_token_id": 0},
+    "glm4": {"head_dim": 16},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 4.0,
+    },
+    "ministral3": {"head_dim": 16},
     "mistral": {"sliding_window": None},
-    "phi3": {"pad_token_id": 0},
     "qwen3": {"head_dim": 16},
+    "seed_oss": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True, "moe_intermediate_size": 24, **EXPERTS},
 }
 """Keys of a tiny model's config beyond those that all families have."""
@@ -68,6 +75,8 @@ def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2, 
         "num_key_value_heads": 2,
         "intermediate_size": 48,
         "max_position_embeddings": 256,
+        # The embedding of one would have no gradient in transformers.
+        "pad_token_id": None,
     }
     config = transformers.AutoConfig.for_model(kind, **{**settings, **OF_FAMILY.get(kind, {}), **keys})
     torch.manual_seed(0)
@@ -77,7 +86,7 @@ def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2, 
             # Biases and norms start at 0 and 1, where a wrong mapping would not show.
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
-    return model
+    return model.eval()
 
 
 def build(

@@ -17,10 +17,9 @@ from libra_hpc.models.supported import TRAINED
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.model.head import Head
-from libra_hpc.trainer.model.packing import Example, Pack, decode, pack
+from libra_hpc.trainer.model.packing import Pack, decode, pack
 from libra_hpc.trainer.saved import checkpoint
-from libra_hpc.trainer.train_engine import TrainEngine
-from libra_hpc.weights.names import ReplicaPlace
+from libra_hpc.weights.names import ReplicaPlace, own_entries, to_hf
 
 from .batches import loss_tokens, samples, train_step
 from .settings import optimizer
@@ -35,9 +34,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 linear": ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
     "qwen3 tied": ("qwen3", {"tied": True}),
     "qwen3 yarn": ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 500.0}}),
+    "granite": ("granite", {}),
     "llama": ("llama", {}),
     "llama llama3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}}),
     "mistral": ("mistral", {}),
+    "ministral3": ("ministral3", {}),
+    "olmo2": ("olmo2", {}),
+    "seed_oss": ("seed_oss", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe, unscaled experts": ("qwen3_moe", {"norm_topk_prob": False}),
     "phi3": ("phi3", {}),
@@ -48,34 +51,34 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def logits(engine: TrainEngine, batch: list[Example], micro_tokens: int) -> list[torch.Tensor]:
-    """Whole logits of each pack's loss tokens."""
-    found: list[torch.Tensor] = []
-
-    def keep(head: Head, _: Pack) -> torch.Tensor:
-        found.append(head.rows @ head.weight.t())
-        return found[-1].sum()
-
-    engine.forward(pack(batch, micro_tokens, engine.device), keep)
-    return found
-
-
 def test_every_family_that_is_trained_is_compared() -> None:
     assert {kind for kind, _ in MODELS.values()} == set(TRAINED)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_files_equal_those_of_transformers(tmp_path: Path, world: ReplicaPlace, name: str) -> None:
+def test_logprobs_gradients_and_files_equal_those_of_transformers(
+    tmp_path: Path, world: ReplicaPlace, name: str
+) -> None:
     kind, keys = MODELS[name]
     reference = make_model(kind, tmp_path / "model", **keys)
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     engine, _ = build(tmp_path / "model", world)
     batch = sorted((decode(s) for s in samples(1)), key=lambda e: -len(e.tokens))
-    found = logits(engine, batch, MICRO_TOKENS)
-    with torch.no_grad():
-        want = torch.cat([reference(e.tokens[None]).logits[0][e.mask.nonzero()[:, 0] - 1] for e in batch])
+    found: list[torch.Tensor] = []
+
+    def loss(head: Head, one: Pack) -> torch.Tensor:
+        found.append(head.likelihood(one.targets, 1.0).logprobs)
+        return -found[-1].sum() / count
+
+    count = sum(int(e.mask.sum()) for e in batch)
+    engine.forward_backward(pack(batch, MICRO_TOKENS, engine.device), loss)
+    want = []
+    for e in batch:
+        where = e.mask.nonzero()[:, 0]
+        want.append(reference(e.tokens[None]).logits[0].log_softmax(-1)[where - 1, e.tokens[where]])
+        (-want[-1].sum() / count).backward()
     assert len(found) > 1
-    assert (torch.cat(found) - want).abs().max() < 5e-6
+    assert (torch.cat(found) - torch.cat(want)).abs().max() < 5e-6
 
     # Hugging Face -> Megatron-Core -> Hugging Face is exact, also for the checkpoint that transformers loads.
     original = load_file(tmp_path / "model" / "model.safetensors")
@@ -87,6 +90,19 @@ def test_logits_and_files_equal_those_of_transformers(tmp_path: Path, world: Rep
     loaded = type(reference).from_pretrained(tmp_path / "saved" / "policy")
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), reference.parameters(), strict=True))
     assert (tmp_path / "saved" / "policy" / "tokenizer.json").is_file()
+
+    # Gradients under the names of the files: transformers writes its own as if they were weights.
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(parameter.grad)
+    reference.save_pretrained(tmp_path / "gradients")
+    expected = load_file(tmp_path / "gradients" / "model.safetensors")
+    parameters = engine.named_parameters()
+    for ours, entry in own_entries(engine.shape, world).items():
+        gradient = parameters[ours].main_grad  # type: ignore[attr-defined]
+        for theirs, part in zip(entry.hf, to_hf(entry, [gradient], engine.shape), strict=True):
+            assert (part - expected.pop(theirs)).abs().max() < 1e-5, theirs
+    assert not expected
 
 
 def test_steps_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.supported import FAMILIES, TRAINED, with_defaults
+from libra_hpc.models.supported import FAMILIES, TRAINED, rope_settings, with_defaults
 from libra_hpc.trainer.model.rotary import Rotary
 
 SIZES = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
@@ -70,8 +70,10 @@ def test_a_missing_key_means_what_transformers_assumes(kind: str) -> None:
         assert ours.get(key) == theirs.get(key)
     assert ours.get("rms_norm_eps", 1e-6) == theirs["rms_norm_eps"]
     assert ours.get("attention_bias", False) == theirs.get("attention_bias", False)
-    assert ours.get("partial_rotary_factor", 1.0) == theirs["rope_parameters"].get("partial_rotary_factor", 1.0)
     assert ours.get("tie_word_embeddings", False) == theirs["tie_word_embeddings"]
     window = None if FAMILIES[kind].window_switch else ours.get("sliding_window")
     assert window == theirs.get("sliding_window")
-    assert theirs["rope_parameters"]["rope_theta"] == 10000.0
+    angles = theirs["rope_parameters"]
+    assumed = {"beta_fast": 32.0, "beta_slow": 1.0, "type": "yarn"}
+    assumed |= {"max_position_embeddings": theirs["max_position_embeddings"], **rope_settings(ours)}
+    assert assumed == assumed | angles

@@ -25,7 +25,6 @@ from libra_hpc.weights.names import ReplicaPlace, from_hf, own_entries
 from libra_hpc.weights.pieces import TensorBlock
 
 ALONE = ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)
-KINDS = [(family, tied) for family in TRAINED for tied in (False, True)]
 WORLDS = [
     ReplicaPlace(tp=tp, tp_rank=0, pp=pp, pp_rank=0, dp=dp, ep=ep, etp=etp)
     for tp, pp, dp, ep, etp in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2, 4), (1, 2, 4))
@@ -39,6 +38,16 @@ def architecture(family: str, tied: bool, **keys: Any) -> Architecture:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     shape = read({"model_type": family, "tie_word_embeddings": tied, **sizes, **experts})
     return msgspec.structs.replace(shape, **keys)
+
+
+KINDS = sorted(
+    {
+        tuple(hf_shapes(architecture(family, tied)).items()): (family, tied)
+        for family in TRAINED
+        for tied in (True, False)
+    }.values()
+)
+"""One family of those with the same tensors."""
 
 
 def numbered(shape: Architecture) -> dict[str, torch.Tensor]:

@@ -46,14 +46,20 @@ class Head:
         self._group = group if dist.get_world_size(group) > 1 else None
         self.rows = loss_rows(hidden, where, self._group, sequence_parallel=model.config.sequence_parallel)
         self.weight = output_weight(model)
+        self.scale: float = model.logits_scale
+        """Logits are divided by it."""
 
     def likelihood(self, targets: torch.Tensor, temperature: float) -> Likelihood:
         """``targets`` int64[m]: the loss tokens."""
-        return likelihood(self.rows, self.weight, targets, temperature=temperature, group=self._group)
+        return likelihood(self.rows, self.weight, targets, temperature=temperature * self.scale, group=self._group)
 
 
-def return_hidden_states(model: GPTModel) -> None:
-    """Let a last stage return final hidden states [1, t, h] instead of logits; `Head` applies the output layer."""
+def return_hidden_states(model: GPTModel, scale: float) -> None:
+    """Let a last stage return final hidden states [1, t, h] instead of logits; `Head` applies the output layer.
+
+    ``scale``: logits are divided by it.
+    """
+    model.logits_scale = scale
     # The module stays and is called: it has the weight, and Megatron-Core's hooks wait for that weight at the call.
     model.output_layer.forward = lambda hidden, **_: (hidden, None)
 

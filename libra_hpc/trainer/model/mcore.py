@@ -20,8 +20,10 @@ with compat.eager_import():
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
         mappings,
+        reduce_from_tensor_model_parallel_region,
     )
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher

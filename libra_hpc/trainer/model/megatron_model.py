@@ -27,13 +27,16 @@ from .attention_check import choose_kernel
 from .head import return_hidden_states
 from .mcore import (
     GPTModel,
+    IdentityOp,
     MegatronModule,
     ModuleSpec,
     TransformerBlockSubmodules,
     TransformerConfig,
+    copy_to_tensor_model_parallel_region,
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
     parallel_state,
+    reduce_from_tensor_model_parallel_region,
 )
 from .packing import PackedLayout
 from .recompute import recompute_all, recompute_selected
@@ -93,16 +96,42 @@ class PackedAttention(MegatronModule):
         return self.kernel(query, columns, packed_seq_params, scale=self.scale)
 
 
-class NormedAdd(torch.nn.Module):
-    """GLM-4's norm behind attention or MLP, in the slot of Megatron-Core's bias, dropout and residual addition."""
+class WholeNorm(Norm):
+    """RMSNorm over all heads of q or k, also those of other tensor ranks; every rank has the whole weight."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int) -> None:
+        super().__init__(config, heads * hidden_size, eps)
+        self._heads, self._eps = heads, eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [..., heads of this rank, head_dim]."""
+        mean, ranks = (
+            x.float().pow(2).mean((-2, -1), keepdim=True),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        )
+        if ranks > 1:
+            # Both passes sum over the ranks. Each has as many heads, of which several may have the same.
+            mean = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(mean)) / ranks
+        first = parallel_state.get_tensor_model_parallel_rank() * self._heads // ranks
+        weight = self.weight.view(self._heads, -1)[first : first + x.shape[-2]]
+        return (x.float() * torch.rsqrt(mean + self._eps) * weight).to(x.dtype)
+
+
+class Add(torch.nn.Module):
+    """Megatron-Core's bias, dropout and residual addition, with a norm and a factor, and without bias and dropout."""
+
+    def __init__(self, config: TransformerConfig, norm: bool, scale: float) -> None:
         super().__init__()
-        self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        if norm:
+            self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        self._scale = scale
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-        """The addition; there is neither bias nor dropout."""
-        return lambda output, residual, dropout: residual + self.norm(output[0])
+        return self._add
+
+    def _add(self, output: tuple[torch.Tensor, Any], residual: torch.Tensor, dropout: float) -> torch.Tensor:
+        added = self.norm(output[0]) if hasattr(self, "norm") else output[0]
+        return residual + (added if self._scale == 1.0 else added * self._scale)
 
 
 def stages_of(layers: int, pp: int) -> list[list[str]] | None:
@@ -129,6 +158,7 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, place: ReplicaPl
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        softmax_scale=shape.attention_scale,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -179,12 +209,16 @@ def build_model(
         normalization="RMSNorm", qk_layernorm=shape.qk_norm, num_experts=shape.experts or None, moe_grouped_gemm=False
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm if shape.pre_norm else IdentityOp
     attention.core_attention = PackedAttention
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
-    if "mlp_bda.norm" in shape.kind.norms:
-        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(NormedAdd, params={"config": config})
+    if shape.whole_qk_norm:
+        attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": shape.heads})
+        attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": shape.kv_heads})
+    behind = {"norm": "mlp_bda.norm" in shape.kind.norms, "scale": shape.residual_scale}
+    if behind != {"norm": False, "scale": 1.0}:
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(Add, params={"config": config, **behind})
     count = get_num_layers_to_build(config)
     block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm)
     with compat.mcore_device():
@@ -204,7 +238,9 @@ def build_model(
         # Inside of recomputation, which then sees the same choice.
         moe.replay_routing(model, place)
     if parallel_state.is_pipeline_last_stage():
-        return_hidden_states(model)
+        return_hidden_states(model, shape.logits_scale)
+    if shape.embedding_scale != 1.0 and parallel_state.is_pipeline_first_stage():
+        model.embedding.register_forward_hook(lambda _, arguments, out: out * shape.embedding_scale)
     if recompute != "none":
         for layer in model.decoder.layers:
             (recompute_selected if recompute == "selective" else recompute_all)(layer)

@@ -78,7 +78,8 @@ def can_recompute(tensor: torch.Tensor, recipe: Recipe) -> None:
 def recompute_selected(layer: Any) -> None:
     """Let a transformer layer store less, as above."""
     for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
-        norm.register_forward_hook(_norm_done)
+        if isinstance(norm, torch.nn.RMSNorm):
+            norm.register_forward_hook(_norm_done)
     if hasattr(layer.mlp, "linear_fc2"):
         layer.mlp.linear_fc1.register_forward_hook(partial(_gate_done, layer.mlp.linear_fc2))
     layer.forward = partial(_selective, layer.forward)
