@@ -34,6 +34,10 @@ Clip = Annotated[
     Valid("a number > 0 and < 1, or two of them: below and above a ratio of 1"),
 ]
 
+Ratios = Annotated[
+    list[Annotated[float, Field(ge=0)]], Field(max_length=2), Valid("[], or two numbers >= 0, the lower one first")
+]
+
 
 class ModelSection(Section):
     """``[model]``: the policy."""
@@ -202,6 +206,11 @@ class AlgorithmSection(Section):
     """Clip range of the ratio pi_theta / pi_proximal around 1; ``[0.2, 0.28]``: below and above it."""
     is_truncation: float = Field(2.0, ge=1)
     """Upper bound of the truncated importance weight pi_proximal / pi_behaviour."""
+    mask_tokens: Ratios = []
+    """Tokens whose ratio pi_proximal / pi_behaviour is below the first or above the second number are not trained on
+    (IcePop, which has ``[0.5, 5.0]``); ``[]``: none."""
+    mask_sequences: Ratios = []
+    """The same of whole sequences, by the product over their tokens (MIS, which has ``[0.0, 2.0]``)."""
     truncated: Literal["score", "zero", "mask"] = "score"
     """Trajectories whose context was full: ``score``: the task's reward counts; ``zero``: reward 0; ``mask``: they are
     neither trained on nor in their group's mean."""
@@ -216,13 +225,18 @@ class AlgorithmSection(Section):
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per global batch."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL estimate between the policy and the behaviour policy in the loss; 0: none."""
+    """Weight of the KL estimate between the policy and the behaviour policy; 0: none."""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of the KL terms, weighted as samples are: ``k1`` log(pi / q), ``k2`` half of its square, ``k3`` q / pi
+    - 1 - log(q / pi). What each descends: docs/algorithms.md."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where they count: as a term of the ``loss``, or taken from each token's advantage as its ``reward``."""
     reference: str = INITIAL
     """Reference policy, frozen: ``initial`` (the weights of ``model.path``, also in a resumed run), or a Hugging Face
     folder of a model of the same shape."""
     reference_kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL estimate between the policy and the reference policy in the loss; 0: there is none. Else each
-    training world holds its weights in host memory, and a step has one forward pass more."""
+    """Weight of the KL estimate between the policy and the reference policy; 0: there is none. Else each training world
+    holds its weights in host memory, and a step has one forward pass more."""
     skip_zero_advantage: bool = True
     """Leave out groups whose rewards are all equal (their gradient is zero, but for that of a KL term)."""
     guard: Literal["off", "notice", "pause", "stop"] = "pause"

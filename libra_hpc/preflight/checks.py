@@ -240,6 +240,17 @@ def batch_split(config: RunConfig) -> Iterator[UserError]:
         )
 
 
+def objective(config: RunConfig) -> Iterator[UserError]:
+    """KL estimates have a gradient, and masks leave some ratio."""
+    algorithm = config.algorithm
+    if algorithm.kl == "k1" and algorithm.kl_in == "loss" and algorithm.kl_coef + algorithm.reference_kl_coef:
+        yield invalid("algorithm.kl", "k1", "the mean of its gradient is 0", 'k2, k3, or algorithm.kl_in = "reward"')
+    for name in ("mask_tokens", "mask_sequences"):
+        bounds: list[float] = getattr(algorithm, name)
+        if bounds and not bounds[0] < bounds[-1]:
+            yield invalid(f"algorithm.{name}", bounds, "no ratio is between them", "[], or [low, high]")
+
+
 def well_formed_time(config: RunConfig) -> Iterator[UserError]:
     """``slurm.time_limit`` is a time in Slurm's format, and the notice before it is long enough."""
     for section, text in (("slurm", config.slurm.time_limit), ("borrow.spot", config.borrow.spot.time_limit)):
@@ -282,6 +293,7 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     one_value_per_node,
     nodes_can_share,
     batch_split,
+    objective,
     well_formed_time,
     processes_have_gpus,
     worlds_are_whole,

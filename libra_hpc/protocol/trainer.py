@@ -177,6 +177,7 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     step: int
     generation: int
     loss: float
+    """It and the means below are NaN where all updates were skipped."""
     grad_norm: float
     ratio_mean: float
     """Mean of pi_theta / pi_behaviour over loss tokens."""
@@ -204,6 +205,10 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     """Choices out of ``replayed`` that the router would have made too."""
     reference_kl: float | None = None
     """Mean k3 estimate of KL(pi_theta || pi_reference) over loss tokens; None without a reference policy."""
+    masked: float = 0.0
+    """Share of loss tokens outside of ``algorithm.mask_tokens`` or ``mask_sequences``."""
+    kl_clamped: float = 0.0
+    """Share of loss tokens whose log-ratio in a KL term was cut (`libra_hpc.trainer.grpo.KL_BOUND`)."""
 
 
 class Offered(msgspec.Struct, tag=True, frozen=True):

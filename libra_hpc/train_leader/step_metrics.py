@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from libra_hpc.protocol.trainer import Offered, StepDone
@@ -23,16 +24,17 @@ def train_metrics(replies: list[StepDone], tokens: int, wall_s: float) -> dict[s
         "ratio_mean": core.ratio_mean,
         "ratio_truncated": core.ratio_truncated,
         "clipped": core.clipped,
+        "masked": core.masked,
         "behaviour_kl": core.behaviour_kl,
+        "kl_clamped": core.kl_clamped,
         "logprob_gap": core.logprob_gap,
+        "reference_kl": math.nan if core.reference_kl is None else core.reference_kl,
     }
-    if core.reference_kl is not None:
-        means["reference_kl"] = core.reference_kl
+    # Where all groups have equal rewards no token is trained on, and there is no mean.
+    found = {"loss": core.loss, "grad_norm": core.grad_norm, **(means if loss_tokens else {})}
     return {
-        "loss": core.loss,
-        "grad_norm": core.grad_norm,
-        # Where all groups have equal rewards no token is trained on, and there is no mean.
-        **(means if loss_tokens else {}),
+        # Skipped updates have none, and 0.0 would be the best one.
+        **{name: value for name, value in found.items() if math.isfinite(value)},
         "skipped": core.skipped,
         "loss_tokens": loss_tokens,
         "trained_tokens": sum(r.tokens for r in replies),

@@ -4,7 +4,7 @@
 - The sum over replicas fails -> no process of the replica has changed anything.
 - A later minibatch of a step loses a replica -> the state returns to a copy from the start of the step.
 - The summed gradient or loss of a minibatch is not finite -> every replica skips its update; the step commits.
-- Another sum is not finite -> it is reported as 0.0; the update does not depend on it.
+- All are skipped, or another sum is not finite -> the report has NaN, which no metric shows.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Ahead(NamedTuple):
 
 
 NOTHING = Ahead(-1, -1, 0)
-LOSS, RATIO, TRUNCATED, CLIPPED, KL, REFERENCE_KL, GAP, ENTROPY, TOKENS = range(9)
-"""Places in the vector of sums that is reduced with the gradients."""
+LOSS, RATIO, TRUNCATED, CLIPPED, MASKED, CLAMPED, GAP, KL, REFERENCE_KL, ENTROPY, TOKENS, NORM = range(12)
+"""Places in the vector of sums that is reduced with the gradients: those of `Terms`, and two; then the norm."""
 
 
 class GrpoTrainer:
@@ -99,7 +99,7 @@ class GrpoTrainer:
         divisors = _totals(message)
         saved = self._copy_of_state(batches)
         replicas.waited_s = 0.0
-        optimizer_s = norm = 0.0
+        optimizer_s = 0.0
         sums: list[tuple[list[float], int]] = []
         skipped = self._tokens = self._loss_tokens = self._agreed = self._replayed = 0
         proximal, reference = self._proximal(batches), self._reference_logprobs(batches)
@@ -117,10 +117,10 @@ class GrpoTrainer:
                 elif not (gradient_norm <= LARGEST_NORM and math.isfinite(found[LOSS])):
                     skipped += 1
                 else:
-                    sums.append(([value if math.isfinite(value) else 0.0 for value in found], total))
                     update_begin = time.monotonic()
                     norm = self._engine.update(1.0 / total, gradient_norm)
                     optimizer_s += time.monotonic() - update_begin
+                    sums.append(([*found, norm], total))
                 self._spread_weights(last=i == last)
         except PeerLost:
             # A replica without optimizer gets its weights again when it joins.
@@ -128,12 +128,12 @@ class GrpoTrainer:
                 state.restore(saved)
             raise
         state.step = message.step
-        means = _means(sums)
+        means = _means(sums) if sums else dict.fromkeys(range(NORM + 1), math.nan if skipped else 0.0)
         return StepDone(
             step=message.step,
             generation=message.generation,
             loss=means[LOSS],
-            grad_norm=norm,
+            grad_norm=means[NORM],
             ratio_mean=means[RATIO],
             ratio_truncated=means[TRUNCATED],
             clipped=means[CLIPPED],
@@ -149,6 +149,8 @@ class GrpoTrainer:
             replayed=self._replayed,
             agreed=self._agreed,
             reference_kl=None if self._reference is None else means[REFERENCE_KL],
+            masked=means[MASKED],
+            kl_clamped=means[CLAMPED],
         )
 
     def _packed(
@@ -262,28 +264,12 @@ class GrpoTrainer:
                     self._context,
                 ),
                 self._loss,
-                clip=settings.clip,
-                is_truncation=settings.is_truncation,
-                kl_coef=settings.kl_coef,
-                reference=None if frozen is None else next(frozen),
-                reference_kl_coef=settings.reference_kl_coef,
-                by_sequence=settings.by_sequence,
+                settings,
+                None if frozen is None else next(frozen),
             )
             # Unlike a copy from the host, this does not wait for the device.
             count = logprobs.new_full((), len(logprobs))
-            self._sums += torch.stack(
-                [
-                    terms.loss.detach(),
-                    terms.ratio,
-                    terms.truncated.float(),
-                    terms.clipped.float(),
-                    terms.kl,
-                    terms.reference_kl,
-                    terms.gap,
-                    entropy,
-                    count,
-                ]
-            )
+            self._sums += torch.stack([*(term.detach().float() for term in terms), entropy, count])
             return terms.loss
 
         self._engine.forward_backward(packs, loss, first=first, last=last)
@@ -334,11 +320,10 @@ def _totals(message: TrainStep) -> list[int]:
 
 
 def _means(sums: list[tuple[list[float], int]]) -> dict[int, float]:
-    """Metrics by place, from the sums and the divisor of each update; zeros without an update."""
+    """Metrics by place, from the sums and the divisor of each update, at least one."""
     count = max(1.0, sum(s[TOKENS] for s, _ in sums))
-    over_tokens = (RATIO, TRUNCATED, CLIPPED, KL, REFERENCE_KL, ENTROPY)
-    means = {place: sum(s[place] for s, _ in sums) / count for place in over_tokens}
-    means[LOSS] = sum(s[LOSS] / total for s, total in sums) / max(1, len(sums))
-    first = sums[0][0] if sums else [0.0] * (TOKENS + 1)
-    means[GAP] = first[GAP] / max(1.0, first[TOKENS])
+    means = {place: sum(s[place] for s, _ in sums) / count for place in range(TOKENS)}
+    first, last = sums[0][0], sums[-1][0]
+    means[LOSS] = sum(s[LOSS] / total for s, total in sums) / len(sums)
+    means[GAP], means[NORM] = first[GAP] / max(1.0, first[TOKENS]), last[NORM]
     return means

@@ -45,6 +45,13 @@ class AlgorithmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     by_sequence: bool
     """Sequences weigh the same, not tokens."""
     is_truncation: float
+    mask_tokens: tuple[float, ...] = ()
+    """Lowest and highest ratio of a token that is trained on; empty: any."""
+    mask_sequences: tuple[float, ...] = ()
+    """The same of the product over a sequence."""
+    kl: str = "k3"
+    kl_in: str = "loss"
+    """``loss`` or ``reward``."""
     kl_coef: float
     reference: str
     """Folder of the reference policy; empty: there is none."""
@@ -113,6 +120,10 @@ def algorithm_settings(config: RunConfig) -> AlgorithmSettings:
         clip=algorithm.clip_range,
         by_sequence=algorithm.aggregate == "sequence",
         is_truncation=algorithm.is_truncation,
+        mask_tokens=tuple(algorithm.mask_tokens),
+        mask_sequences=tuple(algorithm.mask_sequences),
+        kl=algorithm.kl,
+        kl_in=algorithm.kl_in,
         kl_coef=algorithm.kl_coef,
         reference=algorithm.reference_folder(config.model.path),
         reference_kl_coef=algorithm.reference_kl_coef,

@@ -18,7 +18,7 @@ def optimizer(**changes: float) -> OptimizerSettings:
     return msgspec.structs.replace(settings.optimizer_settings(_run), **changes)
 
 
-def algorithm(**changes: float | str) -> AlgorithmSettings:
+def algorithm(**changes: Any) -> AlgorithmSettings:
     """GRPO."""
     return msgspec.structs.replace(settings.algorithm_settings(_run), **changes)
 

@@ -51,10 +51,10 @@ def test_a_sum_that_only_the_report_has_skips_no_update(tmp_path: Path, world: R
     # With a KL term the loss has the log-probabilities too.
     trainer._settings = algorithm(kl_coef=0.0)
     done = trainer.step(spoiled(train_step(1, 0), 0, bad_logprobs))
-    assert (done.skipped, engine.state.updates, done.ratio_mean, done.logprob_gap) == (0, 1, 0.0, 0.0)
-    assert done.grad_norm > 0.0
-    assert done.entropy > 0.0
-    assert_finite(done)
+    assert (done.skipped, engine.state.updates) == (0, 1)
+    assert not math.isfinite(done.logprob_gap)
+    assert min(done.grad_norm, done.entropy, done.ratio_mean) > 0.0
+    assert math.isfinite(done.loss)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in engine.state.tensors())
 
 
@@ -67,8 +67,8 @@ def test_a_sample_that_is_not_finite_changes_nothing_and_the_next_step_trains(
     trainer.step(train_step(1, 0))
     before = engine.state.capture()
     done = trainer.step(spoiled(train_step(2, 0), 0, spoil))
-    assert (done.step, done.skipped, done.loss, done.grad_norm) == (2, 1, 0.0, 0.0)
-    assert_finite(done)
+    assert (done.step, done.skipped) == (2, 1)
+    assert all(map(math.isnan, (done.loss, done.grad_norm, done.behaviour_kl, done.entropy))), "0.0 would be the best"
     step, updates, tensors = engine.state.capture()
     assert (step, updates) == (2, before[1])
     assert all(torch.equal(now, old) for now, old in zip(tensors, before[2], strict=True))

@@ -128,7 +128,8 @@ def test_steps_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
             behaviour = torch.tensor(np.frombuffer(sample.logprobs, np.float32))[where]
             weight = (lp.detach() - behaviour).exp().clamp(max=ALGORITHM.is_truncation)
             k3 = (behaviour - lp).exp() - 1 - (behaviour - lp)
-            total = total + (-weight * (lp - lp.detach()).exp() * sample.advantage + ALGORITHM.kl_coef * k3).sum()
+            term = ALGORITHM.kl_coef * k3 - (lp - lp.detach()).exp() * sample.advantage
+            total = total + (weight * term).sum()
         loss = total / loss_tokens(batch)
         adam.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

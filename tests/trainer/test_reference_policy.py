@@ -57,8 +57,8 @@ def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPla
         behaviour = torch.tensor(np.frombuffer(sample.logprobs, np.float32))[where]
         weight = (lp.detach() - behaviour).exp().clamp(max=settings.is_truncation)
         k3 = (frozen.detach() - lp).exp() - 1 - (frozen.detach() - lp)
-        total = total + (-weight * (lp - lp.detach()).exp() * sample.advantage + COEF * k3).sum()
-        kl += float(k3.detach().sum())
+        total = total + (weight * (COEF * k3 - (lp - lp.detach()).exp() * sample.advantage)).sum()
+        kl += float((weight * k3.detach()).sum())
     count = loss_tokens(batch)
     (total / count).backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters() if p.grad is not None])
