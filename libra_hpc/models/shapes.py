@@ -56,7 +56,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     moe_intermediate: int = 0
     """Width of one routed expert."""
     shared_intermediate: int = 0
-    """Width of the experts for every token; 0: none."""
+    """Width of the expert for every token; 0: none."""
+    shared_gate: bool = False
+    """A sigmoid of the token weighs its result."""
     dtype_bytes: int = 2
     """Bytes of a weight."""
     kv_element_bytes: int = 0
@@ -83,7 +85,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Weights of one layer for every token: attention, router, dense MLP or shared experts."""
         if not self.experts:
             return self.attention_params + 3 * self.hidden * self.intermediate
-        return self.attention_params + self.hidden * self.experts + 3 * self.hidden * self.shared_intermediate
+        router = self.hidden * (self.experts + self.shared_gate)
+        return self.attention_params + router + 3 * self.hidden * self.shared_intermediate
 
     @property
     def head_params(self) -> int:
@@ -246,6 +249,8 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
         experts=_count(config, name, "num_experts") if moe else 0,
         experts_per_token=_count(config, name, "num_experts_per_tok") if moe else 0,
         moe_intermediate=_count(config, name, "moe_intermediate_size", intermediate) if moe else 0,
+        shared_intermediate=_count(config, name, "shared_expert_intermediate_size") if family.shared_expert else 0,
+        shared_gate=family.shared_gate,
         dtype_bytes=_dtype_bytes(config, name),
         untrained=next((refusal.reason for refusal in refusals(config)), ""),
     )

@@ -60,6 +60,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     before the result is added."""
     experts: bool = False
     """All layers are a router and experts."""
+    shared_expert: str = ""
+    """Name of the expert for every token in the files; empty: there is none."""
+    shared_gate: bool = False
+    """A sigmoid of the token weighs its result."""
     fused_qkv: bool = False
     """One ``qkv_proj`` in the files: all q, all k, all v."""
     fused_mlp: bool = False
@@ -85,6 +89,14 @@ _QWEN_MOE = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
+}
+_QWEN2_MOE = {
+    "num_key_value_heads": 16,
+    "sliding_window": 4096,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
 }
 _GLM = {
     "num_key_value_heads": 2,
@@ -129,6 +141,14 @@ FAMILIES: dict[str, Family] = {
         fused_qkv=True, fused_mlp=True, partial_rotary=True, rope_types=("default",), defaults={"rms_norm_eps": 1e-5}
     ),
     "qwen2": Family(qkv_bias=True, window_switch=True, defaults=_QWEN),
+    "qwen2_moe": Family(
+        qkv_bias=True,
+        experts=True,
+        shared_expert="shared_expert",
+        shared_gate=True,
+        window_switch=True,
+        defaults=_QWEN2_MOE,
+    ),
     "qwen3": Family(qk_norm=True, window_switch=True, defaults={**_QWEN, "head_dim": 128}),
     "qwen3_moe": Family(qk_norm=True, experts=True, window_switch=True, defaults=_QWEN_MOE),
     "seed_oss": Family(

@@ -79,15 +79,26 @@ def _mlp(shape: Architecture, m: str, h: str, expert: int | None = None) -> dict
 
 
 def _experts(shape: Architecture, experts: range, m: str, h: str) -> dict[str, Entry]:
+    family = shape.kind
     out = {f"{m}router.weight": Entry((f"{h}gate.weight",), "plain", None)}
+    if family.shared_expert:
+        out.update(_mlp(shape, f"{m}shared_experts.", f"{h}{family.shared_expert}."))
+    if family.shared_gate:
+        out[f"{m}shared_experts.gate_weight"] = Entry((f"{h}{family.shared_expert}_gate.weight",), "plain", None)
     for local, expert in enumerate(experts):
         out.update(_mlp(shape, f"{m}experts.local_experts.{local}.", f"{h}experts.{expert}.", expert))
     return out
 
 
 def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
+    names = [name for entry in stage_entries(shape, 1, 0).values() for name in entry.hf]
+    return {name: _hf_shape(shape, name) for name in names}
+
+
+def _hf_shape(shape: Architecture, name: str) -> tuple[int, ...]:
     hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    ffn = shape.moe_intermediate if shape.experts else shape.intermediate
+    shared = ".shared_expert" in name
+    ffn = shape.shared_intermediate if shared else shape.moe_intermediate if ".experts." in name else shape.intermediate
     by_suffix: dict[str, tuple[int, ...]] = {
         "q_proj.weight": (q, hidden),
         "k_proj.weight": (kv, hidden),
@@ -104,11 +115,11 @@ def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
         "gate_up_proj.weight": (2 * ffn, hidden),
         "down_proj.weight": (hidden, ffn),
         "gate.weight": (shape.experts, hidden),
+        "shared_expert_gate.weight": (1, hidden),
         "embed_tokens.weight": (shape.vocab, hidden),
         "lm_head.weight": (shape.vocab, hidden),
     }
-    names = [name for entry in stage_entries(shape, 1, 0).values() for name in entry.hf]
-    return {name: by_suffix.get(".".join(name.split(".")[-2:]), (hidden,)) for name in names}
+    return by_suffix.get(".".join(name.split(".")[-2:]), (hidden,))
 
 
 def tensor_fault(found: Shapes, expected: Shapes, tied: bool) -> str:

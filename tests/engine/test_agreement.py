@@ -82,7 +82,7 @@ def model_of(kind: str, folder: Path, seed: int) -> Model:
         return make_model(folder, seed, tied=kind == "qwen2, tied")
     sizes: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 1024}
     sizes |= {"head_dim": 64} if "head_dim" in OF_FAMILY.get(kind, {}) else {}
-    sizes |= {"moe_intermediate_size": 64} if kind == "qwen3_moe" else {}
+    sizes |= {"moe_intermediate_size": 64} if "moe_intermediate_size" in OF_FAMILY.get(kind, {}) else {}
     reference = make_family(kind, folder, bos_token_id=1, eos_token_id=2, vocab_size=VOCAB, **sizes)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
@@ -112,7 +112,7 @@ class Served(NamedTuple):
         ),
         *(
             pytest.param((kind, tp, False), marks=pytest.mark.nightly)
-            for kind, tp in (("granite", 1), ("ministral3", 1), ("olmo2", 2), ("seed_oss", 1))
+            for kind, tp in (("granite", 1), ("ministral3", 1), ("olmo2", 2), ("qwen2_moe", 2), ("seed_oss", 1))
         ),
         pytest.param(("phi3", 1, False), marks=pytest.mark.nightly),
     ],

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from libra_hpc.models.architecture import Architecture
+from libra_hpc.models.supported import FAMILIES
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.trainer.saved.optimizer_state import Shard
 from libra_hpc.trainer.saved.weight_changes import ShardWeights, WeightChanges
@@ -44,7 +45,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def worlds(family: str) -> list[ReplicaPlace]:
-    return [world for world in WORLDS if family == "qwen3_moe" or world.ep == world.etp == 1]
+    return [world for world in WORLDS if FAMILIES[family].experts or world.ep == world.etp == 1]
 
 
 def pairs(kind: tuple[str, bool], world: ReplicaPlace) -> Pairs:

@@ -41,6 +41,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", {}),
     "olmo2": ("olmo2", {}),
     "seed_oss": ("seed_oss", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe, unscaled experts": ("qwen3_moe", {"norm_topk_prob": False}),
     "phi3": ("phi3", {}),

@@ -29,19 +29,21 @@ CPU = torch.device("cpu")
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    "layout",
+    ("kind", "layout"),
     [
-        Layout(dp=2, ep=2),
-        Layout(tp=2, ep=2, etp=1),
-        pytest.param(Layout(tp=2, etp=2), marks=pytest.mark.nightly),
-        pytest.param(Layout(pp=2, cp=2, ep=2), marks=pytest.mark.nightly),
+        ("qwen3_moe", Layout(dp=2, ep=2)),
+        ("qwen2_moe", Layout(tp=2, ep=2, etp=1)),
+        pytest.param("qwen3_moe", Layout(tp=2, ep=2, etp=1), marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", Layout(tp=2, etp=2), marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", Layout(pp=2, cp=2, ep=2), marks=pytest.mark.nightly),
+        pytest.param("qwen2_moe", Layout(pp=2, cp=2, ep=2), marks=pytest.mark.nightly),
         # Tensor ranks of an expert get unequal numbers of tokens.
-        Layout(tp=2, dp=2, ep=2, etp=2),
+        ("qwen3_moe", Layout(tp=2, dp=2, ep=2, etp=2)),
     ],
     ids=str,
 )
-def test_a_world_of_experts_equals_one_process(tmp_path: Path, world: ReplicaPlace, layout: Layout) -> None:
-    make_model("qwen3_moe", tmp_path / "model")
+def test_a_world_of_experts_equals_one_process(tmp_path: Path, world: ReplicaPlace, kind: str, layout: Layout) -> None:
+    make_model(kind, tmp_path / "model")
     assert_equals_one_process(tmp_path, world, layout)
 
 

@@ -66,13 +66,13 @@ def test_a_missing_key_means_what_transformers_assumes(kind: str) -> None:
     assert ours.get("num_key_value_heads", heads) == theirs["num_key_value_heads"]
     width = theirs["hidden_size"] // heads
     assert ours.get("head_dim", width) == (theirs.get("head_dim") or width)
-    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"):
         assert ours.get(key) == theirs.get(key)
     assert ours.get("rms_norm_eps", 1e-6) == theirs["rms_norm_eps"]
     assert ours.get("attention_bias", False) == theirs.get("attention_bias", False)
     assert ours.get("tie_word_embeddings", False) == theirs["tie_word_embeddings"]
     window = None if FAMILIES[kind].window_switch else ours.get("sliding_window")
-    assert window == theirs.get("sliding_window")
+    assert window == (theirs.get("sliding_window") or None)
     angles = theirs["rope_parameters"]
     assumed = {"beta_fast": 32.0, "beta_slow": 1.0, "type": "yarn"}
     assumed |= {"max_position_embeddings": theirs["max_position_embeddings"], **rope_settings(ours)}

@@ -36,6 +36,7 @@ def architecture(family: str, tied: bool, **keys: Any) -> Architecture:
     sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 68}
     sizes |= {"hidden_size": 12, "head_dim": 6, "intermediate_size": 16, "max_position_embeddings": 64}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    experts |= {"shared_expert_intermediate_size": 20}
     shape = read({"model_type": family, "tie_word_embeddings": tied, **sizes, **experts})
     return msgspec.structs.replace(shape, **keys)
 
@@ -159,6 +160,10 @@ def engine_parameters(shape: Architecture, whole: dict[str, torch.Tensor], tp: i
         if shape.experts:
             each = [f"{mlp}experts.{expert}." for expert in range(shape.experts)]
             gated = [torch.cat([part(whole[f"{name}{x}_proj.weight"], 0) for x in ("gate", "up")]) for name in each]
+            if shared := shape.kind.shared_expert:
+                halves = [part(whole[f"{mlp}{shared}.{x}_proj.weight"], 0) for x in ("gate", "up")]
+                out[f"{mlp}{shared}.gate_up_proj.weight"] = torch.cat(halves)
+                out[f"{mlp}{shared}.down_proj.weight"] = part(whole[f"{mlp}{shared}.down_proj.weight"], 1)
             out[f"{mlp}experts.routed_experts.w13_weight"] = torch.stack(gated)
             out[f"{mlp}experts.routed_experts.w2_weight"] = torch.stack(
                 [part(whole[f"{name}down_proj.weight"], 1) for name in each]
@@ -171,7 +176,7 @@ def engine_parameters(shape: Architecture, whole: dict[str, torch.Tensor], tp: i
             out[f"{mlp}gate_up_proj.weight"] = torch.cat([part(x, 0) for x in halves])
             out[f"{mlp}down_proj.weight"] = part(whole[f"{mlp}down_proj.weight"], 1)
     for name in whole:
-        if "norm" in name or name.endswith("mlp.gate.weight"):
+        if "norm" in name or name.endswith("gate.weight"):
             out[name] = whole[name]
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             padded = torch.zeros(128, shape.hidden, dtype=torch.long)

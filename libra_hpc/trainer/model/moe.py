@@ -40,6 +40,8 @@ def expert_config(shape: Architecture, place: ReplicaPlace) -> dict[str, Any]:
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.moe_intermediate,
+        "moe_shared_expert_intermediate_size": shape.shared_intermediate or None,
+        "moe_shared_expert_gate": shape.shared_gate,
         "moe_router_pre_softmax": not shape.norm_topk,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
