@@ -43,6 +43,7 @@ from libra_hpc.mesh.door import close_door, open_door
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.rank_layout import RankLayout, check_world
 from libra_hpc.mesh.world import Endpoint, NoWorld, World, meet
+from libra_hpc.policies.pool.reconcile import Observed, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
 from libra_hpc.process.agent_folders import hold, kept_folder, make_folders, own, owned, remove
 from libra_hpc.process.child import Child
 from libra_hpc.process.code_stamp import other_code
@@ -57,6 +58,7 @@ from libra_hpc.process.visible_devices import VARIABLE, own_devices
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.joining import Admitted, DoorRecord, JoinWanted, NotAdmitted, door, is_guest
+from libra_hpc.protocol.layout import Layout, Row
 from libra_hpc.protocol.ranks_stop import RanksStop, Why, start_of
 from libra_hpc.simulated.dry_run import in_wall_time
 from libra_hpc.state.attempt import newest_point
@@ -81,6 +83,8 @@ DOOR_S = 10.0
 """Between two tries to write how to join."""
 SIGNAL_S = 2.0
 """Until a signal is reported that rank 0 did not get: whoever stops a run signals all ranks."""
+NEW = Row()
+"""What an agent knows of a node before its first Layout."""
 GOODBYE_S = 5.0
 """For the last messages of a leaving agent to reach the kernel."""
 
@@ -127,13 +131,13 @@ class Agent:
         self._rendezvous: Path | None = None
         """Train leader only: its folder of rendezvous files."""
         self.mesh.on_rejected = self._on_rejected
+        self._layout, self._observed = Layout(), Observed()
+        """The newest Layout, and what this node did to make its row true."""
+        self._life = 0
+        """See `Heartbeat.life`."""
         self._routes = Routes()
         self._routes.add(wire.Welcome, self._enter)
-        self._routes.add(wire.Roles, self._on_roles)
-        self._routes.add(wire.RankLost, self._on_rank_lost)
-        self._routes.add(wire.GuestJoined, self._on_guest)
-        self._routes.add(wire.RankBack, lambda back: self.mesh.remember(back.rank))
-        self._routes.add(wire.Reset, lambda order: self._spawn(self._reset()))
+        self._routes.add(Layout, self._on_layout)
         self._routes.add(wire.StopAgent, self._on_stop)
 
     async def run(self) -> bool:
@@ -224,7 +228,7 @@ class Agent:
             self.carrier = NodeCarrier(context, self._on_image)
             self.rollout_node = RolloutNode(context, self.carrier)
             self.train_node = TrainNode(context, self.carrier)
-            add_engines(self._routes, self.rollout_node, self.train_node, self.carrier, self._spawn)
+            add_engines(self._routes, self.rollout_node, self.train_node, self.carrier)
             self._spawn(self.rollout_node.watch())
             self._spawn(self.train_node.watch())
             self._spawn(self.carrier.watch())
@@ -281,32 +285,37 @@ class Agent:
         if self.coordinator is None or not isinstance(wanted, JoinWanted):
             return door.encode(NotAdmitted("the question of this agent cannot be read"))
         rank = self.coordinator.nodes.guests.admit(wanted, time.time())
+        self.coordinator.nodes.publish()
         if isinstance(rank, str):
             return door.encode(NotAdmitted(rank))
         return door.encode(Admitted(rank, tuple((one.host, one.addresses, one.port) for one in self._endpoints)))
 
     async def _heartbeats(self) -> None:
         while True:
-            nodes = [part for part in (self.rollout_node, self.train_node, self.carrier) if part is not None]
-            engines = {name: state for part in nodes for name, state in part.states.items()}
-            pids = {name: pid for part in nodes for name, pid in part.pids.items()}
-            version = -1
-            if self.rollout_node is not None and self.train_node is not None:
-                version = self.rollout_node.version if self.rollout_node.version >= 0 else self.train_node.step
-            unreachable = self.mesh.unreachable()
-            if 0 in unreachable:
-                # Only rank 0 can take this node back, so it must hear that messages to it were lost.
-                self.mesh.reopen(0)
-            beat = wire.Heartbeat(
-                self.rank,
-                self.layout.components[self.rank],
-                engines=engines,
-                pids=pids,
-                version=version,
-                unreachable=unreachable,
-            )
-            self.mesh.send(0, beat)
+            self._beat()
             await asyncio.sleep(HEARTBEAT_S)
+
+    def _beat(self) -> None:
+        nodes = [part for part in (self.rollout_node, self.train_node, self.carrier) if part is not None]
+        engines = {name: state for part in nodes for name, state in part.states.items()}
+        pids = {name: pid for part in nodes for name, pid in part.pids.items()}
+        version = -1
+        if self.rollout_node is not None and self.train_node is not None:
+            version = self.rollout_node.version if self.rollout_node.version >= 0 else self.train_node.step
+        unreachable = self.mesh.unreachable()
+        if 0 in unreachable:
+            # Only rank 0 can take this node back, so it must hear that messages to it were lost.
+            self.mesh.reopen(0)
+        beat = wire.Heartbeat(
+            self.rank,
+            self.layout.components[self.rank],
+            engines=engines,
+            pids=pids,
+            version=version,
+            unreachable=unreachable,
+            life=self._life,
+        )
+        self.mesh.send(0, beat)
 
     async def _outlive_coordinator(self) -> None:
         await self._watch.gone()
@@ -426,22 +435,61 @@ class Agent:
         if self.context is not None:
             self.context.log("undecodable", rank=self.rank, sender=sender, reason=reason)
 
-    def _on_roles(self, roles: wire.Roles) -> None:
-        if self.context is not None:
-            self.context.receivers, self.context.good_step = roles.receivers, roles.good_step
+    def _on_layout(self, layout: Layout) -> None:
+        context, was = self.context, self._layout
+        if context is None or layout.number <= was.number:
+            return
+        self._layout = layout
+        context.receivers, context.good_step = layout.receivers, layout.good_step
+        for rank, row in layout.rows.items():
+            self._on_row(rank, row, was.rows.get(rank, NEW))
+        for rank in was.rows.keys() - layout.rows.keys():
+            self._on_rank_lost(rank)
         if self.train_leader is not None:
-            self.train_leader.on_recorded(roles.recorded)
+            self.train_leader.on_layout(layout)
+        if self.rank in layout.rows:
+            self._reconcile(layout.rows[self.rank])
 
-    def _on_rank_lost(self, lost: wire.RankLost) -> None:
-        self.mesh.drop(lost.rank)
+    def _on_row(self, rank: int, row: Row, known: Row) -> None:
+        """Act upon what is new in the row of any node."""
+        if row.guest is not None and known is NEW:
+            host, addresses, port = row.guest
+            self.mesh.add_guest(rank, Endpoint(host, addresses, port))
+        lost = row.life > known.life
+        if rank != self.rank and lost:
+            self._on_rank_lost(rank)
+        if rank != self.rank and row.active is not None and (lost or (known is not NEW and known.active is None)):
+            self.mesh.remember(rank)
+        drains = row.drain and (row.drain, row.starts) != (known.drain, known.starts)
+        if drains and self.rollout_service is not None:
+            self.rollout_service.leader.on_drain(rank, row.drain == "abort")
+
+    def _reconcile(self, row: Row) -> None:
+        """Make this node's row true."""
+        rollout, train = self.rollout_node, self.train_node
+        assert rollout is not None
+        assert train is not None
+        self._observed, actions = reconcile(row, self._observed, train.alive)
+        for action in actions:
+            match action:
+                case StartEngines(kind="rollout"):
+                    self._spawn(rollout.start())
+                case StartEngines(world=world):
+                    self._spawn(train.start(world))
+                case StandbyEngines(kind=kind):
+                    (rollout if kind == "rollout" else train).standby()
+                case StopTrainers():
+                    self._spawn(train.reset())
+                case Reset():
+                    self._spawn(self._reset(row.life))
+
+    def _on_rank_lost(self, rank: int) -> None:
+        self.mesh.drop(rank)
         if self.train_leader is not None:
-            self.train_leader.on_replica_down(lost.rank, "node lost")
-            self.train_leader.weights.lost(lost.rank)
+            self.train_leader.on_replica_down(rank, "node lost")
+            self.train_leader.weights.lost(rank)
         if self.rollout_service is not None:
-            self.rollout_service.leader.on_rank_lost(lost.rank)
-
-    def _on_guest(self, guest: wire.GuestJoined) -> None:
-        self.mesh.add_guest(guest.rank, Endpoint(guest.host, guest.addresses, guest.port))
+            self.rollout_service.leader.on_rank_lost(rank)
 
     def _on_lost_message(self, rank: int, message: Any) -> None:
         if is_guest(rank):
@@ -455,13 +503,16 @@ class Agent:
                 self.mesh.remember(rank)
                 nodes.request_reset(rank)
 
-    async def _reset(self) -> None:
+    async def _reset(self, life: int) -> None:
         """End the engines and begin as a new node: this one was declared lost and is readmitted."""
         log.warning("this node was declared lost: ending its engines and starting again")
         parts = (self.rollout_node, self.train_node, self.carrier)
         await asyncio.gather(*(part.reset() for part in parts if part is not None))
-        self.mesh.remember(0)
-        self._hello()
+        # It lost the others while they lost it.
+        for rank in (0, *(rank for rank, row in self._layout.rows.items() if row.active is not None)):
+            self.mesh.remember(rank)
+        self._life = max(self._life, life)
+        self._beat()
 
     def _on_stop(self, stop: wire.StopAgent) -> None:
         log.info("stop: %s", stop.reason)

@@ -20,7 +20,7 @@ from libra_hpc.process.deadlines import stall_of
 CHECK_S = 1.0
 """Between two checks."""
 ORPHAN_S = 90.0
-"""Roles come every 2 s.  Half: a long stall of rank 0 ends the ranks; double: nodes idle longer."""
+"""The Layout comes every 2 s.  Half: a long stall of rank 0 ends the ranks; double: nodes idle longer."""
 FIRST_WORD_S = 1800.0
 """Before, the coordinator reads a whole checkpoint, which takes minutes for a large one."""
 QUIET_S = 5.0

@@ -33,6 +33,7 @@ from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Publish
 from libra_hpc.protocol.engine_state import LenderKind
+from libra_hpc.protocol.layout import Layout
 from libra_hpc.simulated.dry_run import in_wall_time
 
 from .commands import choose_adapters
@@ -108,12 +109,14 @@ class GuestAgent:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stay: Stay | None = None
         self._stop = asyncio.Event()
+        self._starts = 0
+        """See `Row.starts`; the first start is its own."""
         self._leaving = ""
         """Why it leaves; empty: it does not."""
         self._routes = Routes()
         self._routes.add(wire.Welcome, self._enter)
         self._routes.add(wire.StopAgent, self._on_stop)
-        self._routes.add(wire.StartEngine, lambda order: self._spawn(self._engines.start()))
+        self._routes.add(Layout, self._on_layout)
         self._routes.add(wire.Turns, self._engines.on_turns)
         self._routes.add(wire.WeightsCurrent, self._engines.on_current)
         self._routes.add(Publish, self._carrier.publish)
@@ -147,6 +150,12 @@ class GuestAgent:
         for part in (self._carrier, self._engines):
             self._spawn(part.watch())
             self._spawn(part.start())
+
+    def _on_layout(self, layout: Layout) -> None:
+        row = layout.rows.get(self._context.rank)
+        if row is not None and row.starts > self._starts:
+            self._starts = row.starts
+            self._spawn(self._engines.start())
 
     async def _live(self) -> None:
         """Heartbeats, the own time limit, and what outlived a child."""

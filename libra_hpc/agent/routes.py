@@ -21,14 +21,7 @@ from .train_node import TrainNode
 
 M = TypeVar("M")
 
-FOR_ROLLOUT_SERVICE = (
-    wire.TurnsDone,
-    EngineState,
-    wire.EngineVersion,
-    wire.EngineLoad,
-    wire.DrainTurns,
-    wire.Committed,
-)
+FOR_ROLLOUT_SERVICE = (wire.TurnsDone, EngineState, wire.EngineVersion, wire.EngineLoad, wire.Committed)
 
 
 class Routes:
@@ -47,21 +40,9 @@ class Routes:
         return True
 
 
-def add_engines(
-    routes: Routes, rollout: RolloutNode, train: TrainNode, carrier: NodeCarrier, spawn: Callable[[Any], object]
-) -> None:
-    """Rows of a node with engines; ``spawn`` runs a coroutine as a task."""
+def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, carrier: NodeCarrier) -> None:
+    """Rows of a node with engines."""
     rollout.beside, train.beside = train, rollout
-
-    def start(order: wire.StartEngine) -> None:
-        spawn(rollout.start() if order.kind == "rollout" else train.start(order.world))
-
-    def standby(order: wire.StandbyEngine) -> None:
-        (rollout if order.kind == "rollout" else train).standby()
-
-    routes.add(wire.StartEngine, start)
-    routes.add(wire.StandbyEngine, standby)
-    routes.add(wire.StopTrainers, lambda order: spawn(train.reset()))
     routes.add(wire.Turns, rollout.on_turns)
     routes.add(wire.WeightsCurrent, rollout.on_current)
     routes.add(Publish, carrier.publish)
@@ -79,10 +60,7 @@ def add_train_leader(routes: Routes, leader: TrainLeader) -> None:
             leader.on_replica_down(engine.rank, engine.reason)
 
     routes.add(wire.FromReplica, lambda answer: leader.on_reply(answer.rank, answer.message))
-    routes.add(wire.FormGeneration, lambda order: leader.on_generation(order.generation, order.ranks))
-    routes.add(wire.RestCore, leader.on_rest)
     routes.add(wire.GroupDone, leader.on_group)
-    routes.add(wire.AwaitMembers, leader.on_await)
     routes.add(wire.Batch, leader.on_batch)
     routes.add(wire.SnapshotStored, leader.on_snapshot_stored)
     routes.add(wire.WeightsOffered, leader.on_offered)

@@ -141,6 +141,11 @@ class TrainNode(EngineNode[Supervised]):
                 await asyncio.sleep(0.05)
             await self._spawn()
 
+    @property
+    def alive(self) -> bool:
+        """Whether there are trainers, or will be."""
+        return self._trainer.state != "lost" or self._changing.locked()
+
     def standby(self) -> None:
         """Leave training: the group is dropped and device memory released; the processes stay.
 
@@ -184,6 +189,9 @@ class TrainNode(EngineNode[Supervised]):
         elif isinstance(message, Join) and self._elastic:
             self._hold(message)
             return
+        elif isinstance(message, Join) and self._trainer.state == "standby":
+            # The coordinator is lost, and the train leader saves.
+            self._trainer.state = "ready"
         self._forward(message)
 
     def on_image(self) -> None:

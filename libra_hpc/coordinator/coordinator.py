@@ -1,10 +1,10 @@
 """The coordinator, in the agent of rank 0: it carries out what pure policies decide, and writes what people read.
 
-- A message about an engine or a node -> an event of the pool (`nodes`); its effects become orders.
+- A message about an engine or a node -> an event of the pool (`nodes`); the Layout that follows is published.
 - Every `PlannerSection.interval_s` -> the planner's decision becomes moves (`live_planning`) or a repartition.
 - A node is lost (`liveness`) -> the others go on; without a leader or a part of the core, all ranks restart from the
   newest checkpoint.
-- A lost node sends again -> it ends its engines, sends `Hello`, and starts as a new one, or is quarantined.
+- A lost node sends again -> it ends its engines and starts as a new one, or is quarantined.
 
 It alone writes the event log, the metrics and the status snapshot, and it decides how the run ends (`ending`).
 """
@@ -51,8 +51,8 @@ HELLO_S = 120.0
 """All agents of one `srun` send `Hello` within seconds of each other."""
 STATUS_S = 1.0
 """Between two status snapshots."""
-ROLES_S = 2.0
-"""The roles are repeated this often; agents see by them that the coordinator lives."""
+LAYOUT_S = 2.0
+"""The Layout is repeated this often; agents see by it that the coordinator lives."""
 GONE_S = 1.0
 """Between two readings of what the launcher saw."""
 ORPHAN_S = 60.0
@@ -120,10 +120,11 @@ class Coordinator:
         """A message of a node of the run."""
         node.seen = time.time()
         match message:
-            case wire.Heartbeat():
-                node.beat = message
+            case wire.Heartbeat(rank=rank):
+                self._nodes.on_beat(rank, message)
             case wire.TurnsDrained(rank=rank) if is_guest(rank):
                 self._nodes.guests.on_drained(rank)
+                self._nodes.publish()
             case wire.Log(kind="signal_ignored") if self._ending.saving_for is not None:
                 pass  # rank 0 got it as well
             case wire.Log(kind=kind, t=t, fields=fields):
@@ -139,7 +140,6 @@ class Coordinator:
                 node.host, node.pid = host, pid
                 self._context.send(rank, self._context.resume_point)
                 self._event("agent_joined", rank=rank, host=host, pid=pid, component=component)
-                self._nodes.readmit(rank)
                 self._maybe_start()
             case EngineState() | wire.TurnsDrained():
                 self._nodes.apply(message)
@@ -272,7 +272,7 @@ class Coordinator:
         await self._close()
 
     async def _serve(self) -> None:
-        next_status = next_roles = next_plan = 0.0
+        next_status = next_layout = next_plan = 0.0
         slept_s = period = min(STATUS_S, self._config.planner.interval_s)
         while not self._finished.is_set():
             now = time.time()
@@ -281,9 +281,9 @@ class Coordinator:
                 self._event("own_stall", reason=f"rank 0 was stopped for {stall:.1f} s", seconds=stall)
             self._check(now)
             if self._nodes.pool is not None:
-                if now >= next_roles:
-                    next_roles = now + ROLES_S
-                    self._nodes.announce()
+                if now >= next_layout:
+                    next_layout = now + LAYOUT_S
+                    self._nodes.publish(again=True)
                 if self._config.planner.enabled and now >= next_plan and not (self._nodes.moves or self._stopping):
                     next_plan = now + self._config.planner.interval_s
                     self._plan()
@@ -448,7 +448,7 @@ class Coordinator:
         """What the guards of learning decided at this step."""
         if self._guards.good_step != self._nodes.good_step:
             self._nodes.good_step = self._guards.good_step
-            self._nodes.announce()
+            self._nodes.publish()
         if decision is not None and decision.action in ENDS:
             self._event("stop_requested", signal="", reason=decision.reason)
             self._stop(decision.reason, SAVE_S, ENDS[decision.action])

@@ -1,7 +1,7 @@
 """The guests of a running job at rank 0: agents that joined later, with engines alone.
 
-- A caller proved that it has the secret of the record -> a rank of its own, announced to the leaders.
-- Its engines have the newest weights -> it serves: it is announced as a receiver of weights.
+- A caller proved that it has the secret of the record -> a rank and a row of its own in the Layout.
+- Its engines have the newest weights -> it serves: it is a receiver of weights.
 - It wants to leave -> its turns go on elsewhere with what they have, then it is stopped.
 - It is silent, its connection broke, or its engines end too often -> lost: an event, and nothing else of the run.
 
@@ -13,10 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+import msgspec
+
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.joining import RANKS_OF_A_START, JoinWanted
+from libra_hpc.protocol.layout import Row
 
 from .liveness import HEARTBEAT_LOST_S, NodeContact
 
@@ -30,6 +33,7 @@ class Guests:
         self._context, self._event = context, event
         self.contacts: dict[int, NodeContact] = {}
         self.states: dict[int, GuestState] = {}
+        self.rows: dict[int, Row] = {}
         self._next = self._end = 0
         self.start_s = 0.0
         """Seconds of the newest serving guest from the start of its engines until they served; 0.0: none has served."""
@@ -50,14 +54,14 @@ class Guests:
             return self.closed or f"{RANKS_OF_A_START} guests have joined since its ranks started"
         rank, self._next = self._next, self._next + 1
         self.contacts[rank], self.states[rank] = NodeContact(now), "starting"
-        self._announce(wire.GuestJoined(rank, wanted.host, wanted.addresses, wanted.port))
+        self.rows[rank] = Row("starting", "rollout", guest=(wanted.host, wanted.addresses, wanted.port))
         return rank
 
-    def on_message(self, rank: int, message: Any, now: float) -> bool:
-        """A message of a guest; returns whether another set of guests serves now."""
-        contact, before = self.contacts.get(rank), self.serving
+    def on_message(self, rank: int, message: Any, now: float) -> None:
+        """A message of a guest."""
+        contact = self.contacts.get(rank)
         if contact is None:
-            return False
+            return
         contact.seen = now
         match message:
             case wire.Heartbeat():
@@ -67,18 +71,20 @@ class Guests:
                 self._event("guest_joined", rank=rank, host=host, pid=pid)
                 self._context.send(rank, self._context.resume_point)
             case EngineState(state="ready", seconds=seconds) if self.states[rank] == "starting":
-                self.states[rank], self.start_s = "serving", seconds
+                self._take(rank, "serving")
+                self.start_s = seconds
                 self._event("guest_serves", rank=rank, seconds=seconds)
             case EngineState(state="lost") if self.states[rank] != "leaving":
-                self.states[rank] = "starting"
-                self._context.send(rank, wire.StartEngine(rank, "rollout"))
+                self._take(rank, "starting", starts=self.rows[rank].starts + 1)
             case wire.LeaveWanted(reason=reason) if self.states[rank] != "leaving":
-                self.states[rank] = "leaving"
+                self._take(rank, "leaving", drain="abort")
                 self._event("guest_leaves", rank=rank, reason=reason)
-                self._context.send_to_rollout_leader(wire.DrainTurns(rank, abort=True))
             case wire.Fatal(reason=reason):
                 self._lose(rank, reason, now)
-        return self.serving != before
+
+    def _take(self, rank: int, state: GuestState, **changes: object) -> None:
+        self.states[rank] = state
+        self.rows[rank] = msgspec.structs.replace(self.rows[rank], state=state, **changes)
 
     def on_drained(self, rank: int) -> None:
         """No turn of it is in flight any more."""
@@ -86,16 +92,14 @@ class Guests:
             self._event("guest_left", rank=rank)
             self._stop(rank, "it left")
 
-    def check(self, unreachable: set[int], now: float) -> bool:
-        """Lose silent guests and those in ``unreachable``; returns whether another set of guests serves now."""
-        before = self.serving
+    def check(self, unreachable: set[int], now: float) -> None:
+        """Lose silent guests and those in ``unreachable``."""
         for rank, contact in list(self.contacts.items()):
             silent_s = now - contact.seen
             if rank in unreachable:
                 self._lose(rank, "its connection broke", now)
             elif silent_s >= HEARTBEAT_LOST_S:
                 self._lose(rank, f"no heartbeat for {silent_s:.0f} s", now)
-        return self.serving != before
 
     def _lose(self, rank: int, reason: str, now: float) -> None:
         self._event("guest_lost", rank=rank, reason=reason, silent_s=now - self.contacts[rank].seen)
@@ -103,12 +107,5 @@ class Guests:
 
     def _stop(self, rank: int, reason: str) -> None:
         """Stop a guest and drop it; one that lives may come again as another one."""
-        del self.contacts[rank], self.states[rank]
+        del self.contacts[rank], self.states[rank], self.rows[rank]
         self._context.send(rank, wire.StopAgent(reason, restart=True))
-        self._announce(wire.RankLost(rank))
-
-    def _announce(self, message: wire.GuestJoined | wire.RankLost) -> None:
-        """Announce a change to those that send something to guests."""
-        layout = self._context.layout
-        for rank in dict.fromkeys((0, layout.train_leader, layout.rollout_leader)):
-            self._context.send(rank, message)

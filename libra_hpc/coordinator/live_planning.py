@@ -4,7 +4,7 @@
 - ``time_share`` -> from then on `StepSharing` moves hybrid nodes within each step, until ``split``.
 - In time-sharing, a report of the rollout or a committed step -> the moves of `moves_within_step`.
 - The train leader needs the core while that rolls out (`CoreWanted`) -> it goes back to training.
-- The train leader waits at each step for the hybrid nodes that work (`AwaitMembers`), at most `LIMIT` switches.
+- The train leader waits at each step for the hybrid nodes that work (`Layout.awaited`), at most `LIMIT` switches.
 - The run stops -> it waits for none.
 
 Moves within a step are none of the plan's: they have no `move_started`, and the planner sees their nodes in both
@@ -24,7 +24,7 @@ from libra_hpc.planning.live_child import PlayerProcess
 from libra_hpc.policies.control.switch_cost import SWITCHES
 from libra_hpc.policies.control.within_step import BOTH, TAIL, Rest, moves_within_step
 from libra_hpc.policies.pool.states import Node, NodeState
-from libra_hpc.protocol.agents import AwaitMembers, RolloutReport, TurnsDrained
+from libra_hpc.protocol.agents import RolloutReport, TurnsDrained
 from libra_hpc.protocol.engine_state import EngineKind
 from libra_hpc.protocol.plan import NodeFact, PlanDecision, SpotFact
 
@@ -44,7 +44,6 @@ class StepSharing:
     def __init__(self, context: AgentContext, nodes: NodePool, observations: Observations) -> None:
         self._context, self._nodes, self._observations = context, nodes, observations
         self.active = False
-        self._awaited = AwaitMembers((), 0.0)
         self._trains: dict[int, int] = {}
         """Step for which a node was ordered to train; of the core also that in which it was ordered to roll out."""
         self._ordered = 0
@@ -76,7 +75,7 @@ class StepSharing:
         if (core := self._core()) and all(node.state is NodeState.ROLLOUT for node in core):
             self._nodes.move(core[0].rank, "train", now, abort=True, last=at_once)
         for node in self._core() if at_once else ():
-            if node.draining:
+            if node.drain:
                 self._nodes.apply(TurnsDrained(node.rank))
 
     def _core(self) -> list[Node]:
@@ -128,10 +127,7 @@ class StepSharing:
 
     def _await(self, ranks: tuple[int, ...]) -> None:
         seen = [s.seconds for s in self._observations.switches if s.direction == "to_train"][-SWITCHES:]
-        message = AwaitMembers(ranks, LIMIT * max(*seen, self._context.config.planner.switch_cost_s, 0.0))
-        if message != self._awaited and (ranks or self._awaited.ranks):
-            self._awaited = message
-            self._context.send(self._context.layout.train_leader, message)
+        self._nodes.await_members(ranks, LIMIT * max(*seen, self._context.config.planner.switch_cost_s, 0.0))
 
 
 class LivePlanning:

@@ -1,10 +1,8 @@
-"""The pool of nodes at rank 0: the state machine's pool, the last report of every node, and the orders that follow.
+"""The pool of nodes at rank 0: the state machine's pool, the last report of every node, and the Layout that follows.
 
-- An event -> `apply`: the pure state machine (`libra_hpc.policies.pool.states`) answers with effects.
-- An effect -> sent to the agent or leader that it is for.
-- A node is lost or comes back -> announced to everybody; whether it comes back decides `Readmission`.
-
-The rollout leader hears of engines from their own nodes, so no effect is about turns.
+- An event -> `apply`: the pure state machine (`libra_hpc.policies.pool.states`) makes another pool.
+- Anything of the Layout has changed -> it is published under the next number, to all nodes.
+- A node is lost -> its row shows it; whether it comes back decides `Readmission`.
 """
 
 from __future__ import annotations
@@ -13,11 +11,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import msgspec
+
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
 from libra_hpc.policies.pool.readmission import SILENT_S, Readmission
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineKind
+from libra_hpc.protocol.layout import Layout
 
 from .guests import Guests
 from .liveness import Gone, LostNode, NodeContact, lost_nodes
@@ -45,7 +46,12 @@ class NodePool:
         self.moves: dict[int, tuple[EngineKind, float]] = {}
         """Moves in flight: where to, and since when (epoch seconds)."""
         self.good_step = -1
-        """Newest step that is known to be good, like `Roles.good_step`."""
+        """Newest step that is known to be good, like `Layout.good_step`."""
+        self.layout = Layout()
+        """The one that was published last."""
+        self._awaited: tuple[tuple[int, ...], float] = (), 0.0
+        self._returning: set[int] = set()
+        """Lost nodes that may begin as new ones."""
         self._readmission = Readmission()
         self.frozen = False
         """The run is over: nothing is ordered any more."""
@@ -90,9 +96,8 @@ class NodePool:
 
     def start(self, hybrid_role: EngineKind) -> None:
         layout = self._context.layout
-        self.pool, effects = states.start(layout.pool(), hybrid_role, layout.unit, layout.core_rolls_out)
-        self.announce()
-        self._carry_out(effects)
+        self.pool = states.start(layout.pool(), hybrid_role, layout.unit, layout.core_rolls_out)
+        self.publish()
 
     def move(self, rank: int, role: EngineKind, now: float, abort: bool = False, last: bool = False) -> None:
         """Order a node and those that move with it, unless they are on their way; the rest as in `MoveOrdered`."""
@@ -114,37 +119,36 @@ class NodePool:
     def request_reset(self, rank: int) -> None:
         """Have a node that was declared lost, and sends again, begin as a new one."""
         self.contacts[rank].seen, self.contacts[rank].beat = time.time(), None
-        assert self.pool is not None
-        for other, node in self.pool.nodes.items():
-            if other != rank:
-                # It may have missed both while it was lost itself.
-                lost = node.state is states.NodeState.LOST
-                self._context.send(rank, wire.RankLost(other) if lost else wire.RankBack(other))
-        self._context.send(rank, wire.Reset())
+        self._returning.add(rank)
+        self.publish(again=True)
 
-    def readmit(self, rank: int) -> None:
-        """Return a node to the pool if it was lost; it has sent `Hello` again."""
+    def on_beat(self, rank: int, beat: wire.Heartbeat) -> None:
+        """Return a node to the pool if it was lost, and has ended what it had."""
+        self.contacts[rank].beat = beat
         node = self.pool.nodes.get(rank) if self.pool is not None else None
-        if node is None or node.state is not states.NodeState.LOST:
-            return
-        self._event("node_returned", rank=rank)
-        for other in self.contacts:
-            if other != rank:
-                self._context.send(other, wire.RankBack(rank))
-        self.apply(wire.RankBack(rank))
+        if node is not None and node.state is states.NodeState.LOST and beat.life == node.life:
+            self._returning.discard(rank)
+            self._event("node_returned", rank=rank)
+            self.apply(states.RankBack(rank))
+
+    def await_members(self, ranks: tuple[int, ...], limit_s: float) -> None:
+        """Have the train leader begin no step without these nodes, within the limit."""
+        self._awaited = ranks, limit_s if ranks else 0.0
+        self.publish()
 
     def apply(self, event: states.Event) -> None:
         if self.pool is None or self.frozen:
             return
-        before = self.pool.nodes
+        before, forming = self.pool.nodes, self.pool.forming
         try:
-            self.pool, effects = states.advance(self.pool, event)
+            self.pool = states.advance(self.pool, event)
         except states.IllegalTransition as error:
             self._event("illegal_transition", reason=str(error))
             for rank in self._context.layout.unit(event.rank):
                 self.moves.pop(rank, None)
             return
-        self._carry_out(effects)
+        if (formed := self.pool.forming) not in (None, forming):
+            self._event("generation", generation=formed.generation, ranks=list(formed.ranks))
         now = time.time()
         for rank, node in self.pool.nodes.items():
             if node.state is before[rank].state:
@@ -157,34 +161,41 @@ class NodePool:
                 self._event("move_done", rank=rank, role=role, seconds=now - started)
             elif rank in self.moves and (node.state is states.NodeState.LOST or node.role != self.moves[rank][0]):
                 del self.moves[rank]
-        if self.pool.nodes != before:
-            self.announce()
+        self.publish()
 
-    def _carry_out(self, effects: tuple[states.Effect, ...]) -> None:
-        context = self._context
-        for effect in effects:
-            match effect:
-                case wire.DrainTurns():
-                    context.send(context.layout.rollout_leader, effect)
-                case wire.FormGeneration(generation=generation, ranks=ranks):
-                    self._event("generation", generation=generation, ranks=list(ranks))
-                    context.send(context.layout.train_leader, effect)
-                case wire.RestCore():
-                    context.send(context.layout.train_leader, effect)
-                case _:
-                    context.send(effect.rank, effect)
+    def publish(self, again: bool = False) -> None:
+        """Send every node the Layout if it has changed, under the next number; ``again``: also if it has not.
 
-    def announce(self) -> None:
-        """Send everybody the state of every node; repeated, it also shows that the coordinator lives."""
-        assert self.pool is not None
-        named = {rank: str(node.state) for rank, node in self.pool.nodes.items()}
+        Repeated, it reaches nodes that missed it, and shows that the coordinator lives.
+        """
+        if self.pool is None:
+            return
+        pool, (awaited, await_s) = self.pool, self._awaited
         # A node on its way to rollout, or being rebuilt, asks for the weights itself; those that serve are pushed to.
         # So are those on their way to training, which join with them.
         pushed = (states.NodeState.ROLLOUT, states.NodeState.TO_TRAIN)
-        receivers = tuple(rank for rank, node in self.pool.nodes.items() if node.state in pushed)
-        message = wire.Roles(named, (*receivers, *self.guests.serving), self._recorded(), self.good_step)
+        receivers = tuple(rank for rank, node in pool.nodes.items() if node.state in pushed)
+        newest = pool.forming or pool.membership
+        layout = Layout(
+            number=self.layout.number,
+            rows={**{rank: node.row for rank, node in pool.nodes.items()}, **self.guests.rows},
+            generation=newest.generation,
+            members=newest.ranks,
+            rest=pool.rests,
+            awaited=awaited,
+            await_s=await_s,
+            receivers=(*receivers, *self.guests.serving),
+            recorded=self._recorded(),
+            good_step=self.good_step,
+        )
+        if layout != self.layout:
+            self.layout = msgspec.structs.replace(layout, number=layout.number + 1)
+        elif not again:
+            return
+        lost = {rank for rank, node in pool.nodes.items() if node.state is states.NodeState.LOST}
         for rank in (*self.contacts, *self.guests.contacts):
-            self._context.send(rank, message)
+            if rank not in lost - self._returning:
+                self._context.send(rank, self.layout)
 
     def find_lost(self, gone: Mapping[int, Gone], now: float) -> list[LostNode]:
         """Find the nodes that are lost now and announce them; ``gone`` as in `lost_nodes`.
@@ -210,20 +221,18 @@ class NodePool:
         return found
 
     def on_guest(self, rank: int, message: Any) -> None:
-        if self.guests.on_message(rank, message, time.time()):
-            self.announce()
+        self.guests.on_message(rank, message, time.time())
+        self.publish()
 
     def check_guests(self, now: float) -> None:
         """Give up guests that are lost."""
         beats = [contact.beat for contact in self.contacts.values() if contact.beat is not None]
-        if self.guests.check({rank for beat in beats for rank in beat.unreachable}, now):
-            self.announce()
+        self.guests.check({rank for beat in beats for rank in beat.unreachable}, now)
+        self.publish()
 
     def lose(self, node: LostNode, now: float) -> None:
         """Declare a node lost."""
         self._event("node_lost", rank=node.rank, reason=node.reason, silent_s=node.silent_s)
         self._readmission.lost(node.rank, now)
-        for other in self.contacts:
-            if other != node.rank:
-                self._context.send(other, wire.RankLost(node.rank))
-        self.apply(wire.RankLost(node.rank))
+        self._returning.discard(node.rank)
+        self.apply(states.RankLost(node.rank))

@@ -33,9 +33,9 @@ class AgentContext:
     shared_memory: Path
     """Mode 0700, in /dev/shm where there is one: weights."""
     receivers: tuple[int, ...] = field(default=())
-    """Ranks that get new weights, from the coordinator's last `Roles`."""
+    """Ranks that get new weights, from the newest `Layout`."""
     good_step: int = -1
-    """Newest step that is known to be good; from the same `Roles`."""
+    """Newest step that is known to be good; from the same one."""
     secret: bytes = b""
     """Secret of this start; who connects to this node proves that it has it."""
     addresses: tuple[str, ...] = ("127.0.0.1",)

@@ -13,7 +13,8 @@ import msgspec
 from .carriers import Peer, Publish
 from .codec import Codec
 from .engine import Abort, Generate, Generated
-from .engine_state import EngineKind, EngineState, EngineStats, LenderKind, StepCosts
+from .engine_state import EngineState, EngineStats, LenderKind, StepCosts
+from .layout import Layout
 from .trainer import FromWorker, Offered, Sample, ToWorker
 
 
@@ -44,15 +45,6 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     """Node of the core that lost its part of the snapshot -> node that has a copy."""
 
 
-class GuestJoined(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> leaders: an agent that was not there at the start has this rank, and listens there."""
-
-    rank: int
-    host: str
-    addresses: tuple[str, ...]
-    port: int
-
-
 class LeaveWanted(msgspec.Struct, tag=True, frozen=True):
     """Guest -> coordinator: let this node go, once its turns go on elsewhere; answered by `StopAgent`."""
 
@@ -71,55 +63,8 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     version: int
     unreachable: tuple[int, ...] = ()
     """Ranks to which this one's connection broke."""
-
-
-class StartEngine(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent: start or wake the engines of this kind; answered by `EngineState` ``ready``."""
-
-    rank: int
-    kind: EngineKind
-    world: int = 0
-    """See `EngineState.world`."""
-
-
-class StopTrainers(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent: end the training processes, whose world has lost a part on another node."""
-
-    rank: int
-
-
-class StandbyEngine(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent: put the engines of this kind into warm standby."""
-
-    rank: int
-    kind: EngineKind
-
-
-class Roles(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> all: the state of every node. Ranks in ``receivers`` get new weights, to serve or to join with."""
-
-    states: dict[int, str]
-    receivers: tuple[int, ...]
-    recorded: int = 0
-    """Highest step that is in `metrics.jsonl`."""
-    good_step: int = -1
-    """The newest checkpoint up to this step stays whatever is saved later; -1: none has to."""
-
-
-class Reset(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent that was declared lost and sends again: end all engines and send `Hello` again."""
-
-
-class RankBack(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> all: a lost rank joins again, without any earlier state."""
-
-    rank: int
-
-
-class RankLost(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> all: the heartbeat of a rank is missing; drop its state."""
-
-    rank: int
+    life: int = 0
+    """See `Row.life`: it has ended all that it had in earlier ones."""
 
 
 class Log(msgspec.Struct, tag=True, frozen=True):
@@ -165,35 +110,8 @@ class FromReplica(msgspec.Struct, tag=True, frozen=True):
     message: FromWorker
 
 
-class FormGeneration(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> train leader: these ranks train together from the next step boundary on.
-
-    It replaces an order that was not carried out yet.
-    """
-
-    generation: int
-    ranks: tuple[int, ...]
-
-
-class RestCore(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> train leader: put the core's trainers into standby once they have nothing to do.
-
-    Each node of the core reports it as `EngineState`. `FormGeneration` ends it.
-    """
-
-
 class CoreWanted(msgspec.Struct, tag=True, frozen=True):
     """Train leader -> coordinator: there is something to do for the core, whose trainers are in standby."""
-
-
-class AwaitMembers(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> train leader: begin no step without these nodes, until ``limit_s`` after its batch came.
-
-    It holds until the next one.
-    """
-
-    ranks: tuple[int, ...]
-    limit_s: float
 
 
 class SnapshotStored(msgspec.Struct, tag=True, frozen=True):
@@ -309,14 +227,6 @@ class Committed(msgspec.Struct, tag=True, frozen=True):
 
 
 # --- rollout ---
-
-
-class DrainTurns(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> rollout leader: send no more turns to this rank's engines; answered by `TurnsDrained`."""
-
-    rank: int
-    abort: bool = False
-    """Its turns in flight go on elsewhere, with what they have."""
 
 
 class TurnsDrained(msgspec.Struct, tag=True, frozen=True):
@@ -487,26 +397,16 @@ class WeightsHere(msgspec.Struct, tag=True, frozen=True):
 MeshMessage = Union[
     Hello,
     Welcome,
-    GuestJoined,
     LeaveWanted,
     Heartbeat,
-    StartEngine,
-    StandbyEngine,
-    StopTrainers,
+    Layout,
     EngineState,
-    Roles,
-    RankLost,
-    RankBack,
-    Reset,
     Log,
     StopAgent,
     Fatal,
     ToReplica,
     FromReplica,
-    FormGeneration,
-    RestCore,
     CoreWanted,
-    AwaitMembers,
     MemberJoined,
     SnapshotStored,
     KeepSnapshot,
@@ -518,7 +418,6 @@ MeshMessage = Union[
     GroupDone,
     Batch,
     Committed,
-    DrainTurns,
     TurnsDrained,
     Turns,
     TurnsDone,

@@ -7,7 +7,7 @@
 - A member died -> wait for the coordinator's next order, which leaves it out or has it rebuilt.
 - A step or join failed and nobody died -> after `RETRY_S` the same members join again, for at most
   `NEW_GENERATION_S`.
-- Members are on their way (`AwaitMembers`) -> a step waits for them until the limit, then it begins without them.
+- Members are on their way (`Layout.awaited`) -> a step waits for them until the limit, then it begins without them.
 - A member copies or writes its state, and the others wait for it -> that time does not count.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.protocol.agents import AwaitMembers, Fatal, Log, MeshMessage, ToReplica
+from libra_hpc.protocol.agents import Fatal, Log, MeshMessage, ToReplica
 from libra_hpc.protocol.trainer import Join, Joined, WorkerHeartbeat
 from libra_hpc.trainer.link import STORAGE
 
@@ -67,14 +67,11 @@ class Generations:
         """Joins ordered so far; the attempt number of the last one."""
         self._busy_at: dict[int, float] = {}
         """Time of each member's last report of writing its state."""
-        self._awaited = AwaitMembers((), 0.0)
+        self._awaited: tuple[tuple[int, ...], float] = (), 0.0
+        """Members on their way, and for how many seconds a step waits for them."""
         self._awaiting_since: float | None = None
         """When the batch of the present step was there."""
         self._wake = asyncio.Event()
-
-    def on_await(self, message: AwaitMembers) -> None:
-        self._awaited = message
-        self._wake.set()
 
     def on_generation(self, generation: int, ranks: tuple[int, ...]) -> None:
         if generation > self._ordered[0]:
@@ -116,13 +113,13 @@ class Generations:
         return True
 
     def _missing(self) -> set[int]:
-        return set(self._awaited.ranks).difference(self.members)
+        return set(self._awaited[0]).difference(self.members)
 
     async def _all_here(self, step: int, otherwise: Callable[[], bool]) -> bool:
         """Wait for the members on their way, the batch being there; False: ``otherwise`` comes first."""
         now = self._clock()
         self._awaiting_since = since = now if self._awaiting_since is None else self._awaiting_since
-        left_s = since + self._awaited.limit_s - now
+        left_s = since + self._awaited[1] - now
         if left_s > 0.0 and self._missing():
             await self._until(lambda: not self._missing() or otherwise(), left_s)
             return False

@@ -29,14 +29,13 @@ from libra_hpc.protocol.agents import (
     CoreWanted,
     MemberJoined,
     MeshMessage,
-    RestCore,
     SnapshotStored,
-    StartEngine,
     StepReport,
     ToReplica,
     TrainingDone,
     WeightsOffered,
 )
+from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.trainer import (
     FromWorker,
     Joined,
@@ -145,9 +144,12 @@ class TrainLeader(StepRequests):
 
     # --- inputs ---
 
-    def on_rest(self, message: RestCore) -> None:
-        self._rest_wanted = True
-        self._wake.set()
+    def on_layout(self, layout: Layout) -> None:
+        self._rest_wanted = layout.rest
+        self._awaited = layout.awaited, layout.await_s
+        # Records up to this step are durable.
+        self._reports = [report for report in self._reports if report.step > layout.recorded]
+        self.on_generation(layout.generation, layout.members)
 
     def on_batch(self, batch: Batch) -> None:
         if batch.step > self.step and batch.step not in self._batches:
@@ -221,10 +223,6 @@ class TrainLeader(StepRequests):
 
     def on_snapshot_stored(self, message: SnapshotStored) -> None:
         self._snapshots.on_stored(message)
-
-    def on_recorded(self, step: int) -> None:
-        """Records up to this step are durable."""
-        self._reports = [report for report in self._reports if report.step > step]
 
     def on_stop(self, reason: str, after: int = 0) -> None:
         """Save and finish at the next step boundary, or with ``after`` once that step is committed."""
@@ -302,8 +300,6 @@ class TrainLeader(StepRequests):
         while self._rests and not self._ordered_newer():
             await self._until(lambda: self._ordered_newer() or self._core_wanted())
             if self._alone and not self._ordered_newer():
-                for rank in self._core:
-                    self._send(rank, StartEngine(rank, "train"))
                 self.on_generation(max(self.generation, self._ordered[0]) + 1, self._core)
             if not self._ordered_newer():
                 self._send(0, CoreWanted())

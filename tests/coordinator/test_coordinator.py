@@ -21,23 +21,22 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol.agents import (
     Fatal,
-    FormGeneration,
     Hello,
     Log,
     MemberJoined,
-    Roles,
     RolloutReport,
-    StartEngine,
     StopAgent,
     StopTraining,
     TrainingDone,
     Welcome,
 )
 from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.layout_order import encode_order, new_order
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.ranks_stop import RanksStop, decode_end
 from libra_hpc.state.attempt import saved_point
+from tests.policies.pool.layout_orders import FormGeneration, StartEngine, all_orders
 from tests.protocol.step_reports import step_report
 
 
@@ -52,6 +51,7 @@ class Scene:
         self.run = RunDir(tmp_path)
         self.run.logs(1).mkdir(parents=True, exist_ok=True)
         self.sent: list[tuple[int, Any]] = []
+        self.known = Layout()
         layout = RankLayout(components)
         self.context = AgentContext(
             0,
@@ -83,18 +83,30 @@ class Scene:
     def orders(self, kind: type) -> list[tuple[int, Any]]:
         return [(rank, message) for rank, message in self.sent if isinstance(message, kind)]
 
+    def asked(self, kind: type) -> list[Any]:
+        """The orders of a kind in the Layouts that node 1 got."""
+        layouts = [layout for rank, layout in self.orders(Layout) if rank == 1]
+        return [order for order in all_orders(layouts, self.known) if isinstance(order, kind)]
+
+    def clear(self) -> None:
+        """Begin to note what is sent."""
+        self.known = self.coordinator.nodes.layout
+        self.sent.clear()
+
 
 def test_engines_start_once_all_nodes_are_there_and_the_core_forms_the_first_generation(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.deliver((1, Hello(1, "h", 1, "train")))
-    assert not scene.orders(StartEngine)
+    assert not scene.asked(StartEngine)
     scene.hello()
-    assert [(rank, m.kind) for rank, m in scene.orders(StartEngine)] == [(1, "train"), (2, "rollout"), (3, "rollout")]
+    assert [(m.rank, m.kind) for m in scene.asked(StartEngine)] == [(1, "train"), (2, "rollout"), (3, "rollout")]
     scene.deliver((1, EngineState(1, "train", "ready", seconds=1.0)))
-    assert [(rank, m.ranks) for rank, m in scene.orders(FormGeneration)] == [(1, (1,))]
+    assert [m.ranks for m in scene.asked(FormGeneration)] == [(1,)]
     scene.deliver((1, MemberJoined(1, 1, 0, 0, 0.1)), (3, EngineState(3, "rollout", "ready", seconds=1.0)))
-    assert scene.orders(Roles)[-1][1].states == {1: "train", 2: "starting", 3: "rollout"}
-    assert scene.orders(Roles)[-1][1].receivers == (3,)
+    newest = scene.orders(Layout)[-1][1]
+    assert [row.state for row in newest.rows.values()] == ["train", "starting", "rollout"]
+    assert newest.receivers == (3,)
+    assert [rank for rank, layout in scene.orders(Layout) if layout.number == newest.number] == [0, 1, 2, 3]
 
 
 def run_until_over(scene: Scene) -> None:

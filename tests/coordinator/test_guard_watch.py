@@ -16,7 +16,8 @@ from libra_hpc.coordinator.guard_watch import GuardWatch, read_guards
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.policies.learning.guards import HOLD
-from libra_hpc.protocol.agents import Roles, StopTraining, TrainingDone
+from libra_hpc.protocol.agents import StopTraining, TrainingDone
+from libra_hpc.protocol.layout import Layout
 from tests.protocol.step_reports import step_report
 
 from .test_coordinator import Scene
@@ -75,7 +76,7 @@ def test_a_broken_policy_ends_the_run_with_the_cause_and_the_way_on(
 def test_the_trainers_keep_the_good_checkpoint_from_the_first_notice_on(tmp_path: Path) -> None:
     scene = scene_with(tmp_path, "pause")
     last = play(scene, iter(range(1, 200)))
-    wanted = [order.good_step for rank, order in scene.orders(Roles) if rank == 1]
+    wanted = [order.good_step for rank, order in scene.orders(Layout) if rank == 1]
     assert wanted[0] == -1
     assert 50 <= wanted[-1] < 60
     (first, *_) = [event for event in events_of(scene) if event["kind"] == "learning_notice"]

@@ -7,22 +7,19 @@ from typing import Any
 
 from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S
 from libra_hpc.protocol.agents import (
-    DrainTurns,
     Fatal,
-    GuestJoined,
     Heartbeat,
     Hello,
     LeaveWanted,
-    RankLost,
-    Roles,
     RolloutReport,
-    StartEngine,
     StopAgent,
     TurnsDrained,
     Welcome,
 )
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.joining import FIRST_GUEST, RANKS_OF_A_START, JoinWanted
+from libra_hpc.protocol.layout import Layout
+from tests.policies.pool.layout_orders import DrainTurns, RankLost, StartEngine
 
 from .test_coordinator import Scene
 
@@ -53,22 +50,23 @@ def kinds(scene: Scene, *wanted: type) -> list[tuple[int, Any]]:
 
 def test_a_guest_is_announced_to_those_that_send_to_it_and_gets_new_weights_once_it_serves(tmp_path: Path) -> None:
     scene = with_guest(tmp_path)
-    assert [rank for rank, _ in kinds(scene, GuestJoined)] == [0, 1, 3]
+    assert scene.orders(Layout)[-1][1].rows[GUEST].guest == ("g", ("10.0.0.9",), 7)
     assert [rank for rank, _ in kinds(scene, Welcome)][-1] == GUEST
-    assert kinds(scene, Roles)[-1][1].receivers == (3, GUEST)
-    assert GUEST in [rank for rank, _ in kinds(scene, Roles)]
+    assert kinds(scene, Layout)[-1][1].receivers == (3, GUEST)
+    assert GUEST in [rank for rank, _ in kinds(scene, Layout)]
     assert scene.coordinator.nodes.receivers == (3,), "nothing that the planner sees has it"
-    assert not [m for _, m in kinds(scene, StartEngine) if m.rank == GUEST]
+    assert scene.coordinator.nodes.layout.rows[GUEST].starts == 0, "the first start is its own"
 
 
 def test_a_guest_that_leaves_hands_its_turns_on_first_and_its_rank_is_not_used_again(tmp_path: Path) -> None:
     scene = with_guest(tmp_path)
-    scene.sent.clear()
+    scene.clear()
     scene.deliver((GUEST, LeaveWanted(GUEST, "it got SIGTERM")), (GUEST, LeaveWanted(GUEST, "again")))
-    assert kinds(scene, DrainTurns, StopAgent) == [(3, DrainTurns(GUEST, abort=True))]
+    assert scene.asked(DrainTurns) == [DrainTurns(GUEST, abort=True)]
+    assert not kinds(scene, StopAgent)
     scene.deliver((3, TurnsDrained(GUEST)))
     assert [rank for rank, _ in kinds(scene, StopAgent)] == [GUEST]
-    assert [rank for rank, _ in kinds(scene, RankLost)] == [0, 1, 3]
+    assert scene.asked(RankLost) == [RankLost(GUEST)]
     scene.deliver((3, TurnsDrained(GUEST)), (GUEST, Heartbeat(GUEST, "guest", {}, {}, 0)))
     assert scene.coordinator.nodes.guests.admit(HERE, 0.0) == GUEST + 1
 
@@ -78,7 +76,7 @@ def test_the_loss_of_a_guest_is_an_event_and_no_failure_of_the_run(tmp_path: Pat
         scene = with_guest(tmp_path)
         guests = scene.coordinator.nodes.guests
         now = guests.contacts[GUEST].seen + 1.0
-        scene.sent.clear()
+        scene.clear()
         if fault == "silent":
             guests.check(set(), now + HEARTBEAT_LOST_S)
         elif fault == "broken":
@@ -88,7 +86,8 @@ def test_the_loss_of_a_guest_is_an_event_and_no_failure_of_the_run(tmp_path: Pat
         else:
             scene.deliver((GUEST, Fatal(GUEST, "engine r10000.0 ended 3 times", restart=True, defect=True)))
         assert not guests.contacts, fault
-        assert {rank for rank, m in kinds(scene, RankLost) if m.rank == GUEST} == {0, 1, 3}, fault
+        scene.coordinator.nodes.publish()
+        assert scene.asked(RankLost) == [RankLost(GUEST)], fault
         assert scene.coordinator.state == "running", fault
         assert scene.coordinator.nodes.unsettled == "node 1 is in state starting", "own nodes are as they were"
 
@@ -96,7 +95,7 @@ def test_the_loss_of_a_guest_is_an_event_and_no_failure_of_the_run(tmp_path: Pat
 def test_a_lost_engine_of_a_guest_is_started_again(tmp_path: Path) -> None:
     scene = with_guest(tmp_path)
     scene.deliver((GUEST, EngineState(GUEST, "rollout", "lost", engine="r10000.0", reason="killed")))
-    assert kinds(scene, StartEngine)[-1] == (GUEST, StartEngine(GUEST, "rollout"))
+    assert scene.asked(StartEngine)[-1] == StartEngine(GUEST, "rollout")
     assert scene.coordinator.nodes.guests.serving == ()
 
 

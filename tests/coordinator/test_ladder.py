@@ -8,8 +8,9 @@ import pytest
 
 from libra_hpc.coordinator.ladder import Ladder, Movement, Rung
 from libra_hpc.process.deadlines import DeadlineSettings
-from libra_hpc.protocol.agents import Heartbeat, MemberJoined, RankLost, RolloutReport
+from libra_hpc.protocol.agents import Heartbeat, MemberJoined, RolloutReport
 from libra_hpc.protocol.engine_state import EngineState
+from tests.policies.pool.layout_orders import RankLost
 from tests.protocol.step_reports import step_report
 
 from .test_coordinator import Scene, run_until_over
@@ -107,9 +108,9 @@ def test_a_run_that_stands_still_drops_the_node_with_old_weights_and_then_restar
 ) -> None:
     scene = standing(tmp_path, 6)
     seconds(scene, now, 121)
-    assert not scene.orders(RankLost)
+    assert not scene.asked(RankLost)
     seconds(scene, now, 1)
-    assert {message.rank for _, message in scene.orders(RankLost)} == {2}
+    assert scene.asked(RankLost) == [RankLost(2)]
     seconds(scene, now, 181)
     assert scene.coordinator.state == "running"
     seconds(scene, now, 1)
@@ -127,9 +128,9 @@ def test_what_has_a_limit_of_its_own_is_a_standstill_much_later(
     scene = standing(tmp_path, 6)
     seconds(scene, now, 1800, report)
     assert scene.coordinator.state == "running"
-    assert not scene.orders(RankLost)
+    assert not scene.asked(RankLost)
     seconds(scene, now, 2, report)
-    assert scene.orders(RankLost)
+    assert scene.asked(RankLost)
 
 
 def test_a_part_that_hangs_again_and_again_is_no_progress_in_the_end() -> None:
@@ -151,4 +152,4 @@ def test_tokens_are_progress(tmp_path: Path, now: list[float]) -> None:
     for tokens in range(10):
         seconds(scene, now, 60, RolloutReport(generated_tokens=tokens))
     assert scene.coordinator.state == "running"
-    assert not scene.orders(RankLost)
+    assert not scene.asked(RankLost)

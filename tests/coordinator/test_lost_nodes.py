@@ -24,20 +24,10 @@ from libra_hpc.coordinator.liveness import (
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.policies.pool.readmission import SILENCES
-from libra_hpc.protocol.agents import (
-    Fatal,
-    Heartbeat,
-    Hello,
-    RankBack,
-    RankLost,
-    Reset,
-    Roles,
-    StartEngine,
-    StopAgent,
-    StopTraining,
-    TrainingDone,
-)
+from libra_hpc.protocol.agents import Fatal, Heartbeat, Hello, StopAgent, StopTraining, TrainingDone
+from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.ranks_stop import RanksStop
+from tests.policies.pool.layout_orders import RankBack, RankLost, StartEngine
 
 from .test_coordinator import Scene, run_until_over
 
@@ -64,16 +54,18 @@ def test_a_silent_node_is_lost_and_taken_back_as_a_new_one_when_it_is_heard_agai
     scene.hello()
     silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
     assert scene.coordinator.state == "running"
-    assert {rank for rank, m in scene.orders(RankLost) if m.rank == 2} == {0, 1, 3}
-    scene.sent.clear()
+    assert scene.asked(RankLost) == [RankLost(2)]
+    assert {rank for rank, m in scene.orders(Layout) if m.rows[2].life} == {0, 1, 3}, "it may be gone"
+    scene.clear()
     assert scene.coordinator.nodes.takes_back(2)
     scene.coordinator.nodes.request_reset(2)
-    assert [rank for rank, _ in scene.orders(Reset)] == [2]
-    assert not scene.orders(StartEngine), "its engines of before have to end first"
-    scene.deliver((2, Hello(2, "h", 1, "hybrid")))
-    assert {rank for rank, m in scene.orders(RankBack) if m.rank == 2} == {0, 1, 3}
-    assert [(rank, m.kind) for rank, m in scene.orders(StartEngine)] == [(2, "rollout")]
-    assert scene.orders(Roles)[-1][1].states[2] == "starting"
+    assert [m.rows[2].life for rank, m in scene.orders(Layout) if rank == 2] == [1]
+    scene.deliver((2, Heartbeat(2, "", {}, {}, -1)))
+    assert not scene.asked(StartEngine), "its engines of before have to end first"
+    scene.deliver((2, Heartbeat(2, "", {}, {}, -1, life=1)))
+    assert scene.asked(RankBack) == [RankBack(2)]
+    assert scene.asked(StartEngine) == [StartEngine(2, "rollout")]
+    assert scene.orders(Layout)[-1][1].rows[2].state == "starting"
 
 
 def test_a_spare_node_replaces_one_that_slurm_sets_down_even_if_it_fell_silent_before(
@@ -91,7 +83,7 @@ def test_a_spare_node_replaces_one_that_slurm_sets_down_even_if_it_fell_silent_b
         for _ in range(2):
             silence(scene, 2, now, 1.0)
         assert [m.reason for _, m in scene.orders(StopTraining)] == ["recovery"] * spare
-        assert len([m for rank, m in scene.orders(RankLost) if rank == 1]) == 1
+        assert scene.asked(RankLost) == [RankLost(2)]
 
 
 def test_a_node_that_is_lost_again_and_again_is_quarantined_and_named(tmp_path: Path, now: list[float]) -> None:
@@ -106,7 +98,7 @@ def test_a_node_that_is_lost_again_and_again_is_quarantined_and_named(tmp_path: 
         waited.append(now[0] - began)
         if taken:
             nodes.request_reset(2)
-            scene.deliver((2, Hello(2, "h", 1, "hybrid")))
+            scene.deliver((2, Heartbeat(2, "", {}, {}, -1, life=nodes.layout.rows[2].life)))
     assert waited == [0.0, 30.0, 60.0, 60.0, 0.0]
     assert not nodes.takes_back(2)
     scene.deliver((1, TrainingDone(scene.context.config.run.steps)))
@@ -126,7 +118,7 @@ def test_a_node_that_is_off_for_12_s_and_on_for_5_s_is_quarantined_with_one_even
         silence(scene, 2, now, 12.0)
         silence(scene, 2, now, 5.0)
         scene.deliver((2, Heartbeat(2, "", {}, {}, -1)))
-    assert {rank for rank, m in scene.orders(RankLost) if m.rank == 2} == {0, 1, 3}
+    assert scene.asked(RankLost) == [RankLost(2)]
     assert not scene.coordinator.nodes.takes_back(2)
     scene.deliver((1, TrainingDone(scene.context.config.run.steps)))
     run_until_over(scene)
@@ -155,10 +147,10 @@ def test_a_node_whose_end_the_launcher_saw_is_lost_at_once(tmp_path: Path, now: 
     scene.hello()
     scene.coordinator._gone = {2: Gone(4711), 3: Gone(4711)}
     scene.coordinator._check(now[0])
-    assert not scene.orders(RankLost), "the end of an earlier process of that rank"
+    assert not scene.asked(RankLost), "the end of an earlier process of that rank"
     scene.coordinator._gone = {2: Gone(1)}
     scene.coordinator._check(now[0])
-    assert {m.rank for _, m in scene.orders(RankLost)} == {2}
+    assert scene.asked(RankLost) == [RankLost(2)]
 
 
 @pytest.mark.parametrize(("leader", "stage"), [(1, "training"), (3, "rollout")])
@@ -197,7 +189,7 @@ def test_silences_of_most_nodes_at_once_cost_none_of_them(tmp_path: Path, now: l
         scene.coordinator._check(now[0])
         scene.deliver(*((rank, Heartbeat(rank, "", {}, {}, -1)) for rank in range(4)))
         scene.coordinator._check(now[0])
-    assert not scene.orders(RankLost)
+    assert not scene.asked(RankLost)
     assert not scene.coordinator.nodes.quarantined
 
 

@@ -16,6 +16,8 @@ from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.layout import Layout
+from tests.policies.pool.layout_orders import AwaitMembers, DrainTurns, RestCore, StandbyEngine, StartEngine, all_orders
 
 CONFIG = RunConfig.model_validate({"algorithm": {"eta": 0, "prompts_per_step": 4}, "planner": {"switch_cost_s": 2.0}})
 
@@ -25,6 +27,7 @@ class Scene:
 
     def __init__(self, tmp_path: Path, core_rolls_out: bool = False) -> None:
         self.sent: list[tuple[int, Any]] = []
+        self.seen_of: dict[type, int] = {}
         self.step = 0
         components = "planner", "train", "hybrid", "hybrid", "rollout"
         layout = RankLayout(components, core_rolls_out=core_rolls_out)
@@ -64,9 +67,11 @@ class Scene:
         self.nodes.apply(EngineState(rank, "train", "ready", seconds=1.0))
 
     def orders(self, kind: type) -> list[Any]:
-        found = [message for _, message in self.sent if isinstance(message, kind)]
-        self.sent = [(rank, message) for rank, message in self.sent if not isinstance(message, kind)]
-        return found
+        """New orders of a kind in the Layouts that node 1 got."""
+        layouts = [message for rank, message in self.sent if rank == 1 and isinstance(message, Layout)]
+        found = [order for order in all_orders(layouts) if isinstance(order, kind)]
+        seen, self.seen_of[kind] = self.seen_of.get(kind, 0), len(found)
+        return found[seen:]
 
     @property
     def states(self) -> str:
@@ -77,22 +82,22 @@ class Scene:
 def test_hybrid_nodes_go_to_training_as_the_batch_ends_and_back_after_its_step(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.report(99, r2=30, r3=30, r4=30)
-    assert scene.orders(wire.AwaitMembers) == [wire.AwaitMembers((2, 3), LIMIT * 2.0)]
-    assert not scene.orders(wire.DrainTurns)
+    assert scene.orders(AwaitMembers) == [AwaitMembers((2, 3), LIMIT * 2.0)]
+    assert not scene.orders(DrainTurns)
     scene.report(16, r2=9, r3=0, r4=7)
-    assert scene.orders(wire.DrainTurns) == [wire.DrainTurns(3, abort=True)], "the idler one; turns go on elsewhere"
+    assert scene.orders(DrainTurns) == [DrainTurns(3, abort=True)], "the idler one; turns go on elsewhere"
     assert [fact.role for fact in scene.sharing.facts(as_shared=True)] == ["train", "both", "both", "rollout"]
     scene.trains(3)
     scene.member(2, 1, 3)
     scene.report(9, r2=5, r4=4)
     assert scene.states == "train rollout train rollout", "the one that trains waits for the batch"
     scene.report(0, composed=1)
-    assert scene.orders(wire.DrainTurns) == [wire.DrainTurns(2, abort=True)]
+    assert scene.orders(DrainTurns) == [DrainTurns(2, abort=True)]
     scene.trains(2)
     scene.member(3, 1, 2, 3)
     scene.report(0, composed=1)
     assert scene.states == "train train train rollout"
-    assert not scene.orders(wire.AwaitMembers), "it waits for the same two"
+    assert not scene.orders(AwaitMembers), "it waits for the same two"
 
     scene.step = 1
     scene.sharing.evaluate(1, time.time())
@@ -108,14 +113,14 @@ def test_hybrid_nodes_go_to_training_as_the_batch_ends_and_back_after_its_step(t
 def test_a_node_that_is_lost_or_too_late_is_not_waited_for(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.report(99, r2=30, r3=30, r4=30)
-    scene.nodes.apply(wire.RankLost(2))
+    scene.nodes.apply(states.RankLost(2))
     scene.report(0, composed=1)
-    assert [sorted(m.ranks) for m in scene.orders(wire.AwaitMembers)] == [[2, 3], [3]]
-    scene.nodes.apply(wire.RankBack(2))
+    assert [sorted(m.ranks) for m in scene.orders(AwaitMembers)] == [[2, 3], [3]]
+    scene.nodes.apply(states.RankBack(2))
     scene.nodes.apply(EngineState(2, "rollout", "ready", seconds=1.0))
     scene.report(0, composed=1)
     assert scene.states == "train rollout to_train rollout", "the step has begun, or will without it"
-    assert not scene.orders(wire.AwaitMembers)
+    assert not scene.orders(AwaitMembers)
 
     scene.step = 1  # without node 3, which comes too late
     scene.trains(3)
@@ -129,7 +134,7 @@ def test_the_end_of_time_sharing_waits_for_nobody_and_moves_nothing(tmp_path: Pa
     scene.report(99, r2=30, r3=30, r4=30)
     scene.sharing.end()
     scene.report(0, composed=1)
-    assert [m.ranks for m in scene.orders(wire.AwaitMembers)] == [(2, 3), ()]
+    assert [m.ranks for m in scene.orders(AwaitMembers)] == [(2, 3), ()]
     assert scene.states == "train rollout rollout rollout"
     assert [fact.role for fact in scene.sharing.facts(as_shared=True)] == ["train", "rollout", "rollout", "rollout"]
 
@@ -137,13 +142,13 @@ def test_the_end_of_time_sharing_waits_for_nobody_and_moves_nothing(tmp_path: Pa
 def test_a_core_that_rolls_out_goes_after_the_commit_and_is_back_before_the_batch_ends(tmp_path: Path) -> None:
     scene = Scene(tmp_path, core_rolls_out=True)
     scene.report(99, r2=30, r3=30, r4=30)
-    assert len(scene.orders(wire.RestCore)) == 1
+    assert len(scene.orders(RestCore)) == 1
     scene.nodes.apply(EngineState(1, "train", "standby"))
     scene.nodes.apply(EngineState(1, "rollout", "ready", seconds=1.0))
     assert scene.states == "rollout rollout rollout rollout"
     assert [fact.role for fact in scene.sharing.facts(as_shared=True)] == ["both", "both", "both", "rollout"]
     scene.report(23, r1=9, r2=9, r3=9, r4=9)
-    assert scene.orders(wire.DrainTurns) == [wire.DrainTurns(1, abort=True)], "first, although others are as idle"
+    assert scene.orders(DrainTurns) == [DrainTurns(1, abort=True)], "first, although others are as idle"
     scene.nodes.apply(wire.TurnsDrained(1))
     scene.nodes.apply(EngineState(1, "train", "ready", seconds=1.0))
     scene.member(2, 1)
@@ -152,19 +157,19 @@ def test_a_core_that_rolls_out_goes_after_the_commit_and_is_back_before_the_batc
     assert [s.direction for s in scene.seen.switches] == ["to_rollout", "to_train"]
 
     scene.sharing.core_to_train(time.time(), at_once=False)
-    assert not scene.orders(wire.DrainTurns), "it trains"
+    assert not scene.orders(DrainTurns), "it trains"
     scene.step = 1
     scene.report(99, composed=1, r2=30, r3=30, r4=30)
     scene.nodes.apply(EngineState(1, "train", "standby"))
     scene.sharing.core_to_train(time.time(), at_once=False)
-    assert not scene.orders(wire.DrainTurns), "its engines are not there yet"
+    assert not scene.orders(DrainTurns), "its engines are not there yet"
     scene.nodes.apply(EngineState(1, "rollout", "ready", seconds=1.0))
     scene.sharing.core_to_train(time.time(), at_once=False)
-    assert scene.orders(wire.DrainTurns) == [wire.DrainTurns(1, abort=True)]
+    assert scene.orders(DrainTurns) == [DrainTurns(1, abort=True)]
     # The rollout leader, which would answer, may be lost.
     scene.sharing.core_to_train(time.time(), at_once=True)
-    assert scene.orders(wire.StandbyEngine)[-1] == wire.StandbyEngine(1, "rollout")
-    assert scene.orders(wire.StartEngine)[-1] == wire.StartEngine(1, "train")
+    assert scene.orders(StandbyEngine)[-1] == StandbyEngine(1, "rollout")
+    assert scene.orders(StartEngine)[-1] == StartEngine(1, "train")
 
 
 def test_a_run_that_ends_brings_its_core_back_although_no_other_node_rolls_out(tmp_path: Path) -> None:
@@ -173,9 +178,9 @@ def test_a_run_that_ends_brings_its_core_back_although_no_other_node_rolls_out(t
     scene.nodes.apply(EngineState(1, "train", "standby"))
     scene.nodes.apply(EngineState(1, "rollout", "ready", seconds=1.0))
     for rank in (2, 3, 4):
-        scene.nodes.apply(wire.RankLost(rank))
+        scene.nodes.apply(states.RankLost(rank))
     scene.sharing.core_to_train(time.time(), at_once=False)
     assert scene.states == "rollout lost lost lost", "the last one stays, as long as the run goes on"
     scene.sharing.core_to_train(time.time(), at_once=True)
     assert scene.states == "to_train lost lost lost"
-    assert scene.orders(wire.StartEngine)[-1] == wire.StartEngine(1, "train")
+    assert scene.orders(StartEngine)[-1] == StartEngine(1, "train")

@@ -74,7 +74,7 @@ def test_messages_of_every_size_arrive_in_order_from_everyone_at_once(tmp_path: 
 async def script(mesh):
     for i in range(40):
         for dest in range(mesh.size):
-            mesh.send(dest, wire.RankLost(i) if i % 10 else large(i, 1 + 300_000 * (i % 3)))
+            mesh.send(dest, wire.TurnsDrained(i) if i % 10 else large(i, 1 + 300_000 * (i % 3)))
     await until(lambda: len(got) == 40 * mesh.size)
     order = {}
     for source, message in got:
@@ -98,10 +98,10 @@ async def script(mesh):
     await asyncio.sleep(1.0)
     for i in range(30):
         mesh.send(2, large(i, 500_000))
-        mesh.send(1 - mesh.rank, wire.RankLost(i))
+        mesh.send(1 - mesh.rank, wire.TurnsDrained(i))
     await until(lambda: len(got) == 30)
     mesh.drop(2)
-    mesh.send(2, wire.RankLost(99))
+    mesh.send(2, wire.TurnsDrained(99))
     return {"got": [m.rank for _, m in got]}
 """
     facts = world(tmp_path, 3, script)
@@ -118,7 +118,7 @@ async def script(mesh):
     if mesh.rank == 0:
         time.sleep(1.0)  # Nothing is read before the sender is gone.
     for i in range(30):
-        mesh.send(1 - mesh.rank, wire.RankLost(i))
+        mesh.send(1 - mesh.rank, wire.TurnsDrained(i))
     await until(lambda: sum(source == 1 - mesh.rank for source, _ in got) == 30)
     return {"got": [m.rank for source, m in got if source == 1 - mesh.rank]}
 """
@@ -133,7 +133,7 @@ async def script(mesh):
     other = await pid(1 - mesh.rank)
     if mesh.rank == 1:
         await until(lambda: len(got) == 6)
-        mesh.send(0, wire.RankLost(99))
+        mesh.send(0, wire.TurnsDrained(99))
         return {"got": [(m.rank, m == large(m.rank, len(m.reason)), len(m.reason) - m.rank) for _, m in got]}
     os.kill(other, signal.SIGSTOP)
     for i in (1, 2, 3):
@@ -166,7 +166,7 @@ async def script(mesh):
         for i in range(3):
             mesh.send(0, large(i, 3_000_000))
         await until(lambda: got)
-        mesh.send(0, wire.RankLost(5))
+        mesh.send(0, wire.TurnsDrained(5))
         await until(lambda: len(got) == 2)
         return {}
     aside = []
@@ -175,9 +175,9 @@ async def script(mesh):
     await until(lambda: len(got) + len(aside) == 3)
     seen, mesh._handler = len(got), handler
     mesh.remember(1)
-    mesh.send(1, wire.RankLost(1))
+    mesh.send(1, wire.TurnsDrained(1))
     await until(lambda: len(got) == seen + 1)
-    mesh.send(1, wire.RankLost(2))
+    mesh.send(1, wire.TurnsDrained(2))
     return {"aside": aside, "seen": seen, "last": got[-1][1].rank}
 """
     facts = world(tmp_path, 2, script)
@@ -192,7 +192,7 @@ async def script(mesh):
         link = mesh._links.setdefault(0, Outgoing(world, 0, lambda rank: None))
         for junk in (b"\\x80\\x04junk", b"", b"\\x92\\x00\\x81\\xa4type\\xa4Evil"):
             link.put(junk)
-        mesh.send(0, wire.RankLost(7))
+        mesh.send(0, wire.TurnsDrained(7))
         await asyncio.sleep(0.5)
         return {}
     said = []

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 
 from libra_hpc.protocol import trainer as wire
-from libra_hpc.protocol.agents import AwaitMembers, CarrierStarted, Committed, Fatal, Log, StepReport, ToReplica
+from libra_hpc.protocol.agents import CarrierStarted, Committed, Fatal, Log, StepReport, ToReplica
 from libra_hpc.protocol.carriers import Peer
+from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.trainer import Join, StepFailed, WorkerFailed, WorkerHeartbeat
 from libra_hpc.train_leader import generations
 from libra_hpc.train_leader.requested_offers import Published
@@ -207,7 +208,7 @@ async def test_a_step_waits_for_members_on_their_way_and_not_longer_than_the_lim
     world = World(steps=3).start(1)
     world.add(2)
     await world.joined(1)
-    world.leader.on_await(AwaitMembers((2,), 60.0))
+    world.leader.on_layout(Layout(awaited=(2,), await_s=60.0))
     world.leader.on_batch(batch(1))
     await asyncio.sleep(0.02)
     assert not world.trained
@@ -230,7 +231,7 @@ async def test_a_step_waits_for_members_on_their_way_and_not_longer_than_the_lim
     world.leader.on_batch(batch(3))
     await asyncio.sleep(0.02)
     assert len(world.of(Committed)) == 2, "the next step waits as long"
-    world.leader.on_await(AwaitMembers((), 60.0))
+    world.leader.on_layout(Layout(awaited=(), await_s=60.0))
     await world.finish()
     assert [step for rank, step, *_ in world.trained if rank == 1] == [1, 2, 3], "once each"
 
@@ -238,7 +239,7 @@ async def test_a_step_waits_for_members_on_their_way_and_not_longer_than_the_lim
 async def test_a_stop_does_not_wait_for_members_on_their_way() -> None:
     world = World(steps=3).start(1)
     await world.joined(1)
-    world.leader.on_await(AwaitMembers((2,), 60.0))
+    world.leader.on_layout(Layout(awaited=(2,), await_s=60.0))
     world.leader.on_batch(batch(1))
     await asyncio.sleep(0.02)
     world.leader.on_stop("enough")

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from libra_hpc.protocol.agents import Committed, CoreWanted, GroupDone, RestCore, StartEngine
+from libra_hpc.protocol.agents import Committed, CoreWanted, GroupDone
+from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.trainer import Join, OfferWeights, Standby, TrainPortion
 
 from .world import World, batch, until
@@ -16,7 +17,7 @@ async def resting(steps: int = 3, **algorithm: int) -> World:
     """The first step is committed, and the core rests."""
     world = World(steps=steps, **algorithm).start(1)
     await world.step(1)
-    world.leader.on_rest(RestCore())
+    world.leader.on_layout(Layout(rest=True))
     await until(lambda: world.asked(Standby))
     return world
 
@@ -26,7 +27,7 @@ async def test_the_core_rests_after_its_offer_and_is_back_for_the_next_generatio
     await world.joined(1)
     world.replicas[1].bad_offers = 1
     world.leader.on_batch(batch(1))
-    world.leader.on_rest(RestCore())
+    world.leader.on_layout(Layout(rest=True))
     await until(lambda: len(world.of(Committed)) == 1)
     await asyncio.sleep(0.02)
     assert not world.asked(Standby) or len(world.asked(OfferWeights)) > 1, "engines wait for the new weights"
@@ -50,7 +51,7 @@ async def test_a_batch_or_a_stop_asks_for_the_core_that_rests() -> None:
     assert len(world.of(Committed)) == 1
     world.leader.on_generation(2, (1,))
     await until(lambda: len(world.of(Committed)) == 2)
-    world.leader.on_rest(RestCore())
+    world.leader.on_layout(Layout(rest=True))
     await until(lambda: len(world.asked(Standby)) == 2)
     asked = len(world.of(CoreWanted))
     world.leader.on_stop("enough")
@@ -68,7 +69,6 @@ async def test_without_a_coordinator_the_core_that_rests_wakes_and_is_saved() ->
     assert not World(step=1).leader.unsaved, "what it starts with is no reason to stay"
     await world.finish()
     assert (world.saved[-1][0], world.leader.unsaved) == (1, False)
-    assert world.of(StartEngine) == [StartEngine(1, "train")]
     assert world.asked(Join)[-1][1].generation == 6
 
 
@@ -100,7 +100,7 @@ async def test_trainers_that_end_meanwhile_begin_again(when: str) -> None:
     await world.step(1)
     if when == "before":
         world.replicas[1].silent = True
-    world.leader.on_rest(RestCore())
+    world.leader.on_layout(Layout(rest=True))
     if when == "after":
         await until(lambda: world.asked(Standby))
     world.leader.on_replica_down(1, "killed")

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from libra_hpc.protocol.agents import Committed, Fatal, StepReport, ToReplica, TrainingDone
+from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.trainer import OfferFailed, OfferWeights, SaveCheckpoint, Saved, TakeSnapshot
 from libra_hpc.train_leader import saves
 from libra_hpc.train_leader import train_leader as leader
@@ -49,7 +50,7 @@ async def test_a_checkpoint_carries_the_reports_that_are_not_recorded_yet() -> N
     for step in (1, 2, 3, 4):
         await world.step(step)
         await until(lambda step=step: len(world.carried) == step // 2)
-        world.leader.on_recorded(1)
+        world.leader.on_layout(Layout(recorded=1))
     assert world.carried == [[(2, 0.5)], [(2, 0.5), (3, 0.5), (4, 0.5)]]
     assert all(report.t > 1e9 for report in world.of(StepReport))
 
@@ -107,7 +108,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_w
     replica.slow = True
     await world.step(1, 2, 3)
     assert world.tried == [1]
-    world.leader.on_recorded(2)
+    world.leader.on_layout(Layout(recorded=2))
     replica.saved()
     await until(lambda: world.tried == [1, 3])
     await world.step(4)
@@ -146,7 +147,7 @@ async def test_weights_that_had_no_room_are_offered_again_while_the_last_checkpo
     world.leader.on_batch(batch(1))
     await until(lambda: world.tried == [1] and world.logs("offer_failed"))
     world.now = 10.0
-    world.leader.on_recorded(0)
+    world.leader.on_layout(Layout(recorded=0))
     world.leader.on_stop("SIGTERM")
     await until(lambda: [order.version for _, order in world.asked(OfferWeights)] == [0, 1, 1])
     assert not world.saved

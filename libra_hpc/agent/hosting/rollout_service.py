@@ -202,8 +202,6 @@ class RolloutService:
                 leader.on_engine_version(engine, version)
             case EngineState():
                 leader.on_engine_state(message)
-            case wire.DrainTurns(rank=rank, abort=abort):
-                leader.on_drain(rank, abort)
             case wire.Committed(indices=indices):
                 leader.on_committed(indices)
                 self._unwritten.append(message)

@@ -1,4 +1,4 @@
-"""The elastic pool as a pure state machine: event in, new pool and effects (messages of the mesh) out.
+"""The elastic pool as a pure state machine: event in, new pool out; `Node.row` is what a node is to be.
 
     STARTING --engine ready--> ROLLOUT, or TRAIN once it is a member with its state
     ROLLOUT  --move--> TO_TRAIN --drained, engine ready, member, state arrived--> TRAIN
@@ -23,18 +23,9 @@ from typing import Literal, Union
 
 import msgspec
 
-from libra_hpc.protocol.agents import (
-    DrainTurns,
-    FormGeneration,
-    RankBack,
-    RankLost,
-    RestCore,
-    StandbyEngine,
-    StartEngine,
-    StopTrainers,
-    TurnsDrained,
-)
+from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.engine_state import EngineKind, EngineState
+from libra_hpc.protocol.layout import Drain, Row
 
 Component = Literal["train", "hybrid", "rollout"]
 
@@ -79,10 +70,20 @@ class MemberOf(msgspec.Struct, frozen=True):
     generation: int
 
 
+class RankLost(msgspec.Struct, frozen=True):
+    """The node's heartbeat is missing, or its process ended."""
+
+    rank: int
+
+
+class RankBack(msgspec.Struct, frozen=True):
+    """The lost node has ended all that it had."""
+
+    rank: int
+
+
 Event = Union[MoveOrdered, TurnsDrained, EngineState, StateArrived, MemberOf, RankLost, RankBack]
 """A lost training engine of an earlier world changes nothing."""
-Effect = Union[StartEngine, StopTrainers, StandbyEngine, DrainTurns, FormGeneration, RestCore]
-"""Messages to the node's agent; the last three are for the leaders."""
 
 
 class IllegalTransition(Exception):
@@ -95,7 +96,7 @@ class Node(msgspec.Struct, frozen=True):
     state: NodeState
     role: EngineKind
     """The role it has, or is moving to."""
-    draining: bool = False
+    drain: Drain = ""
     """Ordered to train, with turns still in flight."""
     engine_ready: bool = False
     """Whether the engine of ``role`` is ready."""
@@ -109,10 +110,24 @@ class Node(msgspec.Struct, frozen=True):
     """Number of the unit's training world: all its processes restart when one has ended."""
     shares: bool = False
     """A node of the core that rolls out, too."""
+    starts: int = 0
+    life: int = 0
+    """Both as in `Row`."""
 
     @property
     def moves(self) -> bool:
         return self.component == "hybrid" or self.shares
+
+    @property
+    def leaving(self) -> bool:
+        """Ordered to roll out while its trainers have their state."""
+        return self.role == "rollout" and self.has_state
+
+    @property
+    def row(self) -> Row:
+        active: EngineKind = "train" if self.has_state else "rollout" if self.drain else self.role
+        awake = None if self.state is NodeState.LOST else active
+        return Row(str(self.state), awake, self.starts, self.world, self.drain, self.life)
 
 
 class Pool(msgspec.Struct, frozen=True):
@@ -124,20 +139,25 @@ class Pool(msgspec.Struct, frozen=True):
     forming: Membership | None = None
     """Latest proposal while not every member has confirmed it."""
 
+    @property
+    def rests(self) -> bool:
+        """Whether the trainers of the core are to go into standby."""
+        return any(node.shares and node.leaving for node in self.nodes.values())
+
 
 def start(
     nodes: Iterable[tuple[int, Component]],
     hybrid_role: EngineKind = "rollout",
     unit: Callable[[int], tuple[int, ...]] = lambda rank: (rank,),
     core_rolls_out: bool = False,
-) -> tuple[Pool, tuple[Effect, ...]]:
+) -> Pool:
     """A pool whose nodes ``(rank, component)`` all have to start their engine; ``unit`` as in `Node`."""
     made: dict[int, Node] = {}
     for rank, component in nodes:
         role = hybrid_role if component == "hybrid" else component
         shares = core_rolls_out and component == "train"
-        made[rank] = Node(rank, component, NodeState.STARTING, role, unit=unit(rank), shares=shares)
-    return Pool(made, Membership(0, ()), issued=0), tuple(StartEngine(node.rank, node.role) for node in made.values())
+        made[rank] = Node(rank, component, NodeState.STARTING, role, unit=unit(rank), shares=shares, starts=1)
+    return Pool(made, Membership(0, ()), issued=0)
 
 
 def trainers(pool: Pool) -> tuple[int, ...]:
@@ -157,7 +177,7 @@ def rollout_nodes(pool: Pool) -> tuple[int, ...]:
     return tuple(rank for rank, node in pool.nodes.items() if node.state is NodeState.ROLLOUT)
 
 
-def advance(pool: Pool, event: Event) -> tuple[Pool, tuple[Effect, ...]]:
+def advance(pool: Pool, event: Event) -> Pool:
     """Apply one event; raises `IllegalTransition` and changes nothing when it is impossible."""
     node = pool.nodes.get(event.rank)
     if node is None:
@@ -173,26 +193,26 @@ def advance(pool: Pool, event: Event) -> tuple[Pool, tuple[Effect, ...]]:
             return _engine_state(pool, node, event)
         case StateArrived():
             if node.shares and node.role == "rollout":
-                return pool, ()  # it was ordered to roll out while the generation without the others formed
+                return pool  # it was ordered to roll out while the generation without the others formed
             _require(node.role == "train" and node.engine_ready, node, "state arrived")
-            return _settle(_put(pool, node, has_state=True)), ()
+            return _settle(_put(pool, node, has_state=True))
         case MemberOf(generation=generation):
             return _member(pool, node, generation)
         case RankLost():
             return _lost(pool, node)
         case RankBack():
             _require(node.state is NodeState.LOST, node, "returned")
-            return _put(pool, node, state=NodeState.STARTING), (StartEngine(node.rank, node.role),)
+            return _begin(pool, node, state=NodeState.STARTING)
 
 
-def _engine_state(pool: Pool, node: Node, event: EngineState) -> tuple[Pool, tuple[Effect, ...]]:
+def _engine_state(pool: Pool, node: Node, event: EngineState) -> Pool:
     match event:
         case EngineState(state="ready", kind=kind):
             return _engine_ready(pool, node, kind)
         case EngineState(kind="train", state="standby"):
             return _trainers_rest(pool, node)
         case EngineState(kind="train", world=world):
-            return _trainers_lost(pool, node) if world == node.world else (pool, ())
+            return _trainers_lost(pool, node) if world == node.world else pool
     return _rollout_engine_lost(pool, node)
 
 
@@ -200,7 +220,7 @@ def _unit(pool: Pool, node: Node) -> list[Node]:
     return [pool.nodes[rank] for rank in node.unit]
 
 
-def _to_train(pool: Pool, node: Node, order: MoveOrdered) -> tuple[Pool, tuple[Effect, ...]]:
+def _to_train(pool: Pool, node: Node, order: MoveOrdered) -> Pool:
     _require(node.moves, node, "ordered to train: it is a core node")
     _require(all(n.state is NodeState.ROLLOUT for n in _unit(pool, node)), node, "ordered to train")
     stays = order.last or len(rollout_nodes(pool)) > len(node.unit)
@@ -208,156 +228,147 @@ def _to_train(pool: Pool, node: Node, order: MoveOrdered) -> tuple[Pool, tuple[E
     return _drain(pool, node, order.abort)
 
 
-def _drain(pool: Pool, node: Node, abort: bool) -> tuple[Pool, tuple[Effect, ...]]:
-    here = [one for one in _unit(pool, node) if one.state is not NodeState.LOST]
-    for one in here:
-        pool = _put(pool, one, state=NodeState.TO_TRAIN, role="train", draining=True, engine_ready=False)
-    return pool, tuple(DrainTurns(one.rank, abort) for one in here)
+def _drain(pool: Pool, node: Node, abort: bool) -> Pool:
+    drain: Drain = "abort" if abort else "wait"
+    for one in _unit(pool, node):
+        if one.state is not NodeState.LOST:
+            pool = _put(pool, one, state=NodeState.TO_TRAIN, role="train", drain=drain, engine_ready=False)
+    return pool
 
 
-def _drained(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
-    _require(node.draining, node, "drained")
+def _drained(pool: Pool, node: Node) -> Pool:
+    _require(bool(node.drain), node, "drained")
     if any(n.role != "train" for n in _unit(pool, node)):
         # It cannot train without the others, of which one was lost; it may be back already.
-        back = _put(pool, node, state=NodeState.TO_ROLLOUT, role="rollout", draining=False)
-        return back, (StartEngine(node.rank, "rollout"),)
-    orders = StandbyEngine(node.rank, "rollout"), StartEngine(node.rank, "train", node.world)
-    return _put(pool, node, draining=False), orders
+        return _begin(pool, node, state=NodeState.TO_ROLLOUT, role="rollout", drain="")
+    return _begin(pool, node, drain="")
 
 
-def _to_rollout(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+def _to_rollout(pool: Pool, node: Node) -> Pool:
     _require(node.moves, node, "ordered to rollout: it is a core node")
     _require(all(n.state is NodeState.TRAIN for n in _unit(pool, node)), node, "ordered to rollout")
     for one in _unit(pool, node):
         pool = _put(pool, one, state=NodeState.TO_ROLLOUT, role="rollout", engine_ready=False)
-    return (pool, (RestCore(),)) if node.shares else _propose(pool)
+    return pool if node.shares else _propose(pool)
 
 
-def _trainers_rest(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+def _trainers_rest(pool: Pool, node: Node) -> Pool:
     """The trainers of a node of the core are in standby, outside of all generations."""
     _require(node.shares and node.state is not NodeState.LOST, node, "trainers in standby")
-    pool = _put(pool, node, has_state=False, member_of=-1)
     if node.role == "rollout":
-        return pool, (StartEngine(node.rank, "rollout"),)
-    if node.draining:
-        return pool, ()
+        return _begin(pool, node, has_state=False, member_of=-1)
+    if node.drain:
+        return _put(pool, node, has_state=False, member_of=-1)
     # It was ordered back meanwhile.
-    pool = _put(pool, pool.nodes[node.rank], state=NodeState.TO_TRAIN, engine_ready=False)
-    return pool, (StartEngine(node.rank, "train", node.world),)
+    return _begin(pool, node, state=NodeState.TO_TRAIN, engine_ready=False, has_state=False, member_of=-1)
 
 
-def _engine_ready(pool: Pool, node: Node, kind: EngineKind) -> tuple[Pool, tuple[Effect, ...]]:
-    started = node.state is not NodeState.LOST and not node.draining and not node.engine_ready
-    _require(started and kind == node.role and not (kind == "rollout" and node.has_state), node, f"{kind} engine ready")
+def _engine_ready(pool: Pool, node: Node, kind: EngineKind) -> Pool:
+    started = node.state is not NodeState.LOST and not node.drain and not node.engine_ready
+    _require(started and kind == node.role and not node.leaving, node, f"{kind} engine ready")
     if kind == "rollout":
-        return _put(pool, node, state=NodeState.ROLLOUT, engine_ready=True), ()
+        return _put(pool, node, state=NodeState.ROLLOUT, engine_ready=True)
     pool = _put(pool, node, engine_ready=True)
-    return _propose(pool) if all(n.engine_ready for n in _unit(pool, node)) else (pool, ())
+    return _propose(pool) if all(n.engine_ready for n in _unit(pool, node)) else pool
 
 
-def _member(pool: Pool, node: Node, generation: int) -> tuple[Pool, tuple[Effect, ...]]:
+def _member(pool: Pool, node: Node, generation: int) -> Pool:
     _require(generation <= pool.issued, node, f"member of generation {generation}, which was never proposed")
     forming = pool.forming
     if forming is None or generation != forming.generation:
-        return pool, ()
+        return pool
     _require(node.rank in forming.ranks, node, f"member of generation {generation}")
     pool = _put(pool, node, member_of=generation)
     if any(pool.nodes[rank].member_of != generation for rank in forming.ranks):
-        return pool, ()
+        return pool
     pool = msgspec.structs.replace(pool, membership=forming, forming=None)
-    effects: list[Effect] = []
-    for leaving in [n for n in pool.nodes.values() if n.state is NodeState.TO_ROLLOUT and n.has_state and not n.shares]:
-        pool = _put(pool, leaving, has_state=False, member_of=-1)
-        effects += (StandbyEngine(leaving.rank, "train"), StartEngine(leaving.rank, "rollout"))
-    return _settle(pool), tuple(effects)
+    for leaving in [n for n in pool.nodes.values() if n.state is NodeState.TO_ROLLOUT and n.leaving and not n.shares]:
+        pool = _begin(pool, leaving, has_state=False, member_of=-1)
+    return _settle(pool)
 
 
-def _rollout_engine_lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+def _rollout_engine_lost(pool: Pool, node: Node) -> Pool:
     _require(node.state is not NodeState.LOST, node, "rollout engine lost")
-    if node.draining:
-        drained, orders = _drained(pool, node)
-        return drained, tuple(order for order in orders if not isinstance(order, StandbyEngine))
+    if node.drain:
+        return _drained(pool, node)
     if node.role != "rollout" or node.has_state:
-        return pool, ()  # a standby: the next move pays a cold start
+        return pool  # a standby: the next move pays a cold start
     if node.shares:
         return _drain(pool, node, abort=True)
     if node.state is NodeState.ROLLOUT:
-        pool = _put(pool, node, state=NodeState.STARTING, engine_ready=False)
-    return pool, (StartEngine(node.rank, "rollout"),)
+        return _begin(pool, node, state=NodeState.STARTING, engine_ready=False)
+    return _begin(pool, node)
 
 
-def _trainers_lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+def _trainers_lost(pool: Pool, node: Node) -> Pool:
     _require(node.state is not NodeState.LOST, node, "train engine lost")
     changes = False
-    effects: list[Effect] = []
     for one in _unit(pool, node):
-        if one.rank != node.rank:
-            effects.append(StopTrainers(one.rank))
-        pool, own = _restart_unit(pool, one)
-        effects += own
+        pool = _restart_unit(pool, one)
         changes |= one.role == "train" and one.engine_ready
-    pool, proposal = _propose(pool) if changes else (pool, ())
-    return pool, (*proposal, *effects)
+    return _propose(pool) if changes else pool
 
 
-def _restart_unit(pool: Pool, node: Node) -> tuple[Pool, list[Effect]]:
+def _restart_unit(pool: Pool, node: Node) -> Pool:
     """The node's training processes are gone with those of its unit."""
-    world = node.world + (len(node.unit) > 1)
-    pool = _put(pool, node, world=world)
+    pool = _put(pool, node, world=node.world + (len(node.unit) > 1))
+    own = pool.nodes[node.rank]
     if node.shares and node.role == "rollout" and not node.has_state:
-        drained, orders = _drain(pool, pool.nodes[node.rank], abort=True)
-        return drained, list(orders)
+        return _drain(pool, own, abort=True)
     if node.shares:
-        pool = _put(pool, pool.nodes[node.rank], role="train")
-    elif node.role == "rollout" and node.has_state:
-        return _put(pool, pool.nodes[node.rank], has_state=False, member_of=-1), [StartEngine(node.rank, "rollout")]
-    if node.draining or (node.role != "train" and not node.shares):
-        return pool, []  # a standby
+        pool = _put(pool, own, role="train")
+        own = pool.nodes[node.rank]
+    elif node.leaving:
+        return _begin(pool, own, has_state=False, member_of=-1)
+    if node.drain or (node.role != "train" and not node.shares):
+        return pool  # a standby
     state = NodeState.STARTING if node.state in (NodeState.TRAIN, NodeState.TO_ROLLOUT) else node.state
-    begun = _put(pool, pool.nodes[node.rank], state=state, engine_ready=False, has_state=False, member_of=-1)
-    return begun, [StartEngine(node.rank, "train", world)]
+    return _begin(pool, own, state=state, engine_ready=False, has_state=False, member_of=-1)
 
 
-def _lost(pool: Pool, node: Node) -> tuple[Pool, tuple[Effect, ...]]:
+def _lost(pool: Pool, node: Node) -> Pool:
     if node.state is NodeState.LOST:
-        return pool, ()
+        return pool
     changes = node.role == "train" and node.engine_ready
-    pool = _put(pool, node, state=NodeState.LOST, draining=False, engine_ready=False, has_state=False, member_of=-1)
-    effects: list[Effect] = []
+    pool = _put(
+        pool,
+        node,
+        state=NodeState.LOST,
+        drain="",
+        engine_ready=False,
+        has_state=False,
+        member_of=-1,
+        life=node.life + 1,
+    )
     if len(node.unit) > 1:
         # The others cannot train without it, and it returns to what they do.
         for one in _unit(pool, node):
             pool = _put(pool, one, world=one.world + 1)
             if one.rank != node.rank and one.state is not NodeState.LOST:
-                pool, own = _roll_out_alone(pool, pool.nodes[one.rank])
-                effects += [StopTrainers(one.rank), *own]
+                pool = _roll_out_alone(pool, pool.nodes[one.rank])
                 changes |= one.role == "train" and one.engine_ready
         pool = _put(pool, pool.nodes[node.rank], role="rollout")
-    pool, proposal = _propose(pool) if changes else (pool, ())
-    return pool, (*proposal, *effects)
+    return _propose(pool) if changes else pool
 
 
-def _roll_out_alone(pool: Pool, node: Node) -> tuple[Pool, list[Effect]]:
+def _roll_out_alone(pool: Pool, node: Node) -> Pool:
     """What a node does whose unit has lost another one; one that still drains returns once it has."""
-    leaving = node.role == "rollout" and node.has_state
-    if node.draining or (node.role == "rollout" and not leaving):
-        return pool, []
-    back = _put(
+    if node.drain or (node.role == "rollout" and not node.leaving):
+        return pool
+    return _begin(
         pool, node, state=NodeState.TO_ROLLOUT, role="rollout", engine_ready=False, has_state=False, member_of=-1
     )
-    return back, [StartEngine(node.rank, "rollout")]
 
 
-def _propose(pool: Pool) -> tuple[Pool, tuple[Effect, ...]]:
+def _propose(pool: Pool) -> Pool:
     """Propose the next generation, over all training engines that are ready; none while the core is incomplete."""
     nodes = pool.nodes.values()
     if not all(n.engine_ready and n.role == "train" for n in nodes if n.component == "train"):
-        return msgspec.structs.replace(pool, forming=None), ()
+        return msgspec.structs.replace(pool, forming=None)
     ready = {n.rank for n in nodes if n.role == "train" and n.engine_ready}
     wanted = tuple(sorted(rank for rank in ready if ready.issuperset(pool.nodes[rank].unit)))
     forming = Membership(pool.issued + 1, wanted)
-    order = (FormGeneration(forming.generation, forming.ranks),)
-    return msgspec.structs.replace(pool, forming=forming, issued=forming.generation), order
+    return msgspec.structs.replace(pool, forming=forming, issued=forming.generation)
 
 
 def _settle(pool: Pool) -> Pool:
@@ -367,6 +378,11 @@ def _settle(pool: Pool) -> Pool:
         if arrived and node.member_of == pool.membership.generation and node.state is not NodeState.TRAIN:
             pool = _put(pool, node, state=NodeState.TRAIN)
     return pool
+
+
+def _begin(pool: Pool, node: Node, **changes: object) -> Pool:
+    """Start or wake the node's engines."""
+    return _put(pool, node, starts=node.starts + 1, **changes)
 
 
 def _put(pool: Pool, node: Node, **changes: object) -> Pool:

@@ -7,28 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.policies.pool.states import (
-    Effect,
     Event,
     IllegalTransition,
     MemberOf,
     MoveOrdered,
     NodeState,
     Pool,
+    RankLost,
     StateArrived,
     advance,
     start,
 )
-from libra_hpc.protocol.agents import (
-    DrainTurns,
-    FormGeneration,
-    RankLost,
-    RestCore,
-    StandbyEngine,
-    StartEngine,
-    TurnsDrained,
-)
+from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.engine_state import EngineState
 
+from .layout_orders import DrainTurns, FormGeneration, RestCore, StandbyEngine, StartEngine
 from .test_states import Cluster, after, assert_everybody_works, lost, ready, states
 
 CORE = (1, 2)
@@ -41,7 +34,7 @@ def rests(rank: int) -> EngineState:
 def training(core: tuple[int, ...] = (1,)) -> Pool:
     """The core (1, or 1 and 2), a hybrid node (3) that trains with it, and a rollout node (4)."""
     kinds = [*((rank, "train") for rank in core), (3, "hybrid"), (4, "rollout")]
-    pool, _ = start(kinds, "train", lambda rank: core if rank in core else (rank,), core_rolls_out=True)  # type: ignore[arg-type]
+    pool = start(kinds, "train", lambda rank: core if rank in core else (rank,), core_rolls_out=True)  # type: ignore[arg-type]
     pool = after(pool, ready(4, "rollout"), *(ready(rank, "train") for rank in (*core, 3)))
     generation = pool.issued
     members = (*core, 3)
@@ -64,7 +57,7 @@ def test_the_core_rolls_out_between_two_generations() -> None:
     pool = after(pool, MoveOrdered(1, "rollout"), does=[RestCore()])
     pool = after(pool, StateArrived(1), MemberOf(1, 3), does=[StandbyEngine(3, "train"), StartEngine(3, "rollout")])
     assert states(pool) == ["to_rollout", "to_rollout", "rollout"]
-    pool = after(pool, rests(1), does=[StartEngine(1, "rollout")])
+    pool = after(pool, rests(1), does=[StandbyEngine(1, "train"), StartEngine(1, "rollout")])
     pool = after(pool, ready(1, "rollout"), ready(3, "rollout"), does=[])
     assert states(pool) == ["rollout"] * 3
 
@@ -115,7 +108,7 @@ def test_lost_trainers_bring_the_core_back_before_the_batch_needs_it() -> None:
 
 def test_trainers_that_rest_although_the_core_was_ordered_back_wake() -> None:
     pool = after(training(CORE), MoveOrdered(1, "rollout"), rests(1), lost(1, "rollout"), does=None)
-    pool = after(pool, rests(2), does=[])
+    pool = after(pool, rests(2), does=[StandbyEngine(2, "train")])
     pool = after(pool, TurnsDrained(1), TurnsDrained(2), ready(1, "train"), ready(2, "train"))
     assert pool.forming is not None
     pool = after(pool, rests(1), does=[StartEngine(1, "train")])
@@ -123,7 +116,7 @@ def test_trainers_that_rest_although_the_core_was_ordered_back_wake() -> None:
 
 
 def test_only_a_core_that_shares_moves() -> None:
-    pool, _ = start([(1, "train"), (2, "rollout")])
+    pool = start([(1, "train"), (2, "rollout")])
     for event in (MoveOrdered(1, "rollout"), rests(1)):
         with pytest.raises(IllegalTransition):
             advance(pool, event)
@@ -139,7 +132,7 @@ disturbances: st.SearchStrategy[Event] = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_whatever_happens_a_core_that_is_wanted_trains_and_all_others_work(data: st.DataObject) -> None:
-    def check(pool: Pool, before: Pool, effects: tuple[Effect, ...]) -> None:
+    def check(pool: Pool, before: Pool) -> None:
         assert pool.nodes[1].state is not NodeState.LOST
 
     kinds = ((1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"))

@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.policies.pool.states import (
-    Effect,
     Event,
     IllegalTransition,
     MemberOf,
     MoveOrdered,
     NodeState,
     Pool,
+    RankBack,
+    RankLost,
     StateArrived,
     advance,
     rollout_nodes,
     start,
     trainers,
 )
-from libra_hpc.protocol.agents import (
-    DrainTurns,
-    FormGeneration,
-    RankBack,
-    RankLost,
-    RestCore,
-    StandbyEngine,
-    StartEngine,
-    StopTrainers,
-    TurnsDrained,
-)
+from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.layout import Layout
+
+from . import layout_orders as orders_of
+from .layout_orders import DrainTurns, FormGeneration, RestCore, StandbyEngine, StartEngine, StopTrainers, layout_of
 
 
 def ready(rank: int, kind: str) -> EngineState:
@@ -45,24 +41,31 @@ def lost(rank: int, kind: str, world: int = 0) -> EngineState:
     return EngineState(rank, kind, "lost", world=world)  # type: ignore[arg-type]
 
 
-def play(pool: Pool, *events: Event) -> tuple[Pool, list[Effect]]:
-    effects: list[Effect] = []
+def play(pool: Pool, *events: Event) -> tuple[Pool, list[Any]]:
+    """The pool after ``events``, and what nodes and leaders find in their rows, less who was lost and is back."""
+    found: list[Any] = []
     for event in events:
-        pool, more = advance(pool, event)
-        effects += more
-    return pool, effects
+        before, pool = pool, advance(pool, event)
+        found += orders(before, pool, event)
+    return pool, found
 
 
-def after(pool: Pool, *events: Event, does: list[Effect] | None = None) -> Pool:
-    """The pool after ``events``, which have the effects ``does``."""
-    pool, effects = play(pool, *events)
-    assert does is None or effects == does
+def orders(before: Pool, pool: Pool, event: Event) -> list[Any]:
+    trainers_ended = isinstance(event, EngineState) and (event.kind, event.state) == ("train", "lost")
+    found = orders_of.orders(layout_of(before), layout_of(pool), [event.rank] if trainers_ended else [])
+    return [order for order in found if not isinstance(order, orders_of.RankLost | orders_of.RankBack)]
+
+
+def after(pool: Pool, *events: Event, does: list[Any] | None = None) -> Pool:
+    """The pool after ``events``, which ask for ``does``."""
+    pool, found = play(pool, *events)
+    assert does is None or sorted(map(repr, found)) == sorted(map(repr, does))
     return pool
 
 
 def running(hybrid: str = "rollout") -> Pool:
     """Nodes 1 (train), 2 (rollout), 3 (hybrid), all at work."""
-    pool, _ = start([(1, "train"), (2, "rollout"), (3, "hybrid")], "train" if hybrid == "train" else "rollout")
+    pool = start([(1, "train"), (2, "rollout"), (3, "hybrid")], "train" if hybrid == "train" else "rollout")
     pool = after(pool, ready(1, "train"), MemberOf(1, 1), StateArrived(1), ready(2, "rollout"), ready(3, hybrid))
     return pool if hybrid == "rollout" else after(pool, StateArrived(3), MemberOf(1, 2), MemberOf(3, 2))
 
@@ -72,14 +75,15 @@ def states(pool: Pool) -> list[str]:
 
 
 def test_start_brings_every_node_to_its_stage() -> None:
-    _, effects = start([(1, "train"), (2, "rollout"), (3, "hybrid")])
-    assert effects == (StartEngine(1, "train"), StartEngine(2, "rollout"), StartEngine(3, "rollout"))
+    pool = start([(1, "train"), (2, "rollout"), (3, "hybrid")])
+    effects = orders_of.orders(Layout(), layout_of(pool))
+    assert effects == [StartEngine(1, "train"), StartEngine(2, "rollout"), StartEngine(3, "rollout")]
     assert states(running()) == ["train", "rollout", "rollout"]
     assert states(running("train")) == ["train", "rollout", "train"]
 
 
 def test_a_generation_waits_for_all_nodes_of_the_core() -> None:
-    pool, _ = start([(1, "train"), (2, "train"), (3, "rollout")])
+    pool = start([(1, "train"), (2, "train"), (3, "rollout")])
     pool = after(pool, ready(2, "train"), does=[])
     pool = after(pool, ready(1, "train"), does=[FormGeneration(1, (1, 2))])
     pool = after(pool, lost(2, "train"), does=[StartEngine(2, "train")])
@@ -140,7 +144,8 @@ def test_a_node_leaves_training_also_while_the_core_is_rebuilt() -> None:
 def test_a_rollout_engine_that_died_is_drained_and_started_again() -> None:
     pool = after(running(), lost(2, "rollout"), does=[StartEngine(2, "rollout")])
     assert rollout_nodes(pool) == (3,)
-    after(running(), MoveOrdered(3, "train"), lost(3, "rollout"), does=[DrainTurns(3), StartEngine(3, "train")])
+    others = [StandbyEngine(3, "rollout"), StartEngine(3, "train")]
+    after(running(), MoveOrdered(3, "train"), lost(3, "rollout"), does=[DrainTurns(3), *others])
 
 
 def test_a_lost_node_returns_to_its_role() -> None:
@@ -151,7 +156,7 @@ def test_a_lost_node_returns_to_its_role() -> None:
 
 def test_a_standby_that_dies_changes_nothing() -> None:
     pool = running()
-    assert advance(pool, lost(3, "train")) == (pool, ())
+    assert advance(pool, lost(3, "train")) == pool
     pool, effects = play(running("train"), MoveOrdered(3, "rollout"), lost(3, "train"))
     assert effects[-1] == StartEngine(3, "rollout")
     assert trainers(after(pool, MemberOf(1, 3), does=[])) == (1,), "already freed"
@@ -187,7 +192,7 @@ def test_the_last_rollout_node_may_not_leave() -> None:
 def together() -> Pool:
     """Nodes 3 and 4 train as one world beside node 1; 2 and 5 roll out."""
     components = [(1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"), (5, "rollout")]
-    pool, _ = start(components, unit=lambda rank: (3, 4) if rank in (3, 4) else (rank,))  # type: ignore[arg-type]
+    pool = start(components, unit=lambda rank: (3, 4) if rank in (3, 4) else (rank,))  # type: ignore[arg-type]
     pool = after(pool, ready(1, "train"), MemberOf(1, 1), StateArrived(1))
     pool = after(pool, *(ready(rank, "rollout") for rank in (2, 3, 4, 5)))
     pool = after(pool, MoveOrdered(4, "train"), does=[DrainTurns(3), DrainTurns(4)])
@@ -218,7 +223,8 @@ def test_a_process_that_ends_takes_its_whole_replica_down_and_both_nodes_begin_a
 
 
 def test_a_lost_node_sends_the_other_one_of_its_replica_to_roll_out() -> None:
-    pool = after(together(), RankLost(3), does=[FormGeneration(3, (1,)), StopTrainers(4), StartEngine(4, "rollout")])
+    freed = [StopTrainers(4), StandbyEngine(4, "train"), StartEngine(4, "rollout")]
+    pool = after(together(), RankLost(3), does=[FormGeneration(3, (1,)), *freed])
     with pytest.raises(IllegalTransition):
         advance(pool, MoveOrdered(4, "train"))
     pool = after(pool, ready(4, "rollout"), RankBack(3), ready(3, "rollout"), does=[StartEngine(3, "rollout")])
@@ -251,7 +257,7 @@ UNITS = st.sampled_from([{}, {4: (4, 5), 5: (4, 5)}])
 """Hybrid nodes that move alone, or together."""
 
 
-def begin(role: str, units: dict[int, tuple[int, ...]]) -> tuple[Pool, tuple[Effect, ...]]:
+def begin(role: str, units: dict[int, tuple[int, ...]]) -> Pool:
     return start(COMPONENTS.items(), role, lambda rank: units.get(rank, (rank,)))  # type: ignore[arg-type]
 
 
@@ -268,7 +274,7 @@ def silenced(message: Event, event: Event) -> bool:
     )
 
 
-def check(pool: Pool, before: Pool, effects: tuple[Effect, ...]) -> None:
+def check(pool: Pool, before: Pool) -> None:
     for node in pool.nodes.values():
         assert node.component == COMPONENTS[node.rank]
         if node.component != "hybrid":
@@ -282,12 +288,9 @@ def check(pool: Pool, before: Pool, effects: tuple[Effect, ...]) -> None:
             assert not node.has_state
             assert not node.engine_ready
     assert pool.issued >= before.issued
-    formed = [e for e in effects if isinstance(e, FormGeneration)]
-    assert len(formed) <= 1
-    for one in formed:
-        assert one.generation == before.issued + 1 == pool.issued
-        assert {1, 2} <= set(one.ranks), "the whole core"
-        assert one.ranks == pool.forming.ranks
+    if pool.forming is not None and pool.forming != before.forming:
+        assert pool.forming.generation == before.issued + 1 == pool.issued
+        assert {1, 2} <= set(pool.forming.ranks), "the whole core"
     assert pool.membership.generation > before.membership.generation or pool.membership == before.membership
     # Whoever can train is a member, or will be once what is forming is complete.
     core_at_work = {
@@ -305,24 +308,23 @@ def check(pool: Pool, before: Pool, effects: tuple[Effect, ...]) -> None:
 def test_no_sequence_of_events_moves_the_core_or_turns_generations_back(
     sequence: list[Event], role: str, units: dict[int, tuple[int, ...]]
 ) -> None:
-    pool, _ = begin(role, units)
+    pool = begin(role, units)
     for event in sequence:
         before = pool
         with contextlib.suppress(IllegalTransition):
-            pool, effects = advance(pool, event)
-            check(pool, before, effects)
+            pool = advance(pool, event)
+            check(pool, before)
 
 
 class Cluster:
-    """Does what the pool's effects ask, in any order across nodes; ``check`` sees every transition."""
+    """Does what the rows ask, in any order across nodes; ``check`` sees every transition."""
 
-    def __init__(self, started: tuple[Pool, tuple[Effect, ...]], check: Callable[..., None]) -> None:
-        self.pool, effects = started
-        self.check = check
+    def __init__(self, started: Pool, check: Callable[..., None]) -> None:
+        self.pool, self.check = started, check
         self.inbox: list[Event] = []
         self.worlds: dict[int, int] = {}
         """The training world that each node has processes of."""
-        self.obey(effects)
+        self.obey(orders_of.orders(Layout(), layout_of(started)))
 
     def answers(self, rank: int, kind: str) -> list[Event]:
         """A training world of several nodes answers once all have started it."""
@@ -330,7 +332,7 @@ class Cluster:
         whole = kind == "rollout" or len({self.worlds.get(other, -1) for other in unit}) == 1
         return [ready(other, kind) for other in unit if whole and not self.pool.nodes[other].engine_ready]
 
-    def obey(self, effects: tuple[Effect, ...]) -> None:
+    def obey(self, effects: list[Any]) -> None:
         for effect in effects:
             match effect:
                 case StartEngine(rank=rank, kind=kind, world=world):
@@ -355,9 +357,9 @@ class Cluster:
             event = lost(event.rank, event.kind, self.pool.nodes[event.rank].world)
         before = self.pool
         with contextlib.suppress(IllegalTransition):
-            self.pool, effects = advance(before, event)
-            self.check(self.pool, before, effects)
-            self.obey(effects)
+            self.pool = advance(before, event)
+            self.check(self.pool, before)
+            self.obey(orders(before, self.pool, event))
 
     def rest(self) -> Pool:
         """The pool once the cluster has finished what was asked."""

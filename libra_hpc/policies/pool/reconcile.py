@@ -1,0 +1,69 @@
+"""What a node has to do so that its row of the Layout becomes true: pure, ``row x observed -> actions``.
+
+- It was declared lost -> everything ends, then it begins as a new one.
+- Its trainers are of an earlier world -> they end.
+- Another kind of engines is to be awake -> that of before goes into standby first.
+- Another start was ordered -> the engines that are to be awake start, or wake.
+
+Rows that it never saw change nothing: what they asked for is out of date.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from libra_hpc.protocol.engine_state import EngineKind
+from libra_hpc.protocol.layout import Row
+
+
+class StartEngines(msgspec.Struct, frozen=True):
+    """StartEngines or wake the engines of a kind; answered by `EngineState` ``ready``."""
+
+    kind: EngineKind
+    world: int = 0
+
+
+class StandbyEngines(msgspec.Struct, frozen=True):
+    """Put the engines of a kind into warm standby."""
+
+    kind: EngineKind
+
+
+class StopTrainers(msgspec.Struct, frozen=True):
+    """End the training processes, whose world has lost a part on another node."""
+
+
+class Reset(msgspec.Struct, frozen=True):
+    """End all engines."""
+
+
+Action = Union[StartEngines, StandbyEngines, StopTrainers, Reset]
+
+
+class Observed(msgspec.Struct, frozen=True):
+    """What a node did last."""
+
+    life: int = 0
+    active: EngineKind | None = None
+    starts: int = 0
+    world: int = 0
+    """World of its trainers, also where they have ended."""
+
+
+def reconcile(row: Row, observed: Observed, trainers: bool) -> tuple[Observed, tuple[Action, ...]]:
+    """The actions that are due, in order, and what the node is after them; ``trainers``: whether it has any."""
+    actions: list[Action] = []
+    if row.life > observed.life:
+        actions.append(Reset())
+        observed, trainers = Observed(row.life), False
+    if row.active is None:
+        return observed, tuple(actions)
+    if row.world > observed.world and trainers:
+        actions.append(StopTrainers())
+    if observed.active not in (None, row.active):
+        actions.append(StandbyEngines(observed.active))
+    if row.starts > observed.starts:
+        actions.append(StartEngines(row.active, row.world))
+    return Observed(row.life, row.active, row.starts, row.world), tuple(actions)

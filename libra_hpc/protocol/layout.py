@@ -1,0 +1,59 @@
+"""The Layout: the desired state of the whole run, one numbered frame that rank 0 publishes.
+
+- Of two frames the one with the higher number holds, however late the other one comes.
+- An order is a difference: a node compares its new row with what it did (`libra_hpc.policies.pool.reconcile`).
+- What a node does and has is its heartbeat and its reports.
+
+A turn, a batch or a step stays a message of its own, because it must come exactly once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .engine_state import EngineKind
+
+Drain = Literal["", "wait", "abort"]
+"""Whether a node gets no more turns; ``abort``: those in flight go on elsewhere, with what they have."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """What one node is to be."""
+
+    state: str = ""
+    """Its state in the pool, ``lost`` among them."""
+    active: EngineKind | None = None
+    """Which of its engines are awake; None: nobody knows any."""
+    starts: int = 0
+    """Starts of engines ordered so far: one that ended starts again when this grows."""
+    world: int = 0
+    """See `EngineState.world`; trainers of an earlier one end."""
+    drain: Drain = ""
+    life: int = 0
+    """How often it was declared lost: it drops all that it had before."""
+    guest: tuple[str, tuple[str, ...], int] | None = None
+    """Host, addresses and port of an agent that joined later."""
+
+
+class Layout(msgspec.Struct, tag=True, frozen=True):
+    """What every node and both leaders are to be and to do."""
+
+    number: int = 0
+    rows: dict[int, Row] = {}
+    """By rank; a guest that has left has none."""
+    generation: int = 0
+    """Newest membership: from the next step boundary on its ``members`` train together."""
+    members: tuple[int, ...] = ()
+    rest: bool = False
+    """Whether the trainers of the core go into standby once they have nothing to do."""
+    awaited: tuple[int, ...] = ()
+    """Nodes without which no step begins until ``await_s`` after its batch came."""
+    await_s: float = 0.0
+    receivers: tuple[int, ...] = ()
+    """Ranks that get new weights, to serve or to join with."""
+    recorded: int = 0
+    """Highest step that is in `metrics.jsonl`."""
+    good_step: int = -1
+    """The newest checkpoint up to this step stays whatever is saved later; -1: none has to."""

@@ -1,0 +1,112 @@
+"""How an agent makes its row of the Layout true, and what it passes on to the leaders of its node."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from libra_hpc.agent.agent import Agent
+from libra_hpc.policies.pool.reconcile import Observed
+from libra_hpc.protocol.layout import Layout, Row
+
+
+class Part:
+    """Any part of the agent: notes its calls."""
+
+    def __init__(self, name: str, calls: list[tuple[Any, ...]]) -> None:
+        self._name, self._calls, self.alive = name, calls, True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Part(f"{self._name}.{name}", self._calls)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._calls.append((self._name, *arguments))
+        return self._later() if self._name.endswith((".start", ".reset")) else None
+
+    async def _later(self) -> None:
+        pass
+
+
+class Scene:
+    """The agent of node 2, with every part."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        agent = Agent.__new__(Agent)
+        agent.rank, agent._layout, agent._observed, agent._life = 2, Layout(), Observed(), 0
+        agent.context: Any = SimpleNamespace(receivers=(), good_step=-1)
+        for name in ("mesh", "train_leader", "rollout_service", "rollout_node", "train_node", "carrier"):
+            setattr(agent, name, Part(name.partition("_")[0] if name == "carrier" else name, self.calls))
+        agent._spawn = lambda work: self.work.append(work)  # type: ignore[method-assign]
+        agent._beat = lambda: self.calls.append(("beat", agent._life))  # type: ignore[method-assign]
+        self.agent, self.work = agent, list[Any]()
+
+    def takes(self, number: int, rows: dict[int, Row], **fields: Any) -> list[tuple[Any, ...]]:
+        """What follows, less what the train leader gets."""
+        self.calls.clear()
+        self.agent._on_layout(Layout(number, rows, **fields))
+        for work in self.work:
+            asyncio.run(work)
+        self.work.clear()
+        return [call for call in self.calls if call[0] != "train_leader.on_layout"]
+
+
+WORKS = Row("rollout", "rollout", starts=1)
+
+
+def test_a_node_moves_once_and_frames_that_are_out_of_date_change_nothing() -> None:
+    scene = Scene()
+    assert scene.takes(1, {2: WORKS}) == [("rollout_node.start",)]
+    drains = Row("to_train", "rollout", starts=1, drain="wait")
+    assert scene.takes(2, {2: drains}, good_step=4) == [("rollout_service.leader.on_drain", 2, False)]
+    assert scene.agent.context.good_step == 4
+    assert scene.takes(3, {2: drains}, recorded=7) == [], "once"
+    moved = Row("to_train", "train", starts=2)
+    assert scene.takes(4, {2: moved}) == [("rollout_node.standby",), ("train_node.start", 0)]
+    assert scene.takes(4, {2: moved}) == scene.takes(1, {2: WORKS}) == []
+    again = Row("starting", "train", starts=3, world=1)
+    assert scene.takes(5, {2: again}) == [("train_node.reset",), ("train_node.start", 1)]
+
+
+def test_a_node_that_was_lost_ends_all_and_its_heartbeat_shows_that() -> None:
+    scene = Scene()
+    scene.takes(1, {2: WORKS, 3: WORKS})
+    calls = scene.takes(5, {2: Row("lost", starts=1, life=1), 3: WORKS})
+    assert {("rollout_node.reset",), ("train_node.reset",), ("carrier.reset",)} <= set(calls)
+    assert [call for call in calls if call[0] in ("mesh.remember", "beat")] == [
+        ("mesh.remember", 0),
+        ("mesh.remember", 3),
+        ("beat", 1),
+    ]
+    assert scene.takes(6, {2: Row("starting", "rollout", starts=2, life=1)})[-1] == ("rollout_node.start",)
+
+
+@pytest.mark.parametrize("missed", [False, True])
+def test_a_lost_node_is_dropped_and_taken_back_also_where_its_loss_was_missed(missed: bool) -> None:
+    scene = Scene()
+    scene.takes(1, {2: WORKS, 3: WORKS})
+    lost = [
+        ("mesh.drop", 3),
+        ("train_leader.on_replica_down", 3, "node lost"),
+        ("train_leader.weights.lost", 3),
+        ("rollout_service.leader.on_rank_lost", 3),
+    ]
+    if not missed:
+        assert scene.takes(2, {2: WORKS, 3: Row("lost", starts=1, life=1)}) == lost
+        lost = []
+    back = scene.takes(3, {2: WORKS, 3: Row("starting", "rollout", starts=2, life=1)})
+    assert back == [*lost, ("mesh.remember", 3)]
+
+
+def test_a_guest_is_found_by_its_row_and_dropped_without_it(tmp_path: Path) -> None:
+    scene = Scene()
+    guest = Row("starting", "rollout", guest=("g", ("10.0.0.9",), 7))
+    ((call, rank, endpoint),) = scene.takes(1, {10_000: guest})
+    assert (call, rank, endpoint.host, endpoint.port) == ("mesh.add_guest", 10_000, "g", 7)
+    assert scene.takes(2, {})[0] == ("mesh.drop", 10_000)

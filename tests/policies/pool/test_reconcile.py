@@ -1,0 +1,226 @@
+"""Layouts on a bad network: nodes that miss, repeat and reorder them come to the newest, and do no order twice."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from libra_hpc.policies.pool import states
+from libra_hpc.policies.pool.reconcile import (
+    Action,
+    Observed,
+    Reset,
+    StandbyEngines,
+    StartEngines,
+    StopTrainers,
+    reconcile,
+)
+from libra_hpc.policies.pool.states import MoveOrdered, NodeState, Pool, RankBack, RankLost, advance
+from libra_hpc.protocol.agents import TurnsDrained
+from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.layout import Layout, Row
+
+from .layout_orders import layout_of
+
+KINDS = ((1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"), (5, "hybrid"))
+UNITS = st.sampled_from([{}, {4: (4, 5), 5: (4, 5)}])
+
+
+BEAT = "beat"
+
+
+class Node:
+    """An agent: its processes, and the rows that it has seen."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.number, self.observed = rank, 0, Observed()
+        self.life = 0
+        self.awake: set[str] = set()
+        self.trainers = -1
+        """World of its trainers; -1: there are none."""
+        self.starting = False
+        """Whether these wait for those of the other nodes of their world."""
+        self.began: list[tuple[int, int]] = []
+        """Starts, by life and number."""
+
+    def see(self, layout: Layout) -> list[Any]:
+        """Take a frame; returns the reports of what was done."""
+        row = layout.rows.get(self.rank)
+        if layout.number <= self.number or row is None:
+            return []
+        self.number = layout.number
+        self.observed, actions = reconcile(row, self.observed, self.trainers >= 0)
+        return [report for action in actions for report in self.do(action, row)]
+
+    def do(self, action: Action, row: Row) -> list[Any]:
+        match action:
+            case Reset():
+                self.life, self.awake, self.trainers = row.life, set(), -1
+                return [BEAT]
+            case StopTrainers():
+                self.awake.discard("train")
+                self.trainers = -1
+            case StandbyEngines(kind=kind):
+                self.awake.discard(kind)
+            case StartEngines(kind=kind, world=world):
+                assert not self.awake - {kind}, "two kinds of engines would have the node's devices at once"
+                assert (row.life, row.starts) not in self.began, "a start is carried out once"
+                self.began.append((row.life, row.starts))
+                assert kind != "train" or self.trainers in (-1, world), "trainers of two worlds"
+                self.awake.add(kind)
+                if kind == "train" and self.trainers < 0:
+                    self.trainers, self.starting = world, True
+                    return []
+                return [EngineState(self.rank, kind, "ready", world=world)]
+        return []
+
+
+class Run:
+    """Rank 0, its nodes, and a network that loses, delays, doubles and reorders Layouts, and delays reports."""
+
+    def __init__(self, units: dict[int, tuple[int, ...]], role: str) -> None:
+        self.pool = states.start(KINDS, role, lambda rank: units.get(rank, (rank,)))  # type: ignore[arg-type]
+        self.nodes = {rank: Node(rank) for rank, _ in KINDS}
+        self.layout, self.frames = Layout(), list[tuple[int, Layout]]()
+        self.reports: dict[int, list[Any]] = {rank: [] for rank, _ in KINDS}
+        self.members: dict[int, int] = {}
+        """The generation that each node trains in, if it does."""
+        self.seen_by_leaders = Layout()
+        self.publish()
+
+    def publish(self) -> None:
+        layout = layout_of(self.pool)
+        if (layout.rows, layout.generation) != (self.layout.rows, self.layout.generation):
+            number = self.layout.number + 1
+            self.layout = Layout(number, layout.rows, layout.generation, layout.members)
+        self.frames += [(rank, self.layout) for rank in (0, *self.nodes)]
+
+    def apply(self, event: Any) -> None:
+        with contextlib.suppress(states.IllegalTransition):
+            self.pool = advance(self.pool, event)
+        self.publish()
+
+    def deliver(self, index: int, twice: bool = False) -> None:
+        rank, layout = self.frames[index] if twice else self.frames.pop(index)
+        if rank == 0:
+            self.lead(layout)
+        else:
+            self.reports[rank] += self.nodes[rank].see(layout)
+            unit = [self.nodes[other] for other in self.pool.nodes[rank].unit]
+            if len({node.trainers for node in unit}) == 1 and unit[0].trainers >= 0:
+                for node in unit:
+                    if node.starting:
+                        self.reports[node.rank].append(EngineState(node.rank, "train", "ready", world=node.trainers))
+                    node.starting = False
+
+    def lead(self, layout: Layout) -> None:
+        """The leaders have their share of the rows: drains, and the generation, whose members are all awake or late."""
+        if layout.number <= self.seen_by_leaders.number:
+            return
+        was, self.seen_by_leaders = self.seen_by_leaders, layout
+        for rank, row in layout.rows.items():
+            known = was.rows.get(rank, Row())
+            if row.drain and (row.drain, row.starts) != (known.drain, known.starts):
+                self.reports[2].append(TurnsDrained(rank))
+        if layout.generation > was.generation:
+            for rank in layout.members:
+                self.members[rank] = layout.generation
+                self.reports[1] += [states.StateArrived(rank), states.MemberOf(rank, layout.generation)]
+
+    def report(self, rank: int) -> None:
+        event, node = self.reports[rank].pop(0), self.pool.nodes[rank]
+        if node.state is not NodeState.LOST:
+            if event != BEAT:
+                self.apply(event)
+        elif event == BEAT and self.nodes[rank].life == node.life:
+            self.apply(RankBack(rank))
+
+    def crash(self, rank: int, kind: str) -> None:
+        """An engine ends; what it reported may still be on its way."""
+        node = self.nodes[rank]
+        if kind == "train" and node.trainers >= 0:
+            self.reports[rank].append(EngineState(rank, "train", "lost", world=node.trainers))
+            node.trainers = -1
+            node.awake.discard("train")
+        elif kind == "rollout" and "rollout" in node.awake:
+            self.reports[rank].append(EngineState(rank, "rollout", "lost"))
+            node.awake.discard("rollout")
+
+    def settle(self) -> None:
+        """The network is whole again: rank 0 repeats the newest Layout, and everything is delivered."""
+        for _ in range(60):
+            self.frames = [(rank, self.layout) for rank in (0, *self.nodes)]
+            while self.frames:
+                self.deliver(0)
+            if not any(self.reports.values()):
+                return
+            for rank, waiting in self.reports.items():
+                for _ in range(len(waiting)):
+                    self.report(rank)
+        raise AssertionError("it comes to no rest")
+
+
+def disturb(run: Run, data: st.DataObject) -> None:
+    match data.draw(st.sampled_from(["frame", "frame", "double", "drop", "report", "report", "move", "crash", "lose"])):
+        case "frame" if run.frames:
+            run.deliver(data.draw(st.integers(0, len(run.frames) - 1)))
+        case "double" if run.frames:
+            run.deliver(data.draw(st.integers(0, len(run.frames) - 1)), twice=True)
+        case "drop" if run.frames:
+            run.frames.pop(data.draw(st.integers(0, len(run.frames) - 1)))
+        case "report" if ranks := [rank for rank, waiting in run.reports.items() if waiting]:
+            run.report(data.draw(st.sampled_from(ranks)))
+        case "move":
+            run.apply(MoveOrdered(data.draw(st.integers(3, 5)), data.draw(st.sampled_from(["train", "rollout"]))))
+        case "crash":
+            run.crash(data.draw(st.integers(1, 5)), data.draw(st.sampled_from(["train", "rollout"])))
+        case "lose":
+            rank = data.draw(st.integers(3, 5))
+            # Its stream breaks: what it reported is gone, and it may live on.
+            run.reports[rank] = [BEAT]
+            run.apply(RankLost(rank))
+
+
+def at_work(pool: Pool) -> bool:
+    return all(node.state in (NodeState.TRAIN, NodeState.ROLLOUT) for node in pool.nodes.values())
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), UNITS, st.sampled_from(["train", "rollout"]), st.booleans())
+def test_whatever_the_network_does_every_node_comes_to_the_newest_layout(
+    data: st.DataObject, units: dict[int, tuple[int, ...]], role: str, works: bool
+) -> None:
+    run = Run(units, role)
+    if works:
+        run.settle()
+    for _ in range(data.draw(st.integers(0, 60))):
+        disturb(run, data)
+        for node in run.nodes.values():
+            assert len(node.awake) <= 1, "it trains and rolls out at once"
+    run.settle()
+    for rank, node in run.nodes.items():
+        row = run.layout.rows[rank]
+        assert (node.observed.starts, node.observed.life) == (row.starts, row.life)
+        assert node.awake == {row.active}
+    assert at_work(run.pool)
+    assert {rank for rank, row in run.layout.rows.items() if row.active == "train"} == set(run.layout.members)
+
+
+def test_a_row_that_holds_asks_for_nothing_and_one_that_was_missed_is_out_of_date() -> None:
+    row = Row("rollout", "rollout", starts=1)
+    done, actions = reconcile(row, Observed(), trainers=False)
+    assert actions == (StartEngines("rollout"),)
+    assert reconcile(row, done, trainers=False) == (done, ())
+    # To training and back, of which the node saw nothing: its engines, which are awake, report again.
+    later, actions = reconcile(Row("to_rollout", "rollout", starts=3), done, trainers=False)
+    assert actions == (StartEngines("rollout"),)
+    trains, actions = reconcile(Row("to_train", "train", starts=4, world=2), later, trainers=True)
+    assert actions == (StopTrainers(), StandbyEngines("rollout"), StartEngines("train", 2))
+    lost = reconcile(Row("lost", None, starts=4, world=2, life=1), trains, trainers=True)
+    assert lost == (Observed(1), (Reset(),))
+    back, actions = reconcile(Row("starting", "train", starts=5, world=2, life=1), lost[0], trainers=False)
+    assert actions == (StartEngines("train", 2),)
+    assert back == Observed(1, "train", 5, 2)
