@@ -68,6 +68,8 @@ class Chat:
     """
     reply: Reply = field(default_factory=lambda: Reply(""))
     """The policy's last turn."""
+    turn_reward: float = 0.0
+    """A tool or `ChatTask.answer` may set it: the reward of that turn, for your own ``algorithm.advantage``."""
 
     @property
     def text(self) -> str:
@@ -175,7 +177,7 @@ class ChatEpisode(Episode):
     async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
         chat, schemas = self.chat, self._environment.schemas
         chat.reply = self._dialect.parse(self._tail, turn.tokens, schemas)
-        chat.turns += 1
+        chat.turns, chat.turn_reward = chat.turns + 1, 0.0
         if chat.reply.thinking:
             self._thinking.append(len(chat.messages))
         chat.messages.append(_spoken(chat.reply, chat.tool_calls))
@@ -186,10 +188,10 @@ class ChatEpisode(Episode):
             return await self._end(tools)
         if self._environment.drops_thinking and (prompt := self._rendered_again()):
             self._tail = prompt[-TAIL:]
-            return Turn(prompt, _signals(called, 0), new_sample=True)
+            return Turn(prompt, _signals(called, 0), reward=chat.turn_reward, new_sample=True)
         delta = self._dialect.delta(self._tail, turn.tokens, answers, schemas)
         self._tail = [*self._tail, *turn.tokens, *delta][-TAIL:]
-        return Turn(delta, _signals(called, len(delta)))
+        return Turn(delta, _signals(called, len(delta)), reward=chat.turn_reward)
 
     def _rendered_again(self) -> list[int]:
         """The conversation as the template writes it now, if that drops thinking of the context; else empty."""

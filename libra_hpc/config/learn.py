@@ -195,7 +195,8 @@ class AlgorithmSection(Section):
     advantage: str = "group_std"
     """Advantages within a group: ``group_std`` (GRPO: reward less the mean, over the standard deviation),
     ``group_mean`` (Dr. GRPO: not divided), ``rloo`` (less the mean of the others), or ``path/to/file.py:function``,
-    which gets the rewards and returns as many numbers."""
+    which gets the rewards and returns as many numbers. A second argument gets lists of the rewards of turns; then each
+    result may be a list, too."""
     loss: str = "ppo"
     """Loss of a token: ``ppo`` (its own ratio is clipped; GRPO, DAPO), ``gspo`` (the ratio of its sequence), ``cispo``
     (the ratio is a bounded weight), or ``path/to/file.py:function`` like those of ``libra_hpc/trainer/losses.py``."""

@@ -57,13 +57,13 @@ def stepped(name: str, turn: Turn) -> bytes:
     if not isinstance(turn.info, Mapping):
         raise BadAnswer(f"info is {shown(turn.info)}, not a dict of numbers")
     info = {key: _number(f"info[{shown(key)}]", value) for key, value in turn.info.items()}
+    reward = _number("reward", turn.reward)
     if not turn.done:
         tokens = _ids("tokens", turn.tokens)
         if turn.new_sample and not tokens:
             raise BadAnswer("tokens is empty, and a new sample needs at least one token before its first turn")
-        answer = EpisodeStepped(episode=name, tokens=tokens, signals=signals, done=False, reward=0.0, info=info)
+        answer = EpisodeStepped(episode=name, tokens=tokens, signals=signals, done=False, reward=reward, info=info)
         return _frame(msgspec.structs.replace(answer, new_sample=turn.new_sample))
-    reward = _number("reward", turn.reward)
     return _frame(EpisodeStepped(episode=name, tokens=b"", signals=signals, done=True, reward=reward, info=info))
 
 

@@ -81,7 +81,7 @@ class EpisodeOpened(msgspec.Struct, tag=True, frozen=True):
 
 
 class EpisodeStepped(msgspec.Struct, tag=True, frozen=True):
-    """The environment's answer; ``reward`` only when ``done``."""
+    """The environment's answer; ``reward`` is the trajectory's when ``done``, and before the turn's."""
 
     episode: str
     tokens: bytes

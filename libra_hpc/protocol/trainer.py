@@ -32,6 +32,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     logprobs: bytes
     """float32[n]"""
     advantage: float
+    """All of its tokens have it; where turns have different ones, the largest of them."""
     experts: bytes = b""
     """Experts that the rollout engine chose, [n, layers, k]; empty: unknown.
 
@@ -39,6 +40,8 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     """
     trajectory_tokens: int = 0
     """Loss tokens of all samples of its trajectory; 0: it is the only one."""
+    advantages: bytes = b""
+    """float32[n], where turns have different ones; empty: ``advantage``."""
 
     @property
     def trajectory(self) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import (
@@ -206,6 +208,7 @@ class Environments:
             trajectory.reward = message.reward
             self._leader.finish(trajectory)
             return
+        trajectory.turns[-1] = replace(trajectory.turns[-1], reward=message.reward)
         before = 0 if message.new_sample else trajectory.context_tokens
         room = TOKEN_BYTES * (self._max_model_len - before)
         trajectory.add_environment(message.tokens[:room], message.new_sample)

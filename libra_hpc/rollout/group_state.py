@@ -62,7 +62,8 @@ class GroupState:
             return self._group
         counted = self.counted(rules)
         equal = refill.replaces(self.rewards(rules))
-        values = [0.0] * len(counted) if equal or not counted else advantage([reward for _, reward in counted])
+        rewards, turns = [reward for _, reward in counted], [[turn.reward for turn in t.turns] for t, _ in counted]
+        values = [0.0] * len(counted) if equal or not counted else advantage(rewards, turns)
         pairs = zip(counted, values, strict=True)
         self._group = Group(self.index, tuple(sample for (t, _), a in pairs for sample in t.samples_for_training(a)))
         return self._group

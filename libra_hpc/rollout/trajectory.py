@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from typing import Literal
 
 from msgspec.structs import replace
@@ -27,6 +27,8 @@ class ServedTurn(TurnRecord, frozen=True):
     """Context tokens that an engine had computed before the turn and that had to be computed again."""
     evicted: int = 0
     """Tokens out of ``recomputed`` that the KV cache of the same engine had lost under the same weights."""
+    reward: float = 0.0
+    """What the environment gave for it, other than the trajectory's reward."""
 
 
 TOKEN_BYTES = 4
@@ -211,9 +213,13 @@ class Trajectory:
             context_tokens=max(self.sample_tokens),
         )
 
-    def samples_for_training(self, advantage: float) -> list[Sample]:
-        """Its samples in which something was generated, with one advantage."""
-        found = list[Sample]()
+    def samples_for_training(self, advantage: float | list[float]) -> list[Sample]:
+        """Its samples in which something was generated, with one advantage, or one for each turn."""
+        found, by_token = list[Sample](), array("f")
+        if isinstance(advantage, list):
+            of_tokens = chain.from_iterable(map(repeat, advantage, (turn.gen_tokens for turn in self.turns)))
+            by_token = array("f", (next(of_tokens) if own else 0.0 for own in self.mask))
+            advantage = max(by_token, key=abs)
         for part, (begin, end) in enumerate(pairwise([*self.begins, len(self.tokens)])):
             own = slice(begin, end)
             if any(self.mask[own]):
@@ -225,6 +231,7 @@ class Trajectory:
                         logprobs=self.logprobs[own].tobytes(),
                         advantage=advantage,
                         trajectory_tokens=self.attained,
+                        advantages=by_token[own].tobytes(),
                     )
                 )
         return found

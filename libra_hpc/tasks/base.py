@@ -94,7 +94,7 @@ class Turn:
     """What each tool call of the turn reports about the remaining work (`tool_outcome.signal_of` makes one)."""
     done: bool = False
     reward: float = 0.0
-    """Read only when done."""
+    """The trajectory's when done; before, that of the turn alone, which your own ``algorithm.advantage`` may read."""
     info: dict[str, float] = field(default_factory=dict)
     """Numbers for `metrics.jsonl`: of any turn, so that a truncated trajectory has them; the last of a name counts."""
     new_sample: bool = False

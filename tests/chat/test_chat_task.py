@@ -232,6 +232,7 @@ class Talk(Desk):
     """Its user goes on asking."""
 
     async def answer(self, row: Any, chat: Chat, box: Any) -> str | None:
+        chat.turn_reward = 0.5 * chat.turns
         return "And then?"
 
 
@@ -243,6 +244,7 @@ def test_thinking_that_the_template_drops_begins_a_sample_without_it(tokenizer: 
     said = ["One.", f"{THOUGHT}{call('shell', {})}", f"{THOUGHT}Two.", "Three.", f"{THOUGHT}Four."]
     for thinking in ("keep", "template"):
         episode, turns, _ = play(tokenizer, *said, thinking=thinking, desk=Talk)
+        assert [turn.reward for turn in turns[:4]] == [0.5, 0.0, 1.5, 2.0], "of each turn that set it"
         begins = [False, False, thinking == "template", False]
         assert [turn.new_sample for turn in turns[:4]] == begins, (
             "a tool's answer drops nothing, nor does a turn without"

@@ -111,7 +111,7 @@ ON_GPU_NODES = [
     ("rollout.block_size=24", "rollout.block_size = 24: vLLM has other blocks; valid: multiples of 16."),
 ]
 FUNCTIONS = [
-    ("advantage", "def f(rewards, group): return rewards", "it fails for a group (TypeError: f() missing 1 required"),
+    ("advantage", "def f(rewards, turns, group): return rewards", "it fails for a group (TypeError: f() missing 1"),
     ("advantage", "def f(rewards): return rewards[:-1]", "it fails for a group (ValueError: "),
     ("advantage", "def f(rewards): raise BaseException('no')", "it fails for a group (BaseException: no); task.tri"),
     ("advantage", "def f(rewards): exit(0)", "it fails for a group (SystemExit: 0); task.trial = false skips this"),

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.policies.learning.advantages import group_mean
+from libra_hpc.policies.learning.advantages import advantage_named
 from libra_hpc.rollout.group_state import GroupState
 from libra_hpc.rollout.records.transcripts import TranscriptWriter
 from libra_hpc.rollout.trajectory import Trajectory
 from tests.rollout.plant import generated
 
 from .conftest import Cli, one_line
+
+MEAN = advantage_named("group_mean")
 
 
 def _group(rewards: list[float]) -> GroupState:
@@ -30,7 +32,7 @@ def test_the_worst_and_the_best_of_a_step(submitted: RunDir, cli: Cli) -> None:
     group = _group([0.5, -1.0, 2.0])
     writer = TranscriptWriter(submitted.transcripts, "toy", 10**6)
     for step in (4, 9):
-        writer.write(step, group.done, [group.to_group(group_mean)])
+        writer.write(step, group.done, [group.to_group(MEAN)])
     shown = cli("show", "--worst", "1", "--best", "1").out
     assert [line.split(":")[1].split(",")[0] for line in shown.splitlines() if line.startswith("==")] == [
         " reward -1",
@@ -60,7 +62,7 @@ def test_an_evaluation_and_what_failed(submitted: RunDir, cli: Cli) -> None:
 
 def test_a_file_that_was_cut_off_is_shown_to_its_last_whole_trajectory(submitted: RunDir, cli: Cli) -> None:
     group = _group([0.5, -1.0, 2.0])
-    TranscriptWriter(submitted.transcripts, "toy", 10**6).write(4, group.done, [group.to_group(group_mean)])
+    TranscriptWriter(submitted.transcripts, "toy", 10**6).write(4, group.done, [group.to_group(MEAN)])
     (path,) = submitted.transcripts.iterdir()
     path.write_bytes(path.read_bytes()[:-9])
     shown = cli("show", "--best", "1")
@@ -72,7 +74,7 @@ def test_a_file_that_was_cut_off_is_shown_to_its_last_whole_trajectory(submitted
 def test_mistakes_are_one_sentence(submitted: RunDir, cli: Cli) -> None:
     assert "has no transcripts" in one_line(cli("show"))
     group = _group([0.0])
-    TranscriptWriter(submitted.transcripts, "toy", 10**6).write(4, group.done, [group.to_group(group_mean)])
+    TranscriptWriter(submitted.transcripts, "toy", 10**6).write(4, group.done, [group.to_group(MEAN)])
     assert "--step = 5: no transcripts of it; valid: 4 to 4." in one_line(cli("show", "--step", "5"))
     assert "--prompt = 'toy-8': the step has no such prompt; valid: toy-7" in one_line(cli("show", "--prompt", "toy-8"))
     assert "--task = 'top': the step has no such task; valid: toy" in one_line(cli("show", "--task", "top"))

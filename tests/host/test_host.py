@@ -100,7 +100,7 @@ def test_exceptions_of_a_task_drop_one_episode_each(keychain_folder: Path) -> No
         assert leader.open("e").stop_ids == (9,)
         going = leader.step("e", [9])
         assert isinstance(going, EpisodeStepped)
-        assert (going.done, going.tokens, going.new_sample) == (False, pack_i32([7, 8]), False)
+        assert (going.done, going.tokens, going.new_sample, going.reward) == (False, pack_i32([7, 8]), False, 0.5)
         other = leader.step("e", [6])
         assert isinstance(other, EpisodeStepped)
         assert (other.done, other.tokens, other.new_sample) == (False, pack_i32([1, 3]), True)

@@ -65,7 +65,7 @@ class Scripted(Episode):
             os.fork()
         if turn.tokens[0] == 17:
             threading.Thread(target=time.sleep, args=(600.0,)).start()
-        return Turn([7, 8])
+        return Turn([7, 8], reward=0.5)
 
 
 class Fragile(Task):

@@ -11,7 +11,7 @@ import msgspec
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.columns import COLUMNS, UPDATED
 from libra_hpc.facts.rundir import read_lines
-from libra_hpc.policies.learning.advantages import LengthRules, group_mean
+from libra_hpc.policies.learning.advantages import LengthRules, advantage_named
 from libra_hpc.protocol.agents import Log, OpenGroup, StepReport, TrainingDone
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generated
@@ -21,6 +21,8 @@ from libra_hpc.rollout.trajectory import Trajectory
 from tests.coordinator.test_coordinator import Scene
 from tests.rollout.plant import generated
 from tests.train_leader.world import World
+
+MEAN = advantage_named("group_mean")
 
 
 def finished(index: int, sample: int, info: dict[str, float]) -> Trajectory:
@@ -71,9 +73,9 @@ def test_a_masked_trajectory_is_not_trained_on_and_not_in_the_mean() -> None:
     done = [finished(0, sample, {"truncated": float(sample == 1)}) for sample in range(3)]
     for trajectory, reward in zip(done, (1.0, 9.0, 0.0), strict=True):
         trajectory.reward = reward
-    group = GroupState(0, 3, done).to_group(group_mean, LengthRules("mask"))
+    group = GroupState(0, 3, done).to_group(MEAN, LengthRules("mask"))
     assert [(sample.uid, sample.advantage) for sample in group.samples] == [("0.0.0", 0.5), ("0.2.0", -0.5)]
-    nothing = GroupState(0, 1, [finished(0, 0, {"truncated": 1.0})]).to_group(group_mean, LengthRules("mask"))
+    nothing = GroupState(0, 1, [finished(0, 0, {"truncated": 1.0})]).to_group(MEAN, LengthRules("mask"))
     assert nothing.samples == ()
 
 

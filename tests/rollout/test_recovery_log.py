@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from libra_hpc.agent.hosting.origin import digest
 from libra_hpc.config.run import RunConfig
-from libra_hpc.policies.learning.advantages import group_std
+from libra_hpc.policies.learning.advantages import advantage_named
 from libra_hpc.protocol.agents import Committed
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.env import Signal
@@ -91,7 +91,7 @@ def test_a_recovered_trajectory_trains_and_counts_as_the_original(run: Run) -> N
     run.add(*originals)
     recovered = run.start(at(3, 2))
     before, after = GroupState(4, 2, originals), GroupState(4, 2, recovered.groups[4])
-    assert after.to_group(group_std) == before.to_group(group_std)
+    assert after.to_group(advantage_named("group_std")) == before.to_group(advantage_named("group_std"))
     assert batch_stats([after], 3) == batch_stats([before], 3)
     assert after.missing == ()
     assert recovered.event(2) == {

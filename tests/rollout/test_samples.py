@@ -7,15 +7,19 @@ from array import array
 
 import msgspec
 import pytest
+import torch
 
-from libra_hpc.policies.learning.advantages import LengthRules, Refill, group_mean, group_std
+from libra_hpc.policies.learning.advantages import LengthRules, Refill, advantage_named
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.env import StepEpisode
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.rollout.group_state import GroupState
 from libra_hpc.rollout.trajectory import Trajectory
+from libra_hpc.trainer.model.packing import decode, pack
 
 from .plant import STOP, Plant, generated, sampling
+
+MEAN = advantage_named("group_mean")
 
 SAID = [7, 8, STOP]
 
@@ -122,9 +126,23 @@ def test_the_longest_sample_counts_for_the_length_of_a_trajectory() -> None:
             trajectory.add_generated(generated("", [7], finish="stop"), "e0")
         trajectory.place, trajectory.reward = "done", 1.0
         done.append(trajectory)
-    group = GroupState(0, 2, done).to_group(group_mean, LengthRules(soft=20, longest=100))
+    group = GroupState(0, 2, done).to_group(MEAN, LengthRules(soft=20, longest=100))
     assert [round(sample.advantage, 3) for sample in group.samples] == [0.275] * 3 + [-0.275] * 3
     assert sum(len(sample.logprobs) for sample in group.samples) == len(pack_f32([0.0] * (33 + 113)))
+
+
+async def test_turns_have_rewards_and_advantages_of_their_own() -> None:
+    plant = Plant(turns=5, fresh=2).start()
+    await plant.batch()
+    for trajectory in plant.ended:
+        own = trajectory.reward
+        assert [turn.reward for turn in trajectory.turns] == [own, 1.0, own, 1.0, 0.0], "the last has the trajectory's"
+    one, two, three = trajectory.samples_for_training([1.0, -4.0, 0.0, 2.0, 0.0])
+    assert (one.advantage, two.advantage, three.advantage) == (-4.0, -4.0, -4.0), "none is left out"
+    assert array("f", one.advantages).tolist() == [0.0] * 3 + [1.0] * 3 + [0.0] + [-4.0] * 3
+    assert array("f", two.advantages).tolist() == [0.0] * 8 + [2.0] * 3
+    (packed,) = pack([decode(one), decode(two)], 64, torch.device("cpu"))
+    assert packed.advantages.tolist() == [0.0] * 3 + [2.0] * 3 + [1.0] * 3 + [-4.0] * 3
 
 
 def test_lengths_teach_nothing_where_refill_finds_equal_rewards() -> None:
@@ -139,4 +157,4 @@ def test_lengths_teach_nothing_where_refill_finds_equal_rewards() -> None:
     rules = LengthRules(soft=40, longest=100)
     assert group.equal
     assert Refill(1).replaces(group.rewards(rules), 0)
-    assert [s.advantage for s in group.to_group(group_std, rules, Refill(1)).samples] == [0.0] * 4, "past the bound"
+    assert [s.advantage for s in group.to_group(MEAN, rules, Refill(1)).samples] == [0.0] * 4, "past the bound"

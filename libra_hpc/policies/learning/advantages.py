@@ -1,14 +1,16 @@
 """Advantages of a group by name: the rewards of a prompt's trajectories -> one number each.
 
-A run file may name ``file.py:f``. Where all rewards are equal every advantage is 0.
+A run file may name ``file.py:f``. Where all rewards are equal every advantage is 0, but for an ``f(rewards, turns)``,
+which has the rewards of turns too. Instead of a number it may return a list for a trajectory, one for each turn.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from inspect import signature
 from math import sqrt
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from libra_hpc.config.learn import ADVANTAGES
 from libra_hpc.errors import UserError, invalid
@@ -20,7 +22,9 @@ EQUAL = 1e-6
 """Largest difference of equal rewards, absolute. Half or double: no other groups. Rewards are of order one, and float32
 rounds their sums at 1e-7."""
 
-Advantage = Callable[[Sequence[float]], Sequence[float]]
+Turns = Sequence[Sequence[float]]
+"""For each trajectory of a group, the rewards of its turns."""
+Advantage = Callable[[Sequence[float], Turns], Sequence[float | list[float]]]
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
@@ -57,23 +61,31 @@ _NAMED = dict(zip(ADVANTAGES, (group_std, group_mean, rloo), strict=True))
 
 def advantage_named(name: str) -> Advantage:
     """Raises `UserError` for a name that is neither of `ADVANTAGES` nor a function of a file."""
-    found: Advantage = _NAMED[name] if name in _NAMED else load_function("algorithm.advantage", name, ADVANTAGES)
+    found: Any = _NAMED[name] if name in _NAMED else load_function("algorithm.advantage", name, ADVANTAGES)
+    by_turn = len(signature(found).parameters) > 1
 
-    def checked(rewards: Sequence[float]) -> list[float]:
-        if all_equal(rewards):
+    def checked(rewards: Sequence[float], turns: Turns) -> list[float | list[float]]:
+        if all_equal(rewards) and not by_turn:
             return [0.0] * len(rewards)
-        values = [float(value) for value in found(list(rewards))]
-        if len(values) != len(rewards) or not all(map(math.isfinite, values)):
+        values = list(found(list(rewards), [list(own) for own in turns]) if by_turn else found(list(rewards)))
+        if len(values) != len(rewards) or not all(map(_fits, values, turns)):
             raise ValueError(f"{name} made {values} of the rewards {list(rewards)}: one finite number each is needed")
-        return values
+        return [list(map(float, value)) if isinstance(value, Sequence) else float(value) for value in values]
 
     return checked
+
+
+def _fits(value: float | Sequence[float], turns: Sequence[float]) -> bool:
+    """Whether a trajectory's advantage is a finite number, or one for each turn."""
+    if isinstance(value, Sequence):
+        return len(value) == len(turns) and all(map(math.isfinite, value))
+    return math.isfinite(value)
 
 
 def try_advantage(name: str) -> None:
     """Call it once on made-up rewards of a group; raises `UserError` for what it raises or returns."""
     try:
-        advantage_named(name)([0.0, 1.0, 0.25])
+        advantage_named(name)([0.0, 1.0, 0.25], [[0.0], [0.5, 0.0], [0.0, 0.5, 0.0]])
     except UserError:
         raise
     except BaseException as error:

@@ -42,7 +42,8 @@ class Example(NamedTuple):
     """bool[n], tokens that carry loss; never the first."""
     logprobs: torch.Tensor
     """float32[n], behaviour log-probabilities, 0 outside the mask."""
-    advantage: float
+    advantages: torch.Tensor
+    """float32[n]"""
     experts: torch.Tensor | None = None
     """int64[n, layers, k], the experts that the rollout engine chose; `NO_CHOICE` where it returned none."""
     trajectory_tokens: int = 0
@@ -128,6 +129,8 @@ def decode(sample: Sample, shape: Architecture | None = None) -> Example:
     mask = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8).bool()
     logprobs = torch.frombuffer(bytearray(sample.logprobs), dtype=torch.float32)
     one = example(sample.uid, tokens=tokens, mask=mask, logprobs=logprobs, advantage=sample.advantage)
+    if sample.advantages:
+        one = one._replace(advantages=torch.frombuffer(bytearray(sample.advantages), dtype=torch.float32))
     experts = _experts(sample, len(tokens), shape) if shape and sample.experts else None
     return one._replace(experts=experts, trajectory_tokens=sample.trajectory_tokens)
 
@@ -152,7 +155,7 @@ def example(uid: str, tokens: torch.Tensor, mask: torch.Tensor, logprobs: torch.
         )
     if len(mask) and bool(mask[0]):
         raise ValueError(f"sample {uid}: the first token is marked for loss, but nothing predicts it")
-    return Example(tokens, mask, logprobs, advantage)
+    return Example(tokens, mask, logprobs, torch.full_like(logprobs, advantage))
 
 
 def pack(
@@ -199,7 +202,7 @@ def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -
     behaviour = torch.cat([torch.empty(0), *(s.logprobs[s.mask] for s in group)])
     counts = torch.tensor([int(s.mask.sum()) for s in group], dtype=torch.int64)
     sequences = torch.arange(len(group)).repeat_interleave(counts)
-    advantages = torch.tensor([s.advantage for s in group])[sequences]
+    advantages = torch.cat([torch.empty(0), *(s.advantages[s.mask] for s in group)])
     bounds = _bounds(lengths, device)
     blocks, tails = _attention(lengths, own, device)
     longest = max(lengths)
