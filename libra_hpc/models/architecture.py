@@ -11,7 +11,7 @@ import msgspec
 from libra_hpc.errors import invalid
 
 from .shapes import ModelShape, read_config, shape_from_config
-from .supported import FAMILIES, Family, check_trained, rope_settings, with_defaults
+from .supported import FAMILIES, SLIDING, Family, check_trained, rope_settings, with_defaults
 from .train_parallel import Degrees, expert_fault
 
 MULTIPLIERS = {
@@ -31,6 +31,8 @@ class Architecture(ModelShape, frozen=True, kw_only=True):
     norm_eps: float
     rope: dict[str, Any]
     """`libra_hpc.models.supported.rope_settings`."""
+    window_rope: dict[str, Any] | None
+    """The same of layers with windows, where it differs."""
     max_positions: int
     norm_topk: bool = True
     """Whether the weights of a token's experts sum to 1."""
@@ -46,11 +48,6 @@ class Architecture(ModelShape, frozen=True, kw_only=True):
     def kind(self) -> Family:
         """What all models of the family have in common."""
         return FAMILIES[self.family]
-
-    @property
-    def rotary_dim(self) -> int:
-        """Channels of a head that the rotary embedding turns."""
-        return int(self.head_dim * self.rope["partial_rotary_factor"])
 
 
 def read_shape(model_dir: Path) -> Architecture:
@@ -72,6 +69,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
         family=config["model_type"],
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=rope_settings(config),
+        window_rope=rope_settings(config, SLIDING) if FAMILIES[config["model_type"]].window_theta else None,
         max_positions=int(config.get("max_position_embeddings", 4096)),
         norm_topk=bool(config.get("norm_topk_prob", False)),
         **scales,

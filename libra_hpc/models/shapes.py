@@ -16,7 +16,7 @@ import msgspec
 
 from libra_hpc.errors import UserError, error_text, invalid
 
-from .supported import FAMILIES, MIXTURE, has_qkv_bias, refusals, sliding_window, with_defaults
+from .supported import FAMILIES, MIXTURE, has_qkv_bias, refusals, sliding_window, windows, with_defaults
 
 CONFIG = "a Hugging Face config.json"
 BUILTIN = Path(__file__).with_name("models.toml")
@@ -59,6 +59,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Width of the expert for every token; 0: none."""
     shared_gate: bool = False
     """A sigmoid of the token weighs its result."""
+    windows: tuple[int, ...] = ()
+    """Width of every layer's attention window, 0 for full attention; empty: no layer has one."""
     dtype_bytes: int = 2
     """Bytes of a weight."""
     kv_element_bytes: int = 0
@@ -129,6 +131,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def attention_flops_per_pair(self) -> int:
         """FLOPs of scores and weighted sum for one (query, key) pair, all layers and heads."""
         return 4 * self.layers * self.heads * self.head_dim
+
+    def pairs(self, tokens: float, squares: float) -> float:
+        """(Query, key) pairs of an average layer; ``squares``: sum of the squared lengths of all sequences."""
+        each = [min(squares / 2, window * tokens) if window else squares / 2 for window in self.windows or (0,)]
+        return sum(each) / len(each)
 
     def fault(self, tp: int) -> str:
         """Why Megatron-Core cannot cut the model over ``tp`` devices; empty: it can."""
@@ -224,9 +231,11 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
             "no such layers",
         )
     window = sliding_window(config)
-    if window is not None:
+    if window is not None and family.full_every < 0:
         raise invalid(f"{name}: sliding_window", window, "sliding-window attention is not modelled", "null")
     config = with_defaults(config)
+    if window is not None:
+        _count(config, name, "sliding_window")
     heads = _count(config, name, "num_attention_heads")
     hidden = _count(config, name, "hidden_size")
     moe = family.experts
@@ -251,6 +260,7 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
         moe_intermediate=_count(config, name, "moe_intermediate_size", intermediate) if moe else 0,
         shared_intermediate=_count(config, name, "shared_expert_intermediate_size") if family.shared_expert else 0,
         shared_gate=family.shared_gate,
+        windows=windows(config),
         dtype_bytes=_dtype_bytes(config, name),
         untrained=next((refusal.reason for refusal in refusals(config)), ""),
     )

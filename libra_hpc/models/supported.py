@@ -73,6 +73,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     interleaved_rotary: bool = False
     """Channels 2i and 2i+1 turn together; elsewhere i and i + half."""
     rope_types: tuple[str, ...] = ROPE_TYPES
+    full_every: int = -1
+    """Layers have windows, but each so-manyth one full attention unless ``layer_types`` differ; 0: all have windows;
+    -1: the trainer has no windows for the family."""
+    window_theta: float = 0.0
+    """Base of the rotary embedding of layers with windows, which is then unscaled by default; 0: that of the others."""
     window_switch: bool = False
     """``use_sliding_window`` turns ``sliding_window`` on, and is off by default."""
     defaults: dict[str, Any] = {}
@@ -80,6 +85,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _GLM_NORMS = PRE_NORMS | {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 _OLMO_NORMS = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
 MIXTURE = "a mixture of experts of another kind than Qwen3's"
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
@@ -133,12 +139,25 @@ FAMILIES: dict[str, Family] = {
             },
         }
     ),
-    "mistral": Family(defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "mistral": Family(full_every=0, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     "mixtral": Family(untrained=MIXTURE, experts=True),
     "olmo2": Family(qk_norm=True, whole_qk_norm=True, norms=_OLMO_NORMS, defaults={"rms_norm_eps": 1e-5}),
+    "olmo3": Family(
+        qk_norm=True,
+        whole_qk_norm=True,
+        norms=_OLMO_NORMS,
+        full_every=4,
+        window_theta=5e5,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
+    ),
     # transformers takes "yarn" in a Phi-3 model for "longrope".
     "phi3": Family(
-        fused_qkv=True, fused_mlp=True, partial_rotary=True, rope_types=("default",), defaults={"rms_norm_eps": 1e-5}
+        fused_qkv=True,
+        fused_mlp=True,
+        partial_rotary=True,
+        rope_types=("default",),
+        full_every=0,
+        defaults={"rms_norm_eps": 1e-5},
     ),
     "qwen2": Family(qkv_bias=True, window_switch=True, defaults=_QWEN),
     "qwen2_moe": Family(
@@ -176,12 +195,15 @@ class Refusal(msgspec.Struct, frozen=True):
         return invalid(f"{field}: {self.key}", self.value, self.why, valid)
 
 
+def _family(config: Mapping[str, Any]) -> Family:
+    return FAMILIES.get(str(config.get("model_type")), Family())
+
+
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config`` and what transformers assumes for missing keys (not for keys that are null)."""
-    family = FAMILIES.get(str(config.get("model_type")))
     # transformers 5 writes the second name in all families.
     experts = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
-    return {**(family.defaults if family else {}), **experts, **config}
+    return {**_family(config).defaults, **experts, **config}
 
 
 def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
@@ -206,7 +228,7 @@ def check_trained(config: Mapping[str, Any], field: str = "model.path") -> None:
 def sliding_window(config: Mapping[str, Any]) -> Any:
     """Width of the attention window; None: there is none, or no sequence that the model admits is longer."""
     config = with_defaults(config)
-    family = FAMILIES.get(str(config.get("model_type")), Family())
+    family = _family(config)
     window = config.get("sliding_window")
     # Without a switch of the family transformers and vLLM ignore one in the config.
     if window is None or (family.window_switch and not config.get("use_sliding_window")):
@@ -216,19 +238,33 @@ def sliding_window(config: Mapping[str, Any]) -> Any:
     return None if inert else window
 
 
+def windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Width of every layer's attention window, 0 for full attention; empty: no layer has one."""
+    config = with_defaults(config)
+    every, layers = FAMILIES[config["model_type"]].full_every, range(config["num_hidden_layers"])
+    if every > 0:
+        kinds = config.get("layer_types") or [LAYER_TYPES[(i + 1) % every > 0] for i in layers]
+        return tuple(config["sliding_window"] * (kind == SLIDING) for kind in kinds)
+    window = sliding_window(config)
+    return (window,) * len(layers) if window else ()
+
+
 def has_qkv_bias(config: Mapping[str, Any]) -> bool:
     config = with_defaults(config)
     family = FAMILIES[config["model_type"]]
     return family.qkv_bias or bool(config.get("attention_bias"))
 
 
-def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of the rotary embedding, read as transformers does.
+def rope_settings(config: Mapping[str, Any], layer: str = FULL) -> dict[str, Any]:
+    """Settings of the rotary embedding of a type of layers, read as transformers does.
 
     transformers 5 writes ``rope_parameters``, earlier versions ``rope_scaling`` and ``rope_theta``.
     """
     config = with_defaults(config)
-    found = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    found = dict(_rope_section(config, "rope_scaling", layer) or _rope_section(config, "rope_parameters", layer) or {})
+    own = _family(config).window_theta if layer == SLIDING else 0.0
+    if own:
+        config["rope_theta"] = config.get("rope_local_base_freq") or own
     found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
     for key, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
         found[key] = found.get(key) or config.get(key) or default
@@ -238,6 +274,14 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         found["original_max_position_embeddings"] = original
     found.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     return found
+
+
+def _rope_section(config: Mapping[str, Any], section: str, layer: str) -> Any:
+    """What a section has for a type of layers; without types in it, it is for full attention."""
+    settings = config.get(section)
+    if not _family(config).window_theta or not isinstance(settings, Mapping):
+        return settings
+    return settings.get(layer) if settings.keys() & set(LAYER_TYPES) else settings if layer == FULL else None
 
 
 def most_positions(config: Mapping[str, Any]) -> int | None:
@@ -260,12 +304,7 @@ def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
     act = config.get("hidden_act") or "silu"
     if act != "silu":
         yield Refusal("hidden_act", act, "the trainer has no such activation", ("silu",))
-    window = sliding_window(config)
-    layers = {str(layer) for layer in config.get("layer_types") or ()} - {"full_attention"}
-    if window is not None:
-        yield Refusal("sliding_window", window, "the trainer has no sliding-window attention", "null (full attention)")
-    elif layers:
-        yield Refusal("layer_types", sorted(layers)[0], "the trainer has full attention only", ("full_attention",))
+    yield from _windows(config, family)
     for key in ("attention_out_bias" if family.qkv_bias_only else "attention_bias", "mlp_bias"):
         if config.get(key):
             yield Refusal(key, config[key], "the trainer has no such bias", "false")
@@ -282,6 +321,19 @@ def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
         )
 
 
+def _windows(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
+    window = sliding_window(config)
+    possible = LAYER_TYPES if family.full_every > 0 else (FULL,)
+    layers = {str(layer) for layer in config.get("layer_types") or ()} - set(possible)
+    if window is not None and family.full_every < 0:
+        why = "the trainer has no sliding-window attention for this family"
+        yield Refusal("sliding_window", window, why, "null (full attention)")
+    elif window is not None and (not isinstance(window, int) or window < 1):
+        yield Refusal("sliding_window", window, "is no size", "a number > 0 or null")
+    elif layers:
+        yield Refusal("layer_types", sorted(layers)[0], "the trainer has no such layers", possible)
+
+
 def _numbers(config: Mapping[str, Any]) -> Iterator[Refusal]:
     for key in ("rms_norm_eps", "max_position_embeddings"):
         value = config.get(key, 1)
@@ -291,14 +343,15 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[Refusal]:
 
 def _rope(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
     """Unsupported rotary embeddings, in either spelling."""
-    kinds = list(_rope_kind(config, family))
-    yield from kinds or _rope_numbers(config, family)
+    for layer in LAYER_TYPES if family.window_theta else (FULL,):
+        kinds = list(_rope_kind(config, family, layer))
+        yield from kinds or _rope_numbers(config, family, layer)
 
 
-def _rope_kind(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
+def _rope_kind(config: Mapping[str, Any], family: Family, layer: str) -> Iterator[Refusal]:
     """At most one: settings that differ between layers, or a kind that the trainer lacks."""
     for section in ("rope_scaling", "rope_parameters"):
-        settings = config.get(section)
+        settings = _rope_section(config, section, layer)
         if not settings:
             continue
         if not isinstance(settings, Mapping) or any(isinstance(value, Mapping) for value in settings.values()):
@@ -313,8 +366,8 @@ def _rope_kind(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
                 return
 
 
-def _rope_numbers(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
-    settings = rope_settings(config)
+def _rope_numbers(config: Mapping[str, Any], family: Family, layer: str) -> Iterator[Refusal]:
+    settings = rope_settings(config, layer)
     share = settings["partial_rotary_factor"]
     if share != 1 and not family.partial_rotary:
         yield Refusal("partial_rotary_factor", share, "the trainer turns whole heads", "1")

@@ -152,7 +152,7 @@ def hidden_seconds(train_s: float, rollout_s: float, ends: Sequence[tuple[float,
 
 def forward_flops(shape: ModelShape, tokens: float, squares: float, loss: float) -> float:
     """FLOPs of a forward pass with causal attention; ``loss`` of the tokens carry loss."""
-    layers = tokens * shape.layer_flops_per_token + 0.5 * squares * shape.attention_flops_per_pair
+    layers = tokens * shape.layer_flops_per_token + shape.pairs(tokens, squares) * shape.attention_flops_per_pair
     return layers + loss * shape.head_flops_per_token
 
 
@@ -194,7 +194,7 @@ class TrainCost:
         """Seconds of one layer on one device: of a forward pass, and of its backward pass."""
         shape, device = self.shape, self.device
         product = tokens * shape.layer_flops_per_token / shape.layers / self._flops_s
-        scores = 0.5 * squares * shape.attention_flops_per_pair / shape.layers / device.peak_flops
+        scores = shape.pairs(tokens, squares) * shape.attention_flops_per_pair / shape.layers / device.peak_flops
         attention = (
             scores / device.attention_forward_efficiency,
             scores * ATTENTION_BACKWARD / device.attention_backward_efficiency,

@@ -194,7 +194,7 @@ class TrainEngine:
                 self._finalize([self.ddp], None, None, False)
 
     def layout(self, pack: Pack) -> PackedLayout:
-        return dataclasses.replace(pack.layout, rotary=self._rotary.table(pack.positions[0]))
+        return dataclasses.replace(pack.layout, rotary=self._rotary.tables(pack.positions[0]))
 
     def _even(self, packs: list[Pack]) -> list[Pack]:
         """Packs of the same number on all ranks: in each one they exchange tokens for each other's experts."""

@@ -112,7 +112,14 @@ class Served(NamedTuple):
         ),
         *(
             pytest.param((kind, tp, False), marks=pytest.mark.nightly)
-            for kind, tp in (("granite", 1), ("ministral3", 1), ("olmo2", 2), ("qwen2_moe", 2), ("seed_oss", 1))
+            for kind, tp in (
+                ("granite", 1),
+                ("ministral3", 1),
+                ("olmo2", 2),
+                ("qwen2_moe", 2),
+                ("seed_oss", 1),
+                ("olmo3", 1),
+            )
         ),
         pytest.param(("phi3", 1, False), marks=pytest.mark.nightly),
     ],

@@ -61,6 +61,14 @@ def test_flops_of_a_dense_model_are_two_per_weight() -> None:
     assert shape.layer_flops_per_token == 2 * (shape.params - 2 * shape.head_params - shape.hidden)
 
 
+def test_a_window_limits_what_a_position_attends_to_in_its_layers(tmp_path: Path) -> None:
+    config = {**LLAMA, "model_type": "olmo3", "num_hidden_layers": 8, "sliding_window": 64}
+    shape = model_shape(config_of(tmp_path / "m", config))
+    assert shape.windows == (64, 64, 64, 0) * 2
+    assert shape.pairs(1000, 1000**2) == (3 * 64 * 1000 + 500_000) / 4
+    assert shape.pairs(100, 2 * 50**2) == 50**2
+
+
 @pytest.mark.parametrize(("config", "name"), [(QWEN3_MOE, "qwen3-30b-a3b"), (LLAMA, "llama-3.1-8b")])
 def test_a_config_file_gives_the_builtin_shape(tmp_path: Path, config: dict[str, Any], name: str) -> None:
     assert model_shape(config_of(tmp_path / name, config)) == model_shape(name)
@@ -92,7 +100,7 @@ def test_qwen2_has_biases_and_a_float32_model_twice_the_bytes(tmp_path: Path) ->
         ({"num_attention_heads": "32"}, "is no count"),
         ({"torch_dtype": "float8"}, "unknown type of weights"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "sliding_window = 4096: sliding-window"),
-        ({"model_type": "mistral"}, "sliding_window = 4096"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window = -1"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [3]}, "dense layers"),
     ],
 )

@@ -54,6 +54,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     },
     "ministral3": {"head_dim": 16},
     "mistral": {"sliding_window": None},
+    "olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen2_moe": {"shared_expert_intermediate_size": 40, "moe_intermediate_size": 24, **EXPERTS},
     "qwen3": {"head_dim": 16},
     "seed_oss": {"head_dim": 16},

@@ -45,7 +45,8 @@ def varlen(
     shift: int = 0,
 ) -> torch.Tensor:
     """The contract of ``varlen_attn`` with a softmax per segment; ``shift`` moves the causal mask to the right."""
-    assert window_size == (-1, 0)
+    left, right = window_size
+    assert right == 0
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert enable_gqa or query.shape[1] == key.shape[1]
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
@@ -59,6 +60,8 @@ def varlen(
         k, v = (x[first : first + width].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or query.shape[-1] ** -0.5)
         hidden = torch.ones(rows, width, dtype=torch.bool).triu(width - rows + 1 + shift)
+        if left >= 0:
+            hidden |= torch.ones(rows, width, dtype=torch.bool).tril(width - rows - left - 1)
         parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
     return torch.cat(parts)
 
@@ -79,9 +82,11 @@ def place_of(cp: int = 1, cp_rank: int = 0, tp: int = 1) -> ReplicaPlace:
     return ReplicaPlace(tp=tp, tp_rank=0, pp=1, pp_rank=0, cp=cp, cp_rank=cp_rank)
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (2, 1)])
+@pytest.mark.parametrize(("heads", "groups", "window"), [(4, 4, 0), (4, 2, 7), (2, 1, 7)])
 @pytest.mark.parametrize(("cp", "tp"), [(1, 1), (1, 4), (2, 1), (3, 2)])
-def test_both_kernels_have_the_same_outputs_and_gradients(heads: int, groups: int, cp: int, tp: int) -> None:
+def test_both_kernels_have_the_same_outputs_and_gradients(
+    heads: int, groups: int, window: int, cp: int, tp: int
+) -> None:
     torch.manual_seed(0)
     batch = [decode(sample) for sample in samples(3)]
     tails = shorter = 0
@@ -97,7 +102,7 @@ def test_both_kernels_have_the_same_outputs_and_gradients(heads: int, groups: in
         found = []
         for kernel in (Segments(varlen), rectangles):
             columns = Columns(*whole[own].chunk(2, -1), whole if cp > 1 else None)
-            out = kernel(query, columns, packed.layout, scale=0.3)
+            out = kernel(query, columns, packed.layout, scale=0.3, window=window)
             found.append([out, *torch.autograd.grad((out * weights).sum(), (query, whole))])
         for mine, theirs in zip(*found, strict=True):
             assert torch.allclose(mine, theirs, atol=2e-5)

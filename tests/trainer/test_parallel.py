@@ -97,6 +97,8 @@ def test_ranks_share_the_work_of_one_long_sequence() -> None:
     ("kind", "layout", "recompute"),
     [
         ("qwen3", Layout(cp=2), "selective"),
+        ("olmo3", Layout(cp=2), "selective"),
+        pytest.param("olmo3", Layout(tp=2, pp=2, cp=2), "none", marks=pytest.mark.nightly),
         pytest.param("qwen2", Layout(tp=2, cp=2), "full", marks=pytest.mark.nightly),
         pytest.param("qwen3", Layout(cp=2, dp=2), "none", marks=pytest.mark.nightly),
     ],

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.supported import FAMILIES, TRAINED, rope_settings, with_defaults
+from libra_hpc.models.supported import FAMILIES, LAYER_TYPES, TRAINED, rope_settings, with_defaults
 from libra_hpc.trainer.model.rotary import Rotary
 
 SIZES = {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
@@ -48,7 +48,7 @@ def test_angles_equal_those_of_transformers(name: str, old: bool, tmp_path: Path
     frequencies, scale = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, torch.device("cpu"))
     positions = torch.tensor([0, 1, 77, 4095, 100_000])
     angles = positions.float()[:, None] * frequencies
-    table = Rotary(read_shape(tmp_path), torch.device("cpu"), torch.float32).table(positions)
+    table = Rotary(read_shape(tmp_path), torch.device("cpu"), torch.float32).tables(positions)[0]
     # An angle of 1e5 has steps of 0.008 in float32, so the frequencies must be the same bits up to rounding.
     assert (table.cos[:4, 0, :64] - angles[:4].cos() * scale).abs().max() < 2e-4
     assert (table.sin[:4, 0, 64:] - angles[:4].sin() * scale).abs().max() < 2e-4
@@ -61,7 +61,7 @@ def test_a_missing_key_means_what_transformers_assumes(kind: str) -> None:
     if "num_local_experts" in theirs:
         theirs["num_experts"] = theirs["num_local_experts"]
     ours = with_defaults({"model_type": kind})
-    assert FAMILIES[kind].defaults.keys() <= {*theirs, "partial_rotary_factor"}
+    assert FAMILIES[kind].defaults.keys() <= {*theirs, "partial_rotary_factor", "rope_theta"}
     heads = theirs["num_attention_heads"]
     assert ours.get("num_key_value_heads", heads) == theirs["num_key_value_heads"]
     width = theirs["hidden_size"] // heads
@@ -73,7 +73,9 @@ def test_a_missing_key_means_what_transformers_assumes(kind: str) -> None:
     assert ours.get("tie_word_embeddings", False) == theirs["tie_word_embeddings"]
     window = None if FAMILIES[kind].window_switch else ours.get("sliding_window")
     assert window == (theirs.get("sliding_window") or None)
-    angles = theirs["rope_parameters"]
-    assumed = {"beta_fast": 32.0, "beta_slow": 1.0, "type": "yarn"}
-    assumed |= {"max_position_embeddings": theirs["max_position_embeddings"], **rope_settings(ours)}
-    assert assumed == assumed | angles
+    every = theirs["rope_parameters"]
+    for layer in LAYER_TYPES:
+        angles = every.get(layer, every)
+        assumed = {"beta_fast": 32.0, "beta_slow": 1.0, "type": "yarn"}
+        assumed |= {"max_position_embeddings": theirs["max_position_embeddings"], **rope_settings(ours, layer)}
+        assert assumed == assumed | angles

@@ -26,19 +26,26 @@ from .recompute import can_recompute
 LARGEST_HEAD = 256
 HEAD_MULTIPLE = 8
 """Head sizes of the variable-length kernel: multiples of 8 up to 256."""
-CAUSAL = (-1, 0)
-"""Window: any number of columns to the left, none to the right."""
 
 
 class Kernel(Protocol):
     def __call__(
-        self, query: torch.Tensor, columns: context.Columns, layout: PackedLayout, *, scale: float | None
+        self,
+        query: torch.Tensor,
+        columns: context.Columns,
+        layout: PackedLayout,
+        *,
+        scale: float | None,
+        window: int = 0,
     ) -> torch.Tensor:
-        """Attend within each sequence: query [t, heads, d] -> [t, heads * d]; ``scale`` None: 1 / sqrt(d)."""
+        """Attend within each sequence: query [t, heads, d] -> [t, heads * d]; ``scale`` None: 1 / sqrt(d).
+
+        ``window``: columns that a row sees, its own among them; 0: all up to its own.
+        """
 
 
 def rectangles(
-    query: torch.Tensor, columns: context.Columns, layout: PackedLayout, *, scale: float | None
+    query: torch.Tensor, columns: context.Columns, layout: PackedLayout, *, scale: float | None, window: int = 0
 ) -> torch.Tensor:
     """One call per block and tail of ``layout``."""
     key, value, whole = columns
@@ -46,11 +53,14 @@ def rectangles(
     parts: dict[int, torch.Tensor] = {}
     padded = []
     if whole is not None:
-        parts = {tail.begin: context.attend(query, whole, tail, scale) for tail in layout.tails or ()}
+        parts = {tail.begin: context.attend(query, whole, tail, scale, window) for tail in layout.tails or ()}
     for begin, end, rows, width, index in layout.blocks:
         q, k, v = (_rectangle(x[begin:end], rows, width, index) for x in (query, key, value))
         # Padding follows each sequence, so the causal mask hides it.
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        mask = context.band(width, width, window).to(q.device) if 0 < window < width else None
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
         flat = out.transpose(1, 2).reshape(rows * width, -1)
         parts[begin] = flat if index is None else flat.index_select(0, index)
         padded.append(out)
@@ -79,7 +89,13 @@ class Segments:
         self._varlen = varlen
 
     def __call__(
-        self, query: torch.Tensor, columns: context.Columns, layout: PackedLayout, *, scale: float | None
+        self,
+        query: torch.Tensor,
+        columns: context.Columns,
+        layout: PackedLayout,
+        *,
+        scale: float | None,
+        window: int = 0,
     ) -> torch.Tensor:
         key, value = columns[:2] if columns.whole is None else columns.whole.chunk(2, dim=-1)
         pieces = layout.pieces
@@ -95,7 +111,8 @@ class Segments:
                 piece.most_rows,
                 piece.most_columns,
                 scale=scale,
-                window_size=CAUSAL,
+                # Columns to the left, where -1 is any number, and to the right.
+                window_size=(window - 1, 0),
                 enable_gqa=q.shape[1] != key.shape[1],
             )
             for q, piece in zip(rows, pieces, strict=True)

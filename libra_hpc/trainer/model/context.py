@@ -85,15 +85,20 @@ def gather(key: torch.Tensor, value: torch.Tensor) -> Columns:
     return Columns(*_Gather.apply(key, value, group))  # type: ignore[no-untyped-call]
 
 
-def attend(query: torch.Tensor, whole: torch.Tensor, tail: Tail, scale: float | None) -> torch.Tensor:
+def band(rows: int, width: int, window: int) -> torch.Tensor:
+    """Columns that each row sees, bool [rows, width]; the last row sees the last column."""
+    mask = torch.ones(rows, width, dtype=torch.bool).tril(width - rows)
+    return mask.triu(width - rows + 1 - window) if window else mask
+
+
+def attend(query: torch.Tensor, whole: torch.Tensor, tail: Tail, scale: float | None, window: int) -> torch.Tensor:
     """Attention of one tail; query [rows, heads, d] -> [tail rows, heads * d]."""
     q, columns = query[tail.begin : tail.end], whole[tail.first : tail.last]
     key, value = columns.chunk(2, dim=-1)
     rows, width = q.shape[0], columns.shape[0]
-    # The last row sees the last column. On a GPU no mask is stored; on the CPU the class has no kernel.
-    mask = (
-        causal_lower_right(rows, width) if q.is_cuda else torch.ones(rows, width, dtype=torch.bool).tril(width - rows)
-    )
+    # Without a window no mask is stored on a GPU; on the CPU the class has no kernel.
+    lower = q.is_cuda and not 0 < window < width
+    mask = causal_lower_right(rows, width) if lower else band(rows, width, window).to(q.device)
     q, key, value = (x.transpose(0, 1)[None] for x in (q, key, value))
     out = F.scaled_dot_product_attention(
         q, key, value, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != key.shape[1]

@@ -12,6 +12,7 @@ forms of what is left (`libra_hpc.trainer.model.fusions`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,9 +69,12 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        *,
+        windows: tuple[int, ...] = (),
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
+        self.window = windows[layer_number - 1] if windows else 0
         self.kernel: Kernel = rectangles
 
     def forward(
@@ -89,11 +93,12 @@ class PackedAttention(MegatronModule):
         """
         assert packed_seq_params is not None, "the trainer always packs"
         assert packed_seq_params.rotary is not None, "the engine sets it before every pass"
-        query, key = rotated(query, packed_seq_params.rotary), rotated(key, packed_seq_params.rotary)
+        table = packed_seq_params.rotary[-1 if self.window else 0]
+        query, key = rotated(query, table), rotated(key, table)
         columns = context.Columns(key, value, None)
         if packed_seq_params.tails is not None:
             columns = context.gather(key, value)
-        return self.kernel(query, columns, packed_seq_params, scale=self.scale)
+        return self.kernel(query, columns, packed_seq_params, scale=self.scale, window=self.window)
 
 
 class WholeNorm(Norm):
@@ -210,7 +215,7 @@ def build_model(
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm if shape.pre_norm else IdentityOp
-    attention.core_attention = PackedAttention
+    attention.core_attention = partial(PackedAttention, windows=shape.windows)
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
     if shape.whole_qk_norm:

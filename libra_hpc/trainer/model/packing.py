@@ -90,8 +90,8 @@ class PackedLayout(PackedSeqParams):
     """None: no context parallelism."""
     experts: torch.Tensor | None = None
     """int64[t, layers, k], as in `Example`; None: no example has any."""
-    rotary: RotaryTable | None = None
-    """Set by the engine for one pass."""
+    rotary: list[RotaryTable] | None = None
+    """`trainer.model.rotary.Rotary.tables`, set by the engine for one pass."""
 
 
 class Pack(NamedTuple):

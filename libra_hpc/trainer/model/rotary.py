@@ -9,7 +9,7 @@ Source: arXiv 2104.09864. Frequencies are computed by transformers' ``modeling_r
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,16 +28,23 @@ class RotaryTable(NamedTuple):
 
 class Rotary:
     def __init__(self, shape: Architecture, device: torch.device, dtype: torch.dtype) -> None:
-        frequencies, self._scale = _frequencies(shape)
-        self._frequencies = frequencies.to(device)
+        kinds = [shape.rope] if shape.window_rope is None else [shape.rope, shape.window_rope]
+        self._kinds = [_frequencies(shape, rope) for rope in kinds]
+        self._device = device
         self._interleaved = shape.kind.interleaved_rotary
         self._dtype = dtype
 
-    def table(self, positions: torch.Tensor) -> RotaryTable:
-        """The table for ``positions``, int64[t]; angles in float32, result in the model's type."""
-        angles = positions.float()[:, None, None] * self._frequencies
+    def tables(self, positions: torch.Tensor) -> list[RotaryTable]:
+        """Tables for ``positions``, int64[t]: of layers with full attention, then of those with windows if it differs.
+
+        Angles are in float32, results in the model's type.
+        """
+        return [self._table(positions, frequencies.to(self._device), scale) for frequencies, scale in self._kinds]
+
+    def _table(self, positions: torch.Tensor, frequencies: torch.Tensor, scale: float) -> RotaryTable:
+        angles = positions.float()[:, None, None] * frequencies
         angles = angles.repeat_interleave(2, -1) if self._interleaved else torch.cat((angles, angles), dim=-1)
-        cos, sin = (angles.cos() * self._scale).to(self._dtype), (angles.sin() * self._scale).to(self._dtype)
+        cos, sin = (angles.cos() * scale).to(self._dtype), (angles.sin() * scale).to(self._dtype)
         return RotaryTable(cos, sin, self._interleaved)
 
 
@@ -57,11 +64,11 @@ def rotated(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:
     return x * table.cos + across * table.sin
 
 
-def _frequencies(shape: Architecture) -> tuple[torch.Tensor, float]:
+def _frequencies(shape: Architecture, rope: dict[str, Any]) -> tuple[torch.Tensor, float]:
     """Radians per position of each pair of channels, and the factor of cosines and sines."""
-    rope, width = shape.rope, shape.rotary_dim
     if rope["rope_type"] == "default":
         # Computed by each model of transformers, with the same line.
+        width = int(shape.head_dim * rope["partial_rotary_factor"])
         return 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
