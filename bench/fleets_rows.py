@@ -22,9 +22,8 @@ from msgspec.structs import replace
 from bench.scheduling import work_of
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes
-from libra_hpc.policies.costs.rollout_time import RolloutOptions
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
+from libra_hpc.simulator.settings import EngineSpec
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.profiles import MATH, PROFILES, R2E, Lognormal, Profile, Tool
 
@@ -253,17 +252,6 @@ def fleets_of(row: Setting, longest: int) -> list[Fleet]:
         if len(fleet) > 1 and fleet not in mixed:
             mixed.append(fleet)
     return same + mixed
-
-
-def rollout_options(row: Setting, longest: int) -> RolloutOptions:
-    """What the planner assumes of the engines of a row."""
-    return RolloutOptions(
-        max_num_seqs=SimulationSettings().max_num_seqs,
-        max_model_len=longest,
-        group=row.group,
-        cache_aware=True,
-        updates=1,
-    )
 
 
 def engines_of(row: Setting, fleet: Fleet) -> list[EngineSpec]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from bench.fleets_rows import NODE, Fleet, Part, Setting, rollout_options, setting_of, work
+from bench.fleets_rows import NODE, Fleet, Part, Setting, setting_of, work
 from libra_hpc.errors import OperationError
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
@@ -27,7 +27,7 @@ from libra_hpc.models.update_time import update_time
 from libra_hpc.planning.best_plan import best_plans
 from libra_hpc.planning.request import PlanRequest
 from libra_hpc.planning.work import Assumed, Work
-from libra_hpc.policies.costs.lengths import BatchWork, observe, sketch
+from libra_hpc.policies.search.batch_work import BatchWork, sample_of
 from libra_hpc.policies.search.run_plan import DevicePool, InTurn
 from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace
 from libra_hpc.simulator.settings import Colocation, SimulationSettings, Training
@@ -80,7 +80,7 @@ class Planned(NamedTuple):
 def train_seconds(name: str, seed: int, roles: Roles) -> Trained:
     """Of the best layout; raises `OperationError` when none fits."""
     row = setting_of(name)
-    batch = BatchWork(row.trajectories, sketch(observe(work(name, seed)[1]), row.trajectories, row.eta), row.eta)
+    batch = BatchWork(row.trajectories, sample_of(work(name, seed)[1]), row.eta)
     cost = TrainCost(model_shape(row.model), device(row.pools[0][0]), NODE, batch.training)
     core = roles.train or roles.core or nodes_of(row)
     choice = TrainSearch(cost, NODE).best(core * NODE, elastic=int(roles.beside > 0), worlds=roles.beside)
@@ -124,8 +124,10 @@ def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str, ru
     asked = PlanRequest(
         shape=model_shape(row.model),
         pools=(DevicePool(device(row.pools[0][0]), nodes_of(row), NODE),),
-        batch=BatchWork(row.trajectories, sketch(observe(seen), row.trajectories, row.eta), row.eta),
-        options=rollout_options(row, longest),
+        batch=BatchWork(row.trajectories, sample_of(seen), row.eta),
+        group=row.group,
+        max_model_len=longest,
+        max_num_seqs=SimulationSettings().max_num_seqs,
         space=TrainSpace(),
         lengths="the work of the choosing seeds",
         work=Work(tuple(seen), Assumed(), longest),

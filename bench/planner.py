@@ -57,7 +57,7 @@ def judged(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     for plan in space.plans([pool.nodes for pool in asked.pools], 0):
         engines, settings = scene(asked, space, plan)
         count = batches_of(JUDGED, settings) * asked.batch.trajectories
-        work = asked.work.batch(count, asked.options.group, SEED)
+        work = asked.work.batch(count, asked.group, SEED)
         truth[plan.nodes, plan.engines] = play(work, engines, asked.policy, settings).batch_s
         progress(f"{name}: {len(truth)} layouts")
     best = min(truth, key=truth.__getitem__)

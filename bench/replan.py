@@ -111,7 +111,6 @@ def compare_moves(job: Job) -> Found:
         "switching": ours.switching_s / (SITE.nodes * ours.seconds),
         "seconds": ours.seconds,
         "decisions": [d.reason for d in ours.decisions],
-        "outcomes": [(o.predicted, o.realised) for o in ours.outcomes],
     }
 
 

@@ -1,7 +1,7 @@
 """Rules that move nodes, judged by the simulator on a drifting workload and an elastic pool.
 
 - `Static`: never moves.
-- `Live`: the live `Planner`, with the snapshot of a live run.
+- `Live`: the live `Player`, with the snapshot of a live run.
 - `Tiers`: the same with repartitions.
 - `VerlLike`: the published adaptive rule of another framework.
 - `Schedule`: moves at stated steps; with `best_schedule` it is the clairvoyant.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import inf
 from typing import Any, Protocol
 
 import msgspec
@@ -25,21 +26,18 @@ from bench.replan_view import View, Watched
 from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.config.run import RunConfig
-from libra_hpc.models.devices import device
-from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
-from libra_hpc.planning.live import live_planner
+from libra_hpc.planning.live import live_player
 from libra_hpc.planning.live_play import LivePlay
-from libra_hpc.policies.control.decide import MoveOutcome, Planner
+from libra_hpc.policies.control.layout_choice import EVERY_S
 from libra_hpc.policies.control.player import Player
-from libra_hpc.policies.control.repartition_choice import EVERY_S
-from libra_hpc.policies.control.rollout_by_nodes import NodeEngines, RolloutByNodes
-from libra_hpc.policies.costs.rollout_time import RolloutOptions
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.settings import SimulationSettings
 
+REPORT_S = 60.0
+"""Seconds between two reports of a played engine."""
 ACT_S = 10.0
 """Seconds between two calls of a rule."""
 POLICY = "sticky"
@@ -69,7 +67,6 @@ class Played(msgspec.Struct, frozen=True):
     """Node seconds between order and work in the new role."""
     decisions: list[PlanDecision]
     """Other than ``hold``."""
-    outcomes: list[MoveOutcome]
     repartitioned: list[float]
     """When all ranks worked again after each repartition."""
 
@@ -93,10 +90,8 @@ class Static:
 class Live:
     """The planner of a live run, by default without repartitions; orders are carried out at once."""
 
-    def __init__(self, settings: PlannerSection, site: Site, planner: Planner | None = None) -> None:
-        node = NodeEngines(model_shape(site.model), device(site.device), ((site.tp, 1),), RolloutOptions(site.slots))
-        model = RolloutByNodes(node, lambda device, shape, tp: site.steps())
-        self.planner = planner or Planner(settings, player(settings, site), model)
+    def __init__(self, settings: PlannerSection, site: Site, planner: Player | None = None) -> None:
+        self.planner = planner or player(settings, site)
         self.decisions: list[PlanDecision] = []
         self.evaluations = 0
         self._interval_s = settings.interval_s
@@ -133,8 +128,7 @@ class Tiers(Live):
         if len(pool.repartitioned) > self._starts:
             self._starts = len(pool.repartitioned)
             view.restart(sim)
-            self.planner = self._begun()
-            self.planner.repartition_after = now + EVERY_S
+            self.planner = self._begun(now + EVERY_S)
         super().act(pool, sim, view, now)
 
     def obey(self, decision: PlanDecision, pool: ReplanPool, sim: ControlledSimulation, view: View, now: float) -> None:
@@ -144,17 +138,17 @@ class Tiers(Live):
         self._config = with_values(self._config, decision.changes)
         pool.repartition(sim, layout_of(self._config))
 
-    def _begun(self) -> Planner:
+    def _begun(self, after: float = -inf) -> Player:
         size = self._site.stands_for
-        engines = layout_of(self._config).engines
-        mover = player(self._config.planner, self._site, engines)
-        return live_planner(self._config, mover, lambda device, shape, tp: Grouped(lookup(device, shape, tp), size))
+        return live_player(
+            self._config, after, lambda device, shape, tp: Grouped(lookup(device, shape, tp), size), REPORT_S
+        )
 
 
-def player(settings: PlannerSection, site: Site, engines: Sequence[tuple[int, int]] = ()) -> Player:
-    """The mover of a live run, in this process."""
-    limits = SimulationSettings(max_num_seqs=site.slots, max_inflight=site.slots * 3 // 2, report_s=60.0)
-    return Player(settings, LivePlay(engines or ((site.tp, 1),), POLICY, limits))
+def player(settings: PlannerSection, site: Site) -> Player:
+    """The player of a live run in this process, without other layouts."""
+    limits = SimulationSettings(max_num_seqs=site.slots, max_inflight=site.slots * 3 // 2, report_s=REPORT_S)
+    return Player(settings, LivePlay(((site.tp, 1),), POLICY, limits))
 
 
 def run_file(site: Site, settings: PlannerSection) -> RunConfig:
@@ -293,7 +287,7 @@ def play(site: Site, work: Sequence[TrajectoryRecord], rule: Rule, train: int, s
 
     def control(sim: ControlledSimulation, now: float) -> None:
         pool.advance(sim, now)
-        view.close_window(sim, now)
+        view.look(sim)
         rule.act(pool, sim, view, now)
 
     result = pool.simulation(work, watched, truth, controller=control, controller_s=ACT_S).run()
@@ -306,7 +300,6 @@ def play(site: Site, work: Sequence[TrajectoryRecord], rule: Rule, train: int, s
         moves=len(pool.ordered),
         switching_s=sum(s.seconds for s in pool.switches),
         decisions=live.decisions if live else [],
-        outcomes=live.planner.outcomes if live else [],
         repartitioned=pool.repartitioned,
     )
 

@@ -1,24 +1,21 @@
 """The planner's snapshot of a simulated run: the same facts, gathered as on rank 0 of a live run.
 
 - Trajectories come from the policy's `finished` calls, steps from the training stage.
-- Rollout windows are differences of the engines' counters while the same nodes serve.
+- Step costs come from the engines' counters.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from itertools import pairwise
 
 from bench.controlled_simulation import ControlledSimulation
 from bench.replan_pool import ReplanPool, StepTruth
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.measured_steps import MeasuredSteps
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, Policy, TurnView
-from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, QueueFact, RolloutWindowFact, TrainStepFact, TrajectoryFact
+from libra_hpc.protocol.plan import GroupFact, PlanSnapshot, TrainStepFact, TrajectoryFact
 
-STEPS, WINDOWS, TRAJECTORIES = 256, 256, 4096
-RECENT = 4
-"""Steps over which waiting is averaged: more would include an earlier workload."""
+STEPS, TRAJECTORIES = 256, 4096
 
 
 class Watched:
@@ -83,81 +80,51 @@ class Watched:
 
 
 class View:
-    """The planner's view; call `close_window` at regular times."""
+    """The planner's view; call `look` at regular times."""
 
     def __init__(self, pool: ReplanPool, watched: Watched, truth: StepTruth, steps: int) -> None:
         self._pool, self._watched, self._truth, self._total = pool, watched, truth, steps
-        self._windows: deque[RolloutWindowFact] = deque(maxlen=WINDOWS)
-        self._at = 0.0
-        self._serving: list[str] = []
-        self._counters: dict[str, tuple[int, int, float, int]] = {}
-        self._blocked: deque[bool] = deque(maxlen=16)
+        self._busy: dict[str, tuple[float, int]] = {}
+        self._decode_s = 0.0
         self._first = 0
         self._measured = MeasuredSteps()
 
     def restart(self, sim: ControlledSimulation) -> None:
         """Drop all measurements, as rank 0 does at a restart."""
-        self._windows.clear()
-        self._blocked.clear()
         self._measured = MeasuredSteps()
         self._watched.trajectories.clear()
-        self._serving = []
+        self._busy.clear()
         self._first = len(sim.training.steps)
 
-    def close_window(self, sim: ControlledSimulation, now: float) -> None:
-        serving = [name for name in self._pool.serving() if name in sim.engines]
-        counters = {}
-        for name in serving:
-            engine, counted = sim.engines[name], sim.engines[name].counters
-            self._measured.observe(name, engine.tp, sim.board.engines[name].kv_capacity, engine.snapshot())
-            counters[name] = (counted.generated, counted.prefilled, counted.busy_s, counted.steps)
-        if serving and serving == self._serving and now > self._at:
-            generated, prefilled, busy, steps = (
-                sum(counters[n][i] - self._counters[n][i] for n in serving) for i in range(4)
-            )
-            seconds, nodes = now - self._at, self._pool.count("rollout")
-            share = min(1.0, busy / (seconds * len(serving)))
-            self._windows.append(
-                RolloutWindowFact(
-                    at=now,
-                    seconds=seconds,
-                    nodes=nodes,
-                    generated_tokens=int(generated),
-                    prefilled_tokens=int(prefilled),
-                    busy=share,
-                    decode_s=busy / steps if steps else 0.0,
-                )
-            )
-        self._at, self._serving, self._counters = now, serving, counters
-        self._blocked.append(sim.training.blocked)
+    def look(self, sim: ControlledSimulation) -> None:
+        """Read the engines' counters."""
+        now = {}
+        for name in self._pool.serving():
+            if name in sim.engines:
+                engine, counted = sim.engines[name], sim.engines[name].counters
+                self._measured.observe(name, engine.tp, sim.board.engines[name].kv_capacity, engine.snapshot())
+                now[name] = counted.busy_s, counted.steps
+        before = [self._busy.get(name, (0.0, 0)) for name in now]
+        busy_s, steps = (sum(one[i] for one in now.values()) - sum(one[i] for one in before) for i in range(2))
+        self._busy, self._decode_s = now, busy_s / steps if steps else 0.0
 
     def snapshot(self, sim: ControlledSimulation) -> PlanSnapshot:
-        site, stage, pool = self._pool.site, sim.training, self._pool
-        done = [s for s in stage.steps if s.end_at > 0.0]
+        site, pool = self._pool.site, self._pool
+        done = [s for s in sim.training.steps if s.end_at > 0.0]
         first = max(self._first, len(done) - STEPS)
         steps = tuple(
-            TrainStepFact(
-                at=s.end_at, tokens=s.tokens, loss_tokens=s.generated, nodes=nodes, seconds=s.end_at - s.start_at
-            )
+            TrainStepFact(at=s.end_at, tokens=s.tokens, nodes=nodes, seconds=s.end_at - s.start_at)
             for s, nodes in zip(done[first:], self._truth.train_nodes[first : len(done)], strict=True)
-        )
-        recent = done[first:][-RECENT - 1 :]
-        wall = recent[-1].end_at - recent[0].end_at if len(recent) > 1 else 0.0
-        idle = sum(b.start_at - a.end_at for a, b in pairwise(recent))
-        queue = QueueFact(
-            stage.ready, site.prompts, idle / wall if wall else 0.0, sum(self._blocked) / max(1, len(self._blocked))
         )
         return PlanSnapshot(
             nodes=tuple(pool.nodes),
             steps=steps,
-            windows=tuple(self._windows),
             trajectories=tuple(self._watched.trajectories),
             switches=tuple(pool.switches[-32:]),
-            queue=queue,
             prompts_per_step=site.prompts,
             group_size=site.group,
             eta=site.eta,
             steps_left=self._total - len(done),
-            groups=self._watched.groups(sim, self._windows[-1].decode_s if self._windows else 0.0),
+            groups=self._watched.groups(sim, self._decode_s),
             step_costs=self._measured.costs(),
         )

@@ -28,7 +28,6 @@ from libra_hpc.planning.measured_train_speed import with_train_speed
 from libra_hpc.planning.request import PlanRequest, as_planned, check_gpus, request
 from libra_hpc.planning.scaling_curve import ScalingPoint, knee, steps, sweep
 from libra_hpc.planning.work import Assumed
-from libra_hpc.policies.costs.factors import Factors
 from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
 from libra_hpc.preflight.checked_run import known_rooms
 from libra_hpc.simulator.borrowing import Borrow, parse_borrow
@@ -189,7 +188,7 @@ def best(
     """The best plans, and the best one at half of an assumed training speed; None where it is measured."""
     with busy("searching") as status:
         result = best_plans(asked, steps, quick=quick, progress=lambda plays: simulating(status, plays))
-        slower = msgspec.structs.replace(asked, factors=Factors(train=2.0), in_turn=())
+        slower = msgspec.structs.replace(asked, train_factor=2.0, in_turn=())
         slow = None if asked.train_speed else best_plans(slower, steps, quick=True).plans[0]
     return msgspec.structs.replace(result, plans=result.plans[:keep]), slow
 
@@ -300,8 +299,8 @@ def gpu_range(text: str) -> tuple[int, int]:
 
 def facts(asked: PlanRequest) -> dict[str, object]:
     """The request as plain data, for ``--json``."""
-    factors = msgspec.to_builtins(asked.factors)
-    return {**asked.facts(), "train_speed": asked.train_speed, "factors": factors, "notes": list(asked.notes)}
+    speed = {"train_speed": asked.train_speed, "train_factor": asked.train_factor}
+    return {**asked.facts(), **speed, "notes": list(asked.notes)}
 
 
 def plan_facts(asked: PlanRequest, result: PlanResult, slow: RunPlan | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.text import Text
 from libra_hpc.config.run_file_text import toml_value
 from libra_hpc.models.memory import USABLE
 from libra_hpc.planning.in_turn import in_turn_of, keys
-from libra_hpc.planning.request import PlanRequest, describe
+from libra_hpc.planning.request import PlanRequest
 from libra_hpc.planning.scaling_curve import ScalingPoint
 from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
 
@@ -63,7 +63,7 @@ def header(asked: PlanRequest, *, sized: bool = True) -> None:
     stages = "stages take turns" if batch.eta == 0 else "stages overlap"
     show(Text(f"{title(asked, sized=sized)}; {batch.trajectories:,} trajectories a batch, eta {batch.eta} ({stages})"))
     show(Text(f"lengths: {asked.lengths}"))
-    show(Text(f"  {describe(batch.lengths)}"))
+    show(Text(f"  {asked.work.summary(batch.trajectories, asked.group)}"))
     for line in asked.notes:
         show(Text(f"note: {line}"))
 
@@ -104,12 +104,12 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
     if not best.snapshots:
         show(Text("note: its nodes have too little memory for snapshots: train.snapshot_every = 0"))
     engines = sum(one.replicas for one in best.engines)
-    slots, most = engines * asked.options.max_num_seqs, asked.batch.trajectories
+    slots, most = engines * asked.max_num_seqs, asked.batch.trajectories
     if slots < most:
         show(
             Text(
                 f"note: its {engines} engines run at most {slots:,} of a batch's {most:,} trajectories at once"
-                f" (rollout.max_num_seqs = {asked.options.max_num_seqs})"
+                f" (rollout.max_num_seqs = {asked.max_num_seqs})"
             )
         )
     show(Text(f"new weights ({asked.updated_from}): {best.update.words(best.least_tp)}"))

@@ -2,19 +2,18 @@
 
 - A decision -> ``decision``, with inputs, candidates and reason.
 - A hold whose reason differs from the last one's in figures only -> counted; ``held`` has the count when that ends.
-- A move was measured -> ``move_judged``, with the predicted and the realised gain.
+- A batch after a move was measured -> ``move_judged``, with the predicted and the realised gain; not where the work
+  changed, too.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from libra_hpc.facts.status import DecisionStatus
-from libra_hpc.policies.control.decide import Planner
 from libra_hpc.protocol.plan import PlanDecision
 
 FIGURE = re.compile(r"\d+(\.\d+)?")
@@ -23,14 +22,15 @@ FIGURE = re.compile(r"\d+(\.\d+)?")
 class DecisionLog:
     """Writes through ``event(kind, **fields)``; `last` is what the status shows."""
 
-    def __init__(self, planner: Planner, event: Callable[..., None]) -> None:
+    def __init__(self, event: Callable[..., None]) -> None:
         self.last: DecisionStatus | None = None
-        self._planner, self._event = planner, event
-        self._logged_outcomes = 0
+        self._event = event
+        self._moved: PlanDecision | None = None
+        """A move that is not measured yet."""
         self._repeats = 0
 
     def add(self, decision: PlanDecision, now: float) -> None:
-        self._log_outcomes()
+        self._judge(decision, now)
         before = self.last
         same = (
             before is not None
@@ -59,16 +59,26 @@ class DecisionLog:
             self._event("held", looks=self._repeats, reason=self.last.reason)
         self._repeats = 0
 
-    def _log_outcomes(self) -> None:
-        for outcome in self._planner.outcomes[self._logged_outcomes :]:
-            fields: dict[str, Any] = {
-                "at": outcome.at,
-                "to": outcome.direction.removeprefix("to_"),
-                "rank": outcome.node,
-                "nodes": outcome.count,
-            }
-            self._event("move_judged", **fields, predicted_gain_s=outcome.predicted, realised_gain_s=outcome.realised)
-        self._logged_outcomes = len(self._planner.outcomes)
+    def _judge(self, decision: PlanDecision, now: float) -> None:
+        """Compare the first measurement after a move with the prediction."""
+        moved, numbers = self._moved, decision.numbers
+        if moved is not None and "train_nodes" in numbers:
+            before, count = moved.numbers, len(moved.nodes)
+            away = numbers["train_nodes"] - before["train_nodes"]
+            if away:
+                self._moved = None
+            if away == (count if moved.action == "to_train" else -count) and "drift" not in decision.triggers:
+                self._event(
+                    "move_judged",
+                    at=now,
+                    to=moved.action.removeprefix("to_"),
+                    rank=moved.node,
+                    nodes=count,
+                    predicted_gain_s=predicted_gain(moved),
+                    realised_gain_s=before["batch_s"] - numbers["batch_s"],
+                )
+        if decision.action in ("to_train", "to_rollout"):
+            self._moved = decision
 
 
 def predicted_gain(decision: PlanDecision) -> float | None:

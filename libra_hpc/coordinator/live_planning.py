@@ -19,10 +19,10 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.estimate import StageEstimate
 from libra_hpc.facts.status import DecisionStatus
 from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.planning.live import live_planner, player_setup
 from libra_hpc.planning.live_child import PlayerProcess
+from libra_hpc.policies.control.plays import BOTH
 from libra_hpc.policies.control.switch_cost import SWITCHES
-from libra_hpc.policies.control.within_step import BOTH, TAIL, Rest, moves_within_step
+from libra_hpc.policies.control.within_step import TAIL, Rest, moves_within_step
 from libra_hpc.policies.pool.states import Node, NodeState
 from libra_hpc.protocol.agents import RolloutReport, TurnsDrained
 from libra_hpc.protocol.engine_state import EngineKind
@@ -144,10 +144,8 @@ class LivePlanning:
     ) -> None:
         self._config, self._nodes, self._observations, self._event = config, nodes, observations, event
         self._sharing = sharing
-        self._player = PlayerProcess(player_setup(config))
-        self._planner = live_planner(config, self._player)
-        self._planner.repartition_after = repartition_after
-        self._decisions = DecisionLog(self._planner, event)
+        self._player = PlayerProcess(config, repartition_after)
+        self._decisions = DecisionLog(event)
         self._spot_since = float("-inf")
         self.spot_nodes = -1
         """See `Status.spot_nodes`."""
@@ -167,7 +165,7 @@ class LivePlanning:
             steps_left=steps_left,
             spot=self._spot(),
         )
-        decision = self._planner.decide(snapshot, now)
+        decision = self._player.decide(snapshot, now)
         self._decisions.add(decision, now)
         if decision.action in ("to_train", "to_rollout"):
             self._move(decision, "train" if decision.action == "to_train" else "rollout", now)
@@ -204,10 +202,10 @@ class LivePlanning:
 
     def estimate(self, trainers: int) -> StageEstimate | None:
         """The planner's estimate; None while it has none, or when it is of another split than the present one."""
-        made = self._planner.estimate
-        if made is None or made.split != (trainers, len(self._nodes.receivers)):
+        numbers = self.last.numbers if self.last else {}
+        if (numbers.get("train_nodes"), numbers.get("rollout_nodes")) != (trainers, len(self._nodes.receivers)):
             return None
-        return StageEstimate(made.times.train, made.times.rollout, made.times.batch)
+        return StageEstimate(numbers["train_s"], numbers["rollout_s"], numbers["batch_s"])
 
     def close(self) -> None:
         self._decisions.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from libra_hpc.facts.series import Record
 from libra_hpc.protocol.agents import RolloutReport
@@ -16,8 +16,6 @@ from libra_hpc.protocol.plan import (
     GroupFact,
     NodeFact,
     PlanSnapshot,
-    QueueFact,
-    RolloutWindowFact,
     SpotFact,
     SwitchFact,
     TrainStepFact,
@@ -25,11 +23,29 @@ from libra_hpc.protocol.plan import (
 )
 
 STEPS = 256
-"""Entries of each window: a few minutes of a fast run, and all that the planner's change detection needs."""
+"""Entries of each window: a few minutes of a fast run, and all that the planner needs."""
 WINDOWS = 256
 TRAJECTORIES = 4096
 LAST = 10
 """Windows of the present speed, about as many seconds."""
+
+LENT_S = 120.0
+"""Seconds over which guests must have been there. Half: lenders that flap count; double: new ones count late."""
+LENT_QUANTILE = 0.1
+"""Quantile of the windows of that time: who left is missed after 12 s."""
+
+
+class Window(NamedTuple):
+    """Work of the rollout nodes in a window of time with an unchanged set of nodes."""
+
+    at: float
+    seconds: float
+    generated: int
+    """Tokens of own engines."""
+    busy: float
+    """Share of the engines' time in which they had work, 0..1."""
+    lent: float
+    """Own nodes that the engines of guests stand for, each by its share of the time."""
 
 
 class Observations:
@@ -37,7 +53,7 @@ class Observations:
 
     def __init__(self) -> None:
         self.steps: deque[TrainStepFact] = deque(maxlen=STEPS)
-        self.windows: deque[RolloutWindowFact] = deque(maxlen=WINDOWS)
+        self.windows: deque[Window] = deque(maxlen=WINDOWS)
         self.trajectories: deque[TrajectoryFact] = deque(maxlen=TRAJECTORIES)
         self.switches: deque[SwitchFact] = deque(maxlen=32)
         self.lines: deque[Record] = deque(maxlen=STEPS)
@@ -61,11 +77,9 @@ class Observations:
             fact = TrainStepFact(
                 at=now,
                 tokens=int(line["trained_tokens"]),
-                loss_tokens=int(line["loss_tokens"]),
                 nodes=int(line["train_nodes"]),
                 seconds=line["train_s"] + line.get("diff_s", 0.0),
                 diff_s=line.get("diff_s", 0.0),
-                ahead_s=line.get("train_ahead_s", 0.0),
             )
             self.steps.append(fact)
 
@@ -77,14 +91,11 @@ class Observations:
             engines = sum(count for _, count, *_ in report.buckets)
             gpus = sum(tp * count for tp, count, *_ in report.buckets)
             busy = (report.busy_s - last.busy_s) / (seconds * max(1, engines))
-            window = RolloutWindowFact(
+            window = Window(
                 at=now,
                 seconds=seconds,
-                nodes=len(nodes),
-                generated_tokens=report.generated_tokens - last.generated_tokens,
-                prefilled_tokens=report.prefilled_tokens - last.prefilled_tokens,
+                generated=report.generated_tokens - last.generated_tokens,
                 busy=min(1.0, busy),
-                decode_s=report.decode_s,
                 lent=len(nodes) * report.lent_gpus / gpus if gpus else 0.0,
             )
             self.windows.append(window)
@@ -134,12 +145,10 @@ class Observations:
         """Whether the rollout waits for what has a limit of its own: a tool, or the end of a pause."""
         return self.report is not None and bool(self.report.tools_running or self.report.paused)
 
-    @property
-    def trainer_wait(self) -> float:
-        """Share of the trainers' time spent waiting for data, over the last steps."""
-        recent = list(self.lines)[-16:]
-        wall = sum(line["step_s"] for line in recent)
-        return sum(line["wait_s"] for line in recent) / wall if wall > 0.0 else 0.0
+    def lent(self) -> float:
+        """Own nodes that guests have stood for in nearly all of the last windows."""
+        recent = sorted(w.lent for w in self.windows if w.at > self.windows[-1].at - LENT_S)
+        return recent[int(LENT_QUANTILE * len(recent))] if recent else 0.0
 
     def snapshot(
         self,
@@ -151,7 +160,6 @@ class Observations:
         spot: SpotFact | None = None,
     ) -> PlanSnapshot:
         report = self.report or RolloutReport()
-        queue = QueueFact(report.ready_groups, report.outstanding_groups, self.trainer_wait, report.gate_blocked)
         groups = tuple(
             GroupFact(g.index, g.prompt_tokens, waiting=g.waiting, running=g.running, generated=g.generated)
             for g in report.open_groups
@@ -160,16 +168,15 @@ class Observations:
         return PlanSnapshot(
             nodes=nodes,
             steps=tuple(self.steps),
-            windows=tuple(self.windows),
             trajectories=tuple(self.trajectories),
             switches=tuple(self.switches),
-            queue=queue,
             prompts_per_step=prompts_per_step,
             group_size=group_size,
             eta=eta,
             steps_left=steps_left,
             groups=groups,
             spot=spot,
+            lent=self.lent(),
             step_costs=report.step_costs,
             sampled_groups=1.0 + (fmean(replaced) / prompts_per_step if replaced else 0.0),
         )
@@ -189,7 +196,7 @@ class Observations:
         """(generated tokens per second, node-seconds per global batch, busy share) over the last windows."""
         recent = list(self.windows)[-LAST:]
         tokens_per_batch = self.lines[-1]["gen_tokens"] if self.lines else 0.0
-        seconds, tokens = sum(w.seconds for w in recent), sum(w.generated_tokens for w in recent)
+        seconds, tokens = sum(w.seconds for w in recent), sum(w.generated for w in recent)
         busy = sum(w.busy * w.seconds for w in recent)
         per_token = busy / tokens if tokens else 0.0
         return (tokens / seconds if seconds else 0.0, per_token * tokens_per_batch, busy / seconds if seconds else 0.0)

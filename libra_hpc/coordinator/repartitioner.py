@@ -20,7 +20,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.policies.control.repartition_choice import EVERY_S
+from libra_hpc.policies.control.layout_choice import EVERY_S
 from libra_hpc.preflight.rank_roles import SameLayout, describe, repartitioned
 from libra_hpc.protocol.plan import PlanDecision
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -101,15 +101,20 @@ class TrainWork(msgspec.Struct, frozen=True, kw_only=True):
         return sum(count / max(1, int(micro_tokens // tokens)) for count, tokens in self.sizes)
 
 
-def work_of(lengths: Iterable[tuple[int, int]]) -> TrainWork:
-    """The work of trajectories of (tokens, loss tokens) each, at least one."""
+def work_of(
+    lengths: Iterable[tuple[int, int]], *, trajectories: int = 0, minibatches: int = 1, forwards: int = 0
+) -> TrainWork:
+    """The work of so many trajectories like these, of (tokens, loss tokens) each; 0: of these, at least one."""
     known = sorted(lengths)
+    each = trajectories / len(known) if trajectories else 1.0
     return TrainWork(
-        sizes=tuple((1.0, float(tokens)) for tokens, _ in known),
-        squares=float(sum(tokens * tokens for tokens, _ in known)),
-        loss=float(sum(loss for _, loss in known)),
+        sizes=tuple((each, float(tokens)) for tokens, _ in known),
+        squares=each * sum(tokens * tokens for tokens, _ in known),
+        loss=each * sum(loss for _, loss in known),
         longest=float(known[-1][0]),
         longest_loss=float(known[-1][1]),
+        minibatches=minibatches,
+        forwards=forwards,
     )
 
 
@@ -136,18 +141,6 @@ class HybridWorlds(NamedTuple):
 
 
 ALONE = HybridWorlds()
-
-
-def hidden_seconds(train_s: float, rollout_s: float, ends: Sequence[tuple[float, float]], portion: float) -> float:
-    """Return the seconds of ``train_s`` beside rollout; ``ends`` has rising (seconds, share of trajectories).
-
-    A portion of so many trajectories is trained once its last one has ended, if those before it are done.
-    """
-    free, ended = rollout_s, 0.0
-    for end, share in ends:
-        free = max(free, end + train_s * (1.0 - ended**portion))
-        ended += share
-    return train_s - (free - rollout_s)
 
 
 def forward_flops(shape: ModelShape, tokens: float, squares: float, loss: float) -> float:

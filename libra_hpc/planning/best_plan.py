@@ -101,10 +101,10 @@ def _searched(
 class _Search:
     def __init__(self, asked: PlanRequest, space: LayoutSpace, progress: Progress, turns: int) -> None:
         self._asked, self._space, self._progress = asked, space, progress
-        self._group, self._groups = asked.options.group, asked.batch.trajectories // asked.options.group
+        self._group, self._groups = asked.group, asked.batch.trajectories // asked.group
         some, size = self._batches(BOUND_BATCHES, 0), self._groups * self._group
         self._share = min(1.0, turns * BOUND_BATCHES / sum(len(record.turns) for record in some))
-        self._bound = Bound(some, size, min(asked.max_inflight, asked.options.max_num_seqs))
+        self._bound = Bound(some, size, min(asked.max_inflight, asked.max_num_seqs))
         self._plays = 0
 
     def best(self, plans: Sequence[RunPlan]) -> list[RunPlan]:
@@ -206,7 +206,7 @@ def scene(
     asked: PlanRequest, space: LayoutSpace, plan: RunPlan, part: float = 1.0
 ) -> tuple[list[EngineSpec], SimulationSettings]:
     """What is played of a plan: so large a part of its engines and of each batch."""
-    groups = max(1, round(asked.batch.trajectories // asked.options.group * part))
+    groups = max(1, round(asked.batch.trajectories // asked.group * part))
     engines = [
         EngineSpec(f"{one.pool}-tp{one.tp}-{number}", one.tp, space.steps_of(one.pool, one.tp))
         for one in plan.engines
@@ -214,12 +214,13 @@ def scene(
     ]
     settings = SimulationSettings(
         max_inflight=asked.max_inflight,
-        max_num_seqs=asked.options.max_num_seqs,
-        max_model_len=asked.options.max_model_len,
+        max_num_seqs=asked.max_num_seqs,
+        max_model_len=asked.max_model_len,
         async_steps=any(pool.device.async_steps for pool in asked.pools),
         batch_groups=groups,
         eta=asked.batch.eta,
         train_s=plan.train.time.total,
+        keep_kv=asked.keep_kv,
         portion_groups=math.ceil(space.portion(plan) * part),
         update=plan.update,
         colocation=Colocation(plan.in_turn.switch_s) if plan.in_turn else None,

@@ -12,7 +12,7 @@ import msgspec
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
-from libra_hpc.policies.control.borrow_choice import Worth, worth
+from libra_hpc.policies.control.spot_choice import Worth, worth
 from libra_hpc.policies.search.run_plan import RunPlan
 from libra_hpc.simulator.borrowing import Borrow, Borrowing, borrowing
 
@@ -48,7 +48,7 @@ def borrowed_plan(
 
 
 def _played(asked: PlanRequest, plan: RunPlan, borrow: Borrow, steps: StepLookup) -> Borrowing:
-    group, size = asked.options.group, asked.batch.trajectories
+    group, size = asked.group, asked.batch.trajectories
     work = asked.work.batch(BATCHES * size, group, 0)
     if (turns := sum(len(one.turns) for one in work)) > LARGEST:
         raise UserError(f"--borrow: {BATCHES} batches have {turns:,} turns; valid: at most {LARGEST:,} are simulated.")

@@ -138,7 +138,7 @@ def plan_record(made: InitialPlan) -> dict[str, Any]:
         "straggler_s": made.result.straggler,
         "excluded": msgspec.to_builtins(made.result.excluded),
         "sources": list(made.result.sources),
-        "factors": msgspec.to_builtins(asked.factors),
+        "train_factor": asked.train_factor,
         "inputs": {**asked.facts(), "notes": list(asked.notes)},
     }
 

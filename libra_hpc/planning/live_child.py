@@ -1,6 +1,6 @@
 """The `Player` in a process of its own, so that its plays do not stop the coordinator's loop.
 
-- The first frame is a `PlaySetup`, each further one a `Question`; an `Answer` follows each.
+- The first frame is a `PlaySetup`, each further one a `Question`; a decision follows each.
 - A question is asked at one evaluation, and its answer taken at a later one; until then the last hold stays.
 - No answer within `LIMIT_S` -> a hold that says so; the process is ended, and another begins with the next question.
 - Its standard input ends -> the process ends.
@@ -13,17 +13,17 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import inf
 from typing import Any
 
 import msgspec
 
-from libra_hpc.config.rollout import PlannerSection
-from libra_hpc.policies.control.player import Player
+from libra_hpc.config.run import RunConfig
+from libra_hpc.policies.control.plays import hold
 from libra_hpc.protocol.codec import LENGTH, Codec, FrameError
 from libra_hpc.protocol.plan import PlanDecision, PlanSnapshot
-from libra_hpc.simulator.settings import SimulationSettings
 
-from .live_play import LivePlay
+from .live import live_player
 
 LIMIT_S = 60.0
 """Half: plays of a thousand GPUs on a busy node are dropped; double: a move comes two minutes late."""
@@ -32,11 +32,9 @@ NICE = 5
 
 
 class PlaySetup(msgspec.Struct, tag=True, frozen=True):
-    planner: dict[str, Any]
-    """`PlannerSection`."""
-    engines: tuple[tuple[int, int], ...]
-    policy: str
-    settings: SimulationSettings
+    config: dict[str, Any]
+    """`RunConfig` of the run."""
+    repartition_after: float
 
 
 class Question(msgspec.Struct, tag=True, frozen=True):
@@ -45,16 +43,17 @@ class Question(msgspec.Struct, tag=True, frozen=True):
 
 
 QUESTIONS: Codec[PlaySetup | Question] = Codec(PlaySetup | Question)
-PLAYS = PlanDecision("hold", -1, "hold: the coming work is being played", {})
+PLAYS = hold("the coming work is being played")
 ANSWERS: Codec[PlanDecision] = Codec(PlanDecision)
 
 
 class PlayerProcess:
-    """A `Mover` that answers late; `close` ends its process."""
+    """The player of a run, which answers late; `close` ends its process."""
 
-    def __init__(self, setup: PlaySetup, limit_s: float = LIMIT_S) -> None:
-        self._setup, self._limit_s = setup, limit_s
+    def __init__(self, config: RunConfig, repartition_after: float = -inf, limit_s: float = LIMIT_S) -> None:
+        self._setup, self._limit_s = PlaySetup(config.model_dump(mode="json"), repartition_after), limit_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._idle = _nothing_to_decide(config)
         self._thread = ThreadPoolExecutor(1, "player")
         self._answer: Future[PlanDecision] | None = None
         self._asked = 0.0
@@ -63,6 +62,8 @@ class PlayerProcess:
 
     def decide(self, snapshot: PlanSnapshot, now: float) -> PlanDecision:
         """The answer to an earlier question, if it is there and its nodes are where they were; else the last hold."""
+        if self._idle:
+            return hold(self._idle)
         roles = [node.role for node in snapshot.nodes]
         answer, self._answer = self._answer, None
         if answer is None:
@@ -74,13 +75,13 @@ class PlayerProcess:
                 self._answer = answer
                 return self._held
             self._end()
-            self._held = _hold(f"the coming work was not played within {self._limit_s:.0f} s")
+            self._held = hold(f"the coming work was not played within {self._limit_s:.0f} s")
             return self._held
         try:
             decision = answer.result()
         except (OSError, EOFError, FrameError) as error:
             self._end()
-            self._held = _hold(f"the process that plays the coming work ended: {error}")
+            self._held = hold(f"the process that plays the coming work ended: {error}")
             return self._held
         self._held = decision if decision.action == "hold" else PLAYS
         return decision if roles == self._roles else self._held
@@ -107,6 +108,16 @@ class PlayerProcess:
             process.wait()
 
 
+def _nothing_to_decide(config: RunConfig) -> str:
+    """Why no process is needed; empty: one is."""
+    if not config.planner.enabled:
+        return "the planner is disabled"
+    parts = config.components
+    movable = parts.hybrid.nodes or parts.train.roll_out or config.borrow.spot.nodes
+    measured_alone = config.run.engine == "real" and config.slurm.device == "cpu"
+    return "there is no hybrid node to move" if measured_alone and not movable else ""
+
+
 def main() -> None:
     """Answer until standard input ends; signals to the job are for its agents."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -117,8 +128,7 @@ def main() -> None:
         try:
             setup = QUESTIONS.decode(_read(questions))
             assert isinstance(setup, PlaySetup)
-            play = LivePlay(setup.engines, setup.policy, setup.settings)
-            player = Player(PlannerSection.model_validate(setup.planner), play)
+            player = live_player(RunConfig.model_validate(setup.config), setup.repartition_after)
             while True:
                 question = QUESTIONS.decode(_read(questions))
                 assert isinstance(question, Question)
@@ -147,10 +157,6 @@ def _write(stream: Any, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[stream.write(view) :]
-
-
-def _hold(why: str) -> PlanDecision:
-    return PlanDecision("hold", -1, f"hold: {why}", {})
 
 
 if __name__ == "__main__":

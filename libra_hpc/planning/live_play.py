@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from math import ceil, inf
+from statistics import fmean
 
 from msgspec.structs import replace
 
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.policies.control.player import PlayWork
+from libra_hpc.policies.control.plays import PlayWork, State
 from libra_hpc.policies.scheduling.costs import scaled_costs
 from libra_hpc.protocol.engine_state import StepCosts
 from libra_hpc.simulator.play import play
@@ -33,31 +34,57 @@ class LivePlay:
     """Plays with the engines of the last nodes, which roll out the longest.
 
     ``engines``: (TP, engines) of each node that may roll out, in rank order; one entry stands for all of them.
+    ``packs``: micro-batches of ``micro_tokens`` that are trained as soon as they are complete; 0: batches are trained
+    whole.
     """
 
-    def __init__(self, engines: Sequence[tuple[int, int]], policy: str, settings: SimulationSettings) -> None:
+    def __init__(
+        self,
+        engines: Sequence[tuple[int, int]],
+        policy: str,
+        settings: SimulationSettings,
+        *,
+        packs: int = 0,
+        micro_tokens: int = 0,
+    ) -> None:
         self._engines, self._policy, self._settings = engines, policy, settings
+        self._packs, self._micro_tokens = packs, micro_tokens
 
-    def __call__(self, work: PlayWork, train: int, rollout: int) -> tuple[float, float]:
+    def __call__(self, work: PlayWork, state: State) -> tuple[float, float]:
         """Seconds of a batch and of its rollout; infinite where no engine holds a trajectory."""
-        settings = replace(self._settings, batch_groups=work.groups, eta=work.eta, train_nodes=train)
+        settings = replace(
+            self._settings,
+            batch_groups=work.groups,
+            eta=work.eta,
+            train_nodes=state.train,
+            portion_groups=0 if state.in_turn else self._portion(work),
+        )
+        engines = self._of(state.rollout + state.lent, work.costs)
         try:
-            played = play(work.records, self._of(rollout, work.costs), self._policy, settings, work.train_seconds)
+            played = play(work.records, engines, self._policy, settings, work.train_seconds)
         except (UserError, OperationError):
             return inf, inf
         return played.batch_s, played.rollout_s
+
+    def _portion(self, work: PlayWork) -> int:
+        """Groups that are trained together (`TrainCost.portion`)."""
+        mean = fmean(record.context for record in work.records)
+        groups = len({record.prompt_id for record in work.records})
+        trajectories = self._packs * max(1.0, self._micro_tokens / mean)
+        portion = ceil(trajectories * groups / len(work.records))
+        return portion if 2 * portion <= work.groups else 0
 
     def _of(self, nodes: int, costs: Sequence[StepCosts]) -> list[EngineSpec]:
         each = self._engines
         last = tuple(each) * nodes if len(each) == 1 else each[max(0, len(each) - nodes) :]
         return [
-            EngineSpec(f"{node}.{number}", tp, MeasuredStepTimes(_costs_of(tp, costs)))
+            EngineSpec(f"{node}.{number}", tp, MeasuredStepTimes(costs_of(tp, costs)))
             for node, (tp, count) in enumerate(last)
             for number in range(count)
         ]
 
 
-def _costs_of(tp: int, costs: Sequence[StepCosts]) -> StepCosts:
+def costs_of(tp: int, costs: Sequence[StepCosts]) -> StepCosts:
     """Costs of a TP degree; of one that was not measured from the nearest."""
     near = min(costs, key=lambda one: max(one.tp / tp, tp / one.tp))
     scaled = scaled_costs((near.base_s, near.token_s, near.prefill_s), near.tp, tp)

@@ -24,7 +24,6 @@ from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.train_speed import FIELD, TrainSample, TrainSpeed, load_speed
 from libra_hpc.models.train_seconds import HybridWorlds, TrainCost, TrainTime, work_of
 from libra_hpc.models.update_time import UpdateTime, measured
-from libra_hpc.policies.costs.factors import Factors
 
 from .request import PlanRequest, as_planned, request
 
@@ -106,7 +105,7 @@ def with_train_speed(asked: PlanRequest, path: str) -> PlanRequest:
     if found.device not in names:
         raise invalid("planner.train_speed", path, f"measured on {found.device}", f"one of {', '.join(names)}")
     words = f"{found.factor:.2f} x the model's seconds ({found.source})"
-    return msgspec.structs.replace(asked, factors=Factors(train=found.factor), train_speed=words, updated=found.updated)
+    return msgspec.structs.replace(asked, train_factor=found.factor, train_speed=words, updated=found.updated)
 
 
 def measured_factor(path: Path) -> MeasuredFactor:

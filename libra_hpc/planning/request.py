@@ -24,9 +24,7 @@ from libra_hpc.models.host_memory import HostRoom, HostUse, NodeWork
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.update_time import CHANGED, UpdateTime, update_time
-from libra_hpc.policies.costs.factors import NONE, Factors
-from libra_hpc.policies.costs.lengths import BatchWork, Lengths, TrajectoryLengths, lognormal, observe, sketch
-from libra_hpc.policies.costs.rollout_time import RolloutOptions
+from libra_hpc.policies.search.batch_work import BatchWork, sample_of
 from libra_hpc.policies.search.layout_space import LayoutSpace
 from libra_hpc.policies.search.run_plan import DevicePool, InTurn
 from libra_hpc.policies.search.train_layout import NO_HYBRID, Hybrid, TrainSpace
@@ -43,16 +41,21 @@ class PlanRequest(msgspec.Struct, frozen=True):
     shape: ModelShape
     pools: tuple[DevicePool, ...]
     batch: BatchWork
-    options: RolloutOptions
+    group: int
+    """Trajectories of a prompt."""
     space: TrainSpace
     lengths: str
     """Source of the lengths, in words."""
     work: Work
     """Batches to play."""
-    factors: Factors = NONE
-    """Corrections of the training model."""
+    max_model_len: int = 0
+    """Tokens that every engine must hold."""
+    max_num_seqs: int = 256
+    """Most sequences that an engine decodes at once."""
+    train_factor: float = 1.0
+    """Measured over counted seconds of training."""
     train_speed: str = ""
-    """Source of these, in words; empty: not measured."""
+    """Its source, in words; empty: not measured."""
     updated: UpdateTime | None = None
     """New weights as a run measured them."""
     notes: tuple[str, ...] = ()
@@ -60,6 +63,8 @@ class PlanRequest(msgspec.Struct, frozen=True):
     hybrid: Hybrid = NO_HYBRID
     """Which nodes are hybrid; known with the final pools."""
     hosts: HostUse = HostUse()
+    keep_kv: bool = False
+    """Whether KV caches outlive new weights."""
     max_inflight: int = 96
     """Turns sent to an engine at once."""
     in_turn: tuple[InTurn, ...] = ()
@@ -73,10 +78,10 @@ class PlanRequest(msgspec.Struct, frozen=True):
             self.shape,
             self.pools,
             self.batch,
-            group=self.options.group,
-            longest=self.options.max_model_len,
+            group=self.group,
+            longest=self.max_model_len,
             space=self.space,
-            factors=self.factors,
+            train_factor=self.train_factor,
             hybrid=self.hybrid,
             hosts=self.hosts,
             steps=steps,
@@ -102,7 +107,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
             "pools": [{"device": p.device.name, "nodes": p.nodes, "node_devices": p.node_devices} for p in self.pools],
             "trajectories": self.batch.trajectories,
             "eta": self.batch.eta,
-            "lengths": msgspec.to_builtins(self.batch.lengths),
+            "lengths": self.work.summary(self.batch.trajectories, self.group)._asdict(),
             "lengths_from": self.lengths,
         }
 
@@ -177,30 +182,26 @@ def request(
     trace = _trace_file(own.trace) if own.trace else None
     cut = cut_at([] if trace is None else read_trace(trace).trajectories, rollout.max_model_len)
     recorded = tuple(one for one in cut.trajectories if one.generated)
-    observed, source = _lengths(recorded, trace, assumed, rollout.max_model_len)
+    work = Work(recorded, assumed, rollout.max_model_len)
     trajectories = algorithm.prompts_per_step * algorithm.group_size
     return PlanRequest(
         shape=shape,
         pools=tuple(pools),
         batch=BatchWork(
             trajectories=trajectories,
-            lengths=sketch(observed, trajectories, algorithm.eta),
+            sample=sample_of(work.sample(trajectories, algorithm.group_size)),
             eta=algorithm.eta,
             minibatches=algorithm.minibatches,
             forwards=int(algorithm.minibatches > 1) + int(algorithm.has_reference),
         ),
-        options=RolloutOptions(
-            max_num_seqs=rollout.max_num_seqs,
-            max_model_len=rollout.max_model_len,
-            group=algorithm.group_size,
-            cache_aware=rollout.policy == "cmlfq",
-            updates=int(rollout.kv_after_update == "recompute"),
-        ),
+        group=algorithm.group_size,
+        max_model_len=rollout.max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
         space=TrainSpace(recompute=(config.train.recompute,))
         if "recompute" in config.train.model_fields_set
         else TrainSpace(),
-        lengths=source,
-        work=Work(recorded, assumed, rollout.max_model_len),
+        lengths=_source(recorded, trace, assumed),
+        work=work,
         policy=rollout.policy,
         hosts=HostUse(
             core=node_work(config, "train"),
@@ -209,6 +210,7 @@ def request(
             ),
             optional="snapshot_every" not in config.train.model_fields_set,
         ),
+        keep_kv=rollout.kv_after_update == "keep",
         max_inflight=rollout.max_inflight,
         notes=tuple(_notes(shape, cut, rollout.max_model_len)),
     )
@@ -308,14 +310,6 @@ def check_gpus(gpus: int, per_node: int) -> None:
         )
 
 
-def describe(lengths: Lengths) -> str:
-    return (
-        f"generated {lengths.generated:,.0f} tokens, longest {lengths.bins[-1].generated:,.0f}; context up to"
-        f" {lengths.longest_context:,}; {lengths.turns_per_token * lengths.generated:.1f} turns,"
-        f" {lengths.tool_s_per_token * lengths.generated:.1f} s of tools"
-    )
-
-
 def _device(name: str, devices_file: Path | None, field: str) -> Device:
     try:
         return device(name, devices_file)
@@ -330,11 +324,7 @@ def _trace_file(path: str) -> Path:
     return RunDir(path).trajectories if os.path.isdir(path) else Path(path)
 
 
-def _lengths(
-    recorded: Sequence[TrajectoryRecord], trace: Path | None, assumed: Assumed, longest: int
-) -> tuple[Sequence[TrajectoryLengths], str]:
+def _source(recorded: Sequence[TrajectoryRecord], trace: Path | None, assumed: Assumed) -> str:
     if trace is not None:
-        observed = observe(recorded)
-        return observed, f"{len(observed):,} trajectories of {trace.name}"
-    made = lognormal(**assumed.means(longest)._asdict(), longest=longest)
-    return made, f"assumed log-normal, shape {assumed.sigma:g} (measured ones: --trace FILE)"
+        return f"{len(recorded):,} trajectories of {trace.name}"
+    return f"assumed log-normal, shape {assumed.sigma:g} (measured ones: --trace FILE)"

@@ -11,22 +11,29 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 
+from libra_hpc.errors import invalid
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.profiles import Lognormal, Profile, Tool
 
+SAMPLED = 2048
+"""Trajectories of an assumed distribution. Half: the longest one of a batch scatters; double: a plan takes longer."""
 PROMPT_SIGMA = 0.4
 """Spread of assumed prompts and tool results, as in the presets of `libra_hpc.traces.profiles`."""
+LEAST = {"generated": 1, "sigma": 0, "prompt": 1, "turns": 1, "new_tokens": 0, "tool_s": 0}
+MAX_SIGMA = 5.0
+"""Widest log-normal: at 5 half of the trajectories have less than a quarter of a millionth of the mean."""
 MOST_OVER_MEAN = 8.0
 """Longest assumed tool call and tool result over the mean."""
 
 
 class Means(NamedTuple):
-    """`Assumed` with every value; the arguments of `libra_hpc.policies.costs.lengths.lognormal`."""
+    """`Assumed` with every value."""
 
     generated: float
     sigma: float
@@ -52,7 +59,22 @@ class Assumed(msgspec.Struct, frozen=True):
     """Seconds of a tool call."""
 
     def means(self, longest: int) -> Means:
-        """For contexts of at most ``longest`` tokens."""
+        """For contexts of at most ``longest`` tokens; raises `UserError` for a value out of range."""
+        found = self._means(longest)
+        for name, least in LEAST.items():
+            if not least <= (value := getattr(found, name)) < math.inf:
+                raise invalid(name, value, "out of range", f"a number >= {least}")
+        if self.sigma > MAX_SIGMA:
+            raise invalid("sigma", self.sigma, "too wide for a stated mean", f"a number from 0 to {MAX_SIGMA:g}")
+        room = longest - found.prompt
+        if room <= 0:
+            raise invalid("prompt", found.prompt, f"a context has {longest:,} tokens", f"an integer below {longest}")
+        if found.generated > room:
+            why = f"a context of {longest:,} has room for {room:,} after a prompt of {found.prompt:,}"
+            raise invalid("generated", found.generated, why, f"a number from 1 to {room}")
+        return found
+
+    def _means(self, longest: int) -> Means:
         return Means(
             generated=self.generated if self.generated is not None else max(1.0, longest / 8),
             sigma=self.sigma,
@@ -60,6 +82,22 @@ class Assumed(msgspec.Struct, frozen=True):
             turns=self.turns,
             new_tokens=self.new_tokens if self.new_tokens is not None else longest / 256,
             tool_s=self.tool_s,
+        )
+
+
+class WorkSummary(NamedTuple):
+    """Means and extremes of trajectories; tokens, and seconds of tools."""
+
+    generated: float
+    most_generated: int
+    longest_context: int
+    turns: float
+    tool_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"generated {self.generated:,.0f} tokens, longest {self.most_generated:,}; context up to"
+            f" {self.longest_context:,}; {self.turns:.1f} turns, {self.tool_s:.1f} s of tools"
         )
 
 
@@ -71,6 +109,22 @@ class Work(msgspec.Struct, frozen=True):
     assumed: Assumed
     longest: int
     """Tokens at which a trajectory ends."""
+
+    def sample(self, trajectories: int, group: int) -> Sequence[TrajectoryRecord]:
+        """All recorded trajectories, else some batches."""
+        return self.recorded or self.batch(max(SAMPLED, trajectories) // group * group, group, 0)
+
+    def summary(self, trajectories: int, group: int) -> WorkSummary:
+        """What the sample is like."""
+        some = self.sample(trajectories, group)
+        generated = [one.generated for one in some]
+        return WorkSummary(
+            generated=fmean(generated),
+            most_generated=max(generated),
+            longest_context=max(one.context for one in some),
+            turns=fmean(len(one.turns) for one in some),
+            tool_s=fmean(sum(turn.tool_s for turn in one.turns) for one in some),
+        )
 
     def batch(self, trajectories: int, group: int, seed: int) -> list[TrajectoryRecord]:
         """Groups of ``group`` trajectories each, ``trajectories`` in all."""

@@ -28,35 +28,12 @@ class TrainStepFact(msgspec.Struct, frozen=True):
     at: float
     tokens: int
     """Tokens that went through the model, summed over replicas."""
-    loss_tokens: int
-    """Generated tokens among them."""
     nodes: int
     """Nodes that trained it."""
     seconds: float
     """The stage's own work: compute, reduce and optimizer of the slowest replica, without waits for data; and diff."""
     diff_s: float = 0.0
     """Seconds out of ``seconds`` for writing what changed in the weights, whatever the number of nodes."""
-    ahead_s: float = 0.0
-    """Seconds out of ``seconds`` beside rollout, before the batch was complete."""
-
-
-class RolloutWindowFact(msgspec.Struct, frozen=True):
-    """Work of the rollout nodes in a window of time with an unchanged set of nodes."""
-
-    at: float
-    seconds: float
-    nodes: int
-    """Nodes that accepted turns during the whole window."""
-    generated_tokens: int
-    """Summed over nodes."""
-    prefilled_tokens: int
-    """Prompt tokens that were computed, not taken from the prefix cache."""
-    busy: float
-    """Share of ``seconds * nodes`` in which an engine had work, 0..1."""
-    decode_s: float = 0.0
-    """Seconds per decoded token of one sequence; 0.0: not measured."""
-    lent: float = 0.0
-    """Own nodes that the engines of guests stand for, each by its share of the time; no other field has them."""
 
 
 class TrajectoryFact(msgspec.Struct, frozen=True):
@@ -94,17 +71,6 @@ class SwitchFact(msgspec.Struct, frozen=True):
     """From the order until the node worked in its new role: lost node time."""
 
 
-class QueueFact(msgspec.Struct, frozen=True):
-    """How the two stages wait for each other, over the last evaluations."""
-
-    ready_groups: int
-    outstanding_groups: int
-    trainer_wait: float
-    """Share of the trainers' time spent waiting for a batch, 0..1."""
-    gate_blocked: float
-    """Share of time in which the staleness gate admitted no group, 0..1."""
-
-
 class SpotFact(msgspec.Struct, frozen=True):
     """Nodes that the run may queue for itself (``borrow.spot``)."""
 
@@ -122,10 +88,8 @@ class PlanSnapshot(msgspec.Struct, frozen=True):
 
     nodes: tuple[NodeFact, ...]
     steps: tuple[TrainStepFact, ...]
-    windows: tuple[RolloutWindowFact, ...]
     trajectories: tuple[TrajectoryFact, ...]
     switches: tuple[SwitchFact, ...]
-    queue: QueueFact
     prompts_per_step: int
     """B: groups of one global batch."""
     group_size: int
@@ -139,13 +103,10 @@ class PlanSnapshot(msgspec.Struct, frozen=True):
     sampled_groups: float = 1.0
     """Groups sampled for each one that is trained: more than 1 where groups of equal rewards are replaced."""
     spot: SpotFact | None = None
+    lent: float = 0.0
+    """Own nodes that the engines of guests stand for, lately."""
     step_costs: tuple[StepCosts, ...] = ()
     """Costs of the own engines, by TP degree; empty: not measured yet."""
-
-    @property
-    def sampled(self) -> float:
-        """Trajectories sampled for one global batch."""
-        return self.prompts_per_step * self.group_size * self.sampled_groups
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -157,7 +118,7 @@ class Candidate(msgspec.Struct, frozen=True):
     rollout_s: float
     batch_s: float
     gain_s: float
-    """Seconds saved over the horizon at the unfavourable end of the measurement error; may be negative."""
+    """Seconds saved over the horizon; may be negative."""
     needed_s: float
     """Seconds that it must save: switch cost times margin."""
     layout: str = ""
@@ -184,7 +145,7 @@ class PlanDecision(msgspec.Struct, frozen=True):
     candidates: tuple[Candidate, ...] = ()
     """The best five, best first."""
     triggers: tuple[str, ...] = ()
-    """Why the plan was evaluated: ``drift``, ``period``, ``queues``, ``imbalance``."""
+    """Why the plan was evaluated: ``start``, ``split``, ``drift``, ``confirm``, ``period``."""
     layout: str = ""
     """With ``repartition``: the new training layout and rollout TP classes."""
     changes: dict[str, Any] = {}

@@ -42,9 +42,7 @@ SITE = Site(nodes=6, prompts=8, group=4)
 
 
 def _played(ends: list[float]) -> Played:
-    return Played(
-        seconds=ends[-1], tokens=1, ends=ends, moves=0, switching_s=0.0, decisions=[], outcomes=[], repartitioned=[]
-    )
+    return Played(seconds=ends[-1], tokens=1, ends=ends, moves=0, switching_s=0.0, decisions=[], repartitioned=[])
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -124,13 +122,11 @@ def test_the_best_schedule_is_the_cheapest_path() -> None:
     assert set(best_schedule(runs, 1e6)) in ({2}, {4})
 
 
-def test_the_live_planner_leaves_a_bad_split_and_its_outcomes_are_judged() -> None:
+def test_the_live_planner_leaves_a_bad_split() -> None:
     work = drifting(steady, 30, SITE.prompts, SITE.group, seed=4)
     stands, moves = play(SITE, work, Static(), 1, seed=4), play(SITE, work, Live(SETTINGS, SITE), 1, seed=4)
     best = min(play(SITE, work, Static(), n, seed=4).seconds for n in range(2, SITE.nodes))
     assert moves.seconds - best < 0.25 * (stands.seconds - best)
-    assert moves.outcomes
-    assert moves.outcomes[0].realised > 0.0
     assert all(d.nodes and d.candidates and d.triggers for d in moves.decisions)
 
 

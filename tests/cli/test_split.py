@@ -64,7 +64,7 @@ def test_submit_shows_the_plan_queues_it_and_keeps_why(auto: Path, queue: Queue,
     assert parts["split"] == "explicit"
     assert plan["chosen"]["components.train.nodes"] == parts["train"]["nodes"]
     assert plan["chosen"]["train.tp"] == config["train"]["tp"]
-    assert {"best", "excluded", "factors", "inputs", "plan", "predicted", "sources"} <= set(plan)
+    assert {"best", "excluded", "inputs", "plan", "predicted", "sources", "train_factor"} <= set(plan)
     assert read_toml(run.toml)["components"]["split"] == "auto", "the run file stays as written"
 
 

@@ -220,10 +220,8 @@ CHANGES = {"components.train.nodes": 2, "components.hybrid.nodes": 0, "component
 class Proposes:
     """A planner that has a better layout of the core nodes."""
 
-    def __init__(self) -> None:
-        self.outcomes: list[Any] = []
-        self.repartition_after = 0.0
-        self.estimate = None
+    def close(self) -> None:
+        """Nothing."""
 
     def decide(self, snapshot: Any, now: float) -> PlanDecision:
         return PlanDecision("repartition", -1, "repartition: better", {}, layout="better", changes=dict(CHANGES))
@@ -233,7 +231,6 @@ class Borrows(Proposes):
     """A planner that wants two nodes of a queue, then none; ``seen``: what it knew of them."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.seen: list[Any] = []
 
     def decide(self, snapshot: Any, now: float) -> PlanDecision:
@@ -246,7 +243,7 @@ def test_the_nodes_that_the_planner_wants_are_in_the_status_for_the_owner_who_qu
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner = Borrows()
-    monkeypatch.setattr("libra_hpc.coordinator.live_planning.live_planner", lambda config, mover: planner)
+    monkeypatch.setattr("libra_hpc.coordinator.live_planning.PlayerProcess", lambda config, after: planner)
     scene = Scene(tmp_path, config=RunConfig.model_validate({"borrow": {"spot": {"nodes": 3}}}))
     scene.hello()
     wanted = []
@@ -267,7 +264,7 @@ def until_written(scene: Scene) -> int:
 
 def after_a_repartition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig, reached: int) -> Scene:
     """A run whose planner proposes at its first evaluation, and whose training then ends at step ``reached``."""
-    monkeypatch.setattr("libra_hpc.coordinator.live_planning.live_planner", lambda config, mover: Proposes())
+    monkeypatch.setattr("libra_hpc.coordinator.live_planning.PlayerProcess", lambda config, after: Proposes())
     tmp_path.joinpath("config.json").write_text(json.dumps(config.model_dump()))
     scene = Scene(tmp_path, config=config)
     scene.hello()

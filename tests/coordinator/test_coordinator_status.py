@@ -12,9 +12,9 @@ from libra_hpc.coordinator.records import NOTICE_S, NOTICES, Notices
 from libra_hpc.facts.estimate import StageEstimate, StepAccuracy
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
-from libra_hpc.policies.control.stage_times import Estimate, Split, Times
 from libra_hpc.protocol.agents import Fatal, MemberJoined, RolloutReport, TrainingDone
 from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.plan import PlanDecision
 from tests.protocol.step_reports import step_report
 
 from .test_coordinator import Scene, run_until_over
@@ -31,11 +31,11 @@ def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_sho
     )
     # One trainer and two rollout nodes; then an estimate of a split that is no longer the present one, as after a move.
     for step in range(1, 7):
-        split = Split(1, 2) if step < 5 else Split(2, 1)
+        split = (1, 2) if step < 5 else (2, 1)
         if step > 1:
-            scene.coordinator._planning._planner.estimate = Estimate(
-                split, Times(1.5, 2.0, 1), 0.1, 0.1, 0.0, 0.0, 1.0, 1.0
-            )
+            seconds = {"train_s": 1.5, "rollout_s": 2.0, "batch_s": 2.0}
+            numbers = {"train_nodes": float(split[0]), "rollout_nodes": float(split[1]), **seconds}
+            scene.coordinator._planning._decisions.add(PlanDecision("hold", -1, "hold: measured", numbers), 0.0)
         scene.deliver((1, step_report(step, step_s=2.5, wait_s=0.5, train_nodes=1)))
         if step == 4:
             scene.coordinator._write_status()

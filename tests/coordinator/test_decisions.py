@@ -6,32 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
-from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.coordinator.decisions import DecisionLog
 from libra_hpc.facts.columns import as_json
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.policies.control.decide import MoveOutcome, Planner
 from libra_hpc.protocol.plan import Candidate, PlanDecision
 from tests.facts import synthetic
-from tests.policies.control.plant import Holds
 
 MOVE = PlanDecision(
     "to_train",
     4,
     "to_train: moving node 4",
-    {"batch_s": 2.0, "after_s": 1.5},
+    {"train_nodes": 1.0, "batch_s": 2.0, "after_s": 1.5},
     (4, 5),
     (Candidate(3, 1, 1.5, 1.2, 1.5, 90.0, 20.0),),
-    ("imbalance",),
+    ("drift",),
 )
 
 
 class Scene:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self.planner = Planner(PlannerSection(), Holds())
-        self.log = DecisionLog(self.planner, lambda kind, **fields: self.events.append({"kind": kind, **fields}))
+        self.log = DecisionLog(lambda kind, **fields: self.events.append({"kind": kind, **fields}))
 
     def hold(self, reason: str, now: float) -> None:
         self.log.add(PlanDecision("hold", -1, reason, {}), now)
@@ -61,25 +58,33 @@ def test_a_move_carries_inputs_candidates_and_predicted_gain() -> None:
     assert (event["action"], event["nodes"], event["triggers"], event["predicted_gain_s"]) == (
         "to_train",
         [4, 5],
-        ["imbalance"],
+        ["drift"],
         0.5,
     )
-    assert event["numbers"] == {"batch_s": 2.0, "after_s": 1.5}
+    assert event["numbers"] == MOVE.numbers
     assert event["candidates"][0]["gain_s"] == 90.0
     scene.log.add(MOVE, 9.0)
     assert scene.kinds() == ["decision", "decision"], "every move is an event of its own"
 
 
-def test_what_a_move_brought_follows_once() -> None:
-    scene = Scene()
-    scene.log.add(MOVE, 7.0)
-    scene.planner.outcomes.append(MoveOutcome(30.0, "to_train", 4, 0.5, 0.3, 2))
-    scene.hold("hold: fine", 31.0)
-    scene.hold("hold: fine", 32.0)
-    judged = [event for event in scene.events if event["kind"] == "move_judged"]
-    assert [(e["rank"], e["to"], e["predicted_gain_s"], e["realised_gain_s"], e["nodes"]) for e in judged] == [
-        (4, "train", 0.5, 0.3, 2)
-    ]
+def test_what_a_move_brought_follows_once_it_is_measured_with_the_same_work() -> None:
+    for nodes, triggers, judged in ((3.0, (), [0.3]), (3.0, ("drift",), []), (2.0, (), []), (1.0, (), [])):
+        scene = Scene()
+        scene.log.add(MOVE, 7.0)
+        scene.hold("hold: node 4 is in state to_train", 8.0)
+        measured = PlanDecision("hold", -1, "hold: fine", {"train_nodes": nodes, "batch_s": 1.7}, triggers=triggers)
+        scene.log.add(measured, 31.0)
+        scene.log.add(measured, 32.0)
+        found = [event for event in scene.events if event["kind"] == "move_judged"]
+        assert [event["realised_gain_s"] for event in found] == pytest.approx(judged)
+        for event in found:
+            assert [event[key] for key in ("at", "rank", "to", "predicted_gain_s", "nodes")] == [
+                31.0,
+                4,
+                "train",
+                0.5,
+                2,
+            ]
 
 
 def test_the_status_carries_the_last_decision_with_its_candidates(tmp_path: Path) -> None:

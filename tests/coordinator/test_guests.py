@@ -120,5 +120,5 @@ def test_windows_of_the_planner_count_while_guests_come_and_go(tmp_path: Path) -
         assert scene.coordinator.nodes.receivers == nodes
         report = RolloutReport(generated_tokens=100 * second, guest_tokens=1000 * second, buckets=((1, 1, 0, 0, 0.0),))
         seen.on_rollout(report, nodes, 10.0 + second)
-    assert [window.generated_tokens for window in seen.windows] == [100, 100, 100]
+    assert [window.generated for window in seen.windows] == [100, 100, 100]
     assert seen.tokens() == (3300, 0)

@@ -21,7 +21,7 @@ def test_the_busy_share_is_that_of_all_engines_of_all_nodes() -> None:
     seen.on_rollout(report(0.0, 0), (3, 4), 10.0)
     seen.on_rollout(report(4.8, 900), (3, 4), 12.0)
     (window,) = seen.windows
-    assert (window.nodes, window.seconds, window.generated_tokens) == (2, 2.0, 900)
+    assert (window.seconds, window.generated) == (2.0, 900)
     assert window.busy == pytest.approx(4.8 / (2.0 * 6)), "six engines on two nodes"
 
 
@@ -31,6 +31,16 @@ def test_guests_count_as_own_nodes_by_their_gpus_and_their_share_of_the_time() -
         seen.on_rollout(replace(report(0.0, 0), lent_gpus=lent), (3, 4), second)
     # Two nodes have four engines with TP 2 and two with TP 4.
     assert [window.lent for window in seen.windows] == [0.0, 1.0]
+
+
+def test_lenders_that_flap_are_not_counted_on() -> None:
+    seen = Observations()
+    for second in range(240):
+        guests = 8.0 * ((second < 120 and second % 4 < 3) or second >= 120)
+        seen.on_rollout(replace(report(0.0, 0), lent_gpus=guests), (3, 4), float(second))
+        if second == 119:
+            assert seen.lent() == 0.0
+    assert seen.lent() == 1.0
 
 
 def test_the_planner_sees_prompts_and_groups_under_way() -> None:
@@ -44,11 +54,11 @@ def test_the_planner_sees_prompts_and_groups_under_way() -> None:
     (trajectory,) = snapshot.trajectories
     assert (trajectory.generated, trajectory.context, trajectory.group, trajectory.prompt) == (90, 140, 7, 50)
     assert snapshot.groups == (GroupFact(8, 60, 1, 3, 200),)
-    assert (snapshot.sampled_groups, snapshot.sampled) == (1.0, 16.0)
+    assert snapshot.sampled_groups == 1.0
     times = {"step_s": 1.0, "wait_s": 0.0}
     for replaced in (0.0, 4.0):
         seen.on_step({"trajectories": 16, "replaced_groups": replaced, **times}, 24.0)
-    assert seen.snapshot((), 4, 4, 1, 100).sampled == 24.0, "two groups more a step"
+    assert seen.snapshot((), 4, 4, 1, 100).sampled_groups == 1.5, "two groups more a step"
 
 
 def test_a_batch_between_two_reports_has_the_speed_of_its_own_step() -> None:

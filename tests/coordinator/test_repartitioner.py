@@ -16,7 +16,7 @@ from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.files import write_once
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.policies.control.repartition_choice import EVERY_S
+from libra_hpc.policies.control.layout_choice import EVERY_S
 from libra_hpc.protocol.agents import Welcome
 from libra_hpc.protocol.layout_order import LONGEST, encode_order, new_order
 from libra_hpc.protocol.plan import PlanDecision

@@ -37,7 +37,7 @@ def question(eta: int = 1, prompts: int = 8, nodes: int = 4, **sections: dict[st
 def seconds(asked: PlanRequest, plan: RunPlan, *, rounds: int = FINAL_ROUNDS, most_s: float = math.inf) -> Played:
     """A play of the plan, of batches that the search plays."""
     engines, settings = scene(asked, asked.layouts(), plan)
-    size, group = asked.batch.trajectories, asked.options.group
+    size, group = asked.batch.trajectories, asked.group
     work = asked.work.batch(batches_of(rounds, settings) * size, group, rounds)
     return play(work, engines, asked.policy, settings, most_s=most_s)
 
@@ -65,7 +65,7 @@ def test_no_play_is_faster_than_its_bound(eta: int) -> None:
     asked = question(eta)
     space = asked.layouts()
     size = asked.batch.trajectories
-    bound = Bound(asked.work.batch(8 * size, asked.options.group, 0), size, asked.options.max_num_seqs)
+    bound = Bound(asked.work.batch(8 * size, asked.group, 0), size, asked.max_num_seqs)
     for plan in space.plans([4], 0):
         work_s, alone_s = bound.rollout_s([(space.steps_of(0, one.tp), one.replicas) for one in plan.engines])
         assert max(work_s, alone_s / (eta + 1)) < 1.05 * seconds(asked, plan, rounds=8).batch_s

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from libra_hpc.planning.live import player_setup
 from libra_hpc.planning.live_child import PlayerProcess
 from libra_hpc.protocol.engine_state import StepCosts
 from libra_hpc.protocol.plan import NodeFact, PlanDecision, PlanSnapshot, TrainStepFact, TrajectoryFact
@@ -21,7 +20,7 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def player() -> Iterator[PlayerProcess]:
-    made = PlayerProcess(player_setup(_config(planner={"min_dwell_s": 0.0, "switch_cost_s": 1.0})))
+    made = PlayerProcess(_config(planner={"min_dwell_s": 0.0, "switch_cost_s": 1.0}))
     yield made
     made.close()
 
@@ -31,7 +30,7 @@ def slow_training(steps: int) -> PlanSnapshot:
     done = tuple(
         TrajectoryFact(i, 100.0 * (i // 32), 64, 128, 1, 0.0, group=i // 4, prompt=64) for i in range(32 * steps)
     )
-    trained = tuple(TrainStepFact(100.0 * (i + 1), 4096, 2048, nodes=2, seconds=99.0) for i in range(steps))
+    trained = tuple(TrainStepFact(100.0 * (i + 1), 4096, nodes=2, seconds=99.0) for i in range(steps))
     kinds = (("train", "train"),) * 2 + (("hybrid", "rollout"),) * 2 + (("rollout", "rollout"),) * 2
     return replace(
         NOTHING,

@@ -17,7 +17,6 @@ from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.train_speed import TrainSpeed, save_speed
-from libra_hpc.planning.request import request
 from libra_hpc.planning.scaling_curve import ScalingPoint, knee, steps
 from libra_hpc.policies.search.layout_space import LayoutSpace
 from libra_hpc.policies.search.run_plan import DevicePool
@@ -234,7 +233,7 @@ def test_a_measured_training_speed_replaces_the_assumed_one(call: Call, tmp_path
     assert re.search(r"training speed is assumed \(\d+% MFU; .*\); at half of it: \d\+\d, [\d.]+ s a batch", assumed)
     plain, measured = call.json(), call.json("--train-speed", "speed.json")
     assert measured["half_mfu"] is None
-    assert measured["request"]["factors"]["train"] == 2.0
+    assert measured["request"]["train_factor"] == 2.0
     assert measured["plans"][0]["train"] == plain["half_mfu"]["train"], "factor 2 is half of the MFU"
     assert "measured on h200; valid: one of a800" in call.refused("--train-speed", "other.json")
 
@@ -257,9 +256,12 @@ def test_a_run_says_how_fast_its_training_was_and_what_new_weights_took(call: Ca
     assert "new weights (assumed, 3% changed): " in call.shown()
 
 
-@pytest.mark.parametrize(("after", "updates"), [("recompute", 1), ("keep", 0)])
-def test_kept_kv_caches_are_not_computed_again(after: str, updates: int) -> None:
-    assert request(validate(run_file(rollout={"kv_after_update": after}))).options.updates == updates
+def test_kept_kv_caches_are_not_computed_again(call: Call) -> None:
+    kept, dropped = (
+        call.json("-o", "algorithm.eta=1", "-o", f"rollout.kv_after_update={after}")["plans"][0]["rollout_s"]
+        for after in ("keep", "recompute")
+    )
+    assert kept < dropped
 
 
 def test_the_model_of_the_command_is_also_that_of_an_automatic_split(call: Call, tmp_path: Path) -> None:

@@ -18,3 +18,8 @@ def switch_cost(settings: PlannerSection, direction: Direction, snapshot: PlanSn
     """Seconds of a move as measured, before that ``switch_cost_s``; nodes that move together take as long as one."""
     seen = [s.seconds for s in snapshot.switches if s.direction == direction][-SWITCHES:]
     return median(seen) if seen else settings.switch_cost_s
+
+
+def pair_of_switches(settings: PlannerSection, snapshot: PlanSnapshot) -> float:
+    """Seconds to training and back."""
+    return switch_cost(settings, "to_train", snapshot) + switch_cost(settings, "to_rollout", snapshot)

@@ -23,9 +23,8 @@ from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.models.train_seconds import TrainCost
 from libra_hpc.models.update_time import NO_UPDATE, UpdateTime
-from libra_hpc.policies.costs.factors import NONE, Factors
-from libra_hpc.policies.costs.lengths import BatchWork
 
+from .batch_work import BatchWork
 from .run_plan import DevicePool, InTurn, PoolEngines, RunPlan
 from .train_layout import NO_HYBRID, Excluded, Hybrid, TrainChoice, TrainSearch, TrainSpace
 
@@ -44,8 +43,9 @@ class EngineKind(NamedTuple):
 class LayoutSpace:
     """All layouts of one model and batch that fit.
 
-    ``group``: trajectories of a prompt. ``longest``: tokens that every engine must hold. ``degrees``: of rollout. The
-    core fits without hybrid nodes, and a hybrid node by itself. With ``hosts``, each node has enough host memory.
+    ``group``: trajectories of a prompt. ``longest``: tokens that every engine must hold. ``train_factor``: measured
+    over counted seconds. ``degrees``: of rollout. The core fits without hybrid nodes, and a hybrid node by itself. With
+    ``hosts``, each node has enough host memory.
     ``update``: of one training process, and of an engine of one GPU. ``in_turn``: ways in which nodes may serve both
     stages.
     """
@@ -59,7 +59,7 @@ class LayoutSpace:
         group: int = 1,
         longest: int = 0,
         space: TrainSpace = TrainSpace(),  # noqa: B008
-        factors: Factors = NONE,
+        train_factor: float = 1.0,
         degrees: Sequence[int] = ROLLOUT_TP,
         hybrid: Hybrid = NO_HYBRID,
         hosts: HostUse = HostUse(),  # noqa: B008
@@ -70,12 +70,10 @@ class LayoutSpace:
         self._pools, self._batch, self._hybrid, self._in_turn = list(pools), batch, hybrid, in_turn
         self._shape, self._hosts, self._update, self._group = shape, hosts, update, group
         self._train = [
-            TrainSearch(
-                TrainCost(shape, p.device, p.node_devices, batch.training, factors.train), p.node_devices, space
-            )
+            TrainSearch(TrainCost(shape, p.device, p.node_devices, batch.training, train_factor), p.node_devices, space)
             for p in pools
         ]
-        need = max(longest, batch.lengths.longest_context)
+        need = max(longest, batch.longest)
         self.kinds = [
             EngineKind(i, found, _cache_limit(found.kv_capacity, need))
             for i, p in enumerate(pools)
@@ -198,9 +196,7 @@ class LayoutSpace:
                 if nearest
                 else "no TP divides both the node and the model"
             )
-            return UserError(
-                f"No rollout layout holds trajectories of {self._batch.lengths.longest_context:,} tokens; {why}."
-            )
+            return UserError(f"No rollout layout holds trajectories of {self._batch.longest:,} tokens; {why}.")
         options = self._impossible_cores(have)
         if not options:
             return UserError("No training layout divides both the model and the nodes, hybrid ones among them.")

@@ -10,45 +10,25 @@ from statistics import fmean
 from typing import Any
 
 from libra_hpc.config.rollout import PlannerSection
-from libra_hpc.policies.control.decide import Planner
-from libra_hpc.policies.control.player import Player, PlayWork
-from libra_hpc.policies.control.stage_times import Estimate, Split, Times
+from libra_hpc.policies.control.player import Player
+from libra_hpc.policies.control.plays import PlayWork, State
 from libra_hpc.protocol.engine_state import StepCosts
 from libra_hpc.protocol.plan import (
     NodeFact,
     PlanDecision,
     PlanSnapshot,
-    QueueFact,
-    RolloutWindowFact,
     SpotFact,
     SwitchFact,
     TrainStepFact,
     TrajectoryFact,
 )
 
-
-class Holds:
-    """A mover that moves nothing."""
-
-    def decide(self, snapshot: PlanSnapshot, now: float) -> PlanDecision:
-        return PlanDecision("hold", -1, "hold: as the test has it", {})
-
-
 Shape = Callable[[int, float, float], tuple[float, float]]
 """(training nodes, rollout nodes, mean length) -> true seconds per batch of (train, rollout)."""
 
 
 NOTHING = PlanSnapshot(
-    nodes=(),
-    steps=(),
-    windows=(),
-    trajectories=(),
-    switches=(),
-    queue=QueueFact(0, 0, 0.0, 0.0),
-    prompts_per_step=64,
-    group_size=8,
-    eta=1,
-    steps_left=100,
+    nodes=(), steps=(), trajectories=(), switches=(), prompts_per_step=64, group_size=8, eta=1, steps_left=100
 )
 """A snapshot before anything was measured."""
 
@@ -83,20 +63,18 @@ class Plant:
         hybrids = [NodeFact(rank, "hybrid", role, 0.0) for rank, role in enumerate(roles, 3)]
         self.nodes = [NodeFact(1, "train", "train", 0.0), NodeFact(2, "rollout", "rollout", 0.0), *hybrids]
         self.steps: list[TrainStepFact] = []
-        self.windows: list[RolloutWindowFact] = []
         self.done: list[TrajectoryFact] = []
         self.switches: list[SwitchFact] = []
         self.ordered: list[tuple[float, int]] = []
         """(time, node) of every move."""
         self.moving: list[tuple[int, str, float]] = []
-        self.waits: list[tuple[float, float]] = []
 
     @property
     def moves(self) -> list[str]:
         """Directions of all moves, in order."""
         return [d.action for d in self.decisions if d.action != "hold"]
 
-    def run(self, batches: int, planner: Planner, interval: float = 5.0) -> None:
+    def run(self, batches: int, planner: Player, interval: float = 5.0) -> None:
         """Train ``batches`` batches; the planner decides every ``interval`` seconds of the plant's time."""
         next_at = self.now + interval
         for number in range(batches):
@@ -105,7 +83,7 @@ class Plant:
                 next_at = self.now + interval
                 self.evaluate(planner, batches - number - 1)
 
-    def evaluate(self, planner: Planner, steps_left: int = 500) -> PlanDecision:
+    def evaluate(self, planner: Player, steps_left: int = 500) -> PlanDecision:
         """Let the planner decide, and begin what it decided."""
         decision = planner.decide(self.snapshot(steps_left), self.now)
         self.decisions.append(decision)
@@ -115,35 +93,31 @@ class Plant:
             self._role(node, decision.action)
         return decision
 
-    def planner(self, settings: PlannerSection | None = None, **more: Any) -> Planner:
+    def planner(self, settings: PlannerSection | None = None, **more: Any) -> Player:
         """A planner whose plays are the truth, without its noise."""
-        settings = settings or SETTINGS
-        return Planner(settings, Player(settings, self.play), **more)
+        return Player(settings or SETTINGS, self.play, **more)
 
-    def play(self, work: PlayWork, train: int, rollout: int) -> tuple[float, float]:
+    def play(self, work: PlayWork, state: State) -> tuple[float, float]:
         """Seconds of a batch and of its rollout."""
         mean = fmean(record.generated for record in work.records)
-        train_s, rollout_s = (self.believed or self.shape)(train, rollout, mean)
+        train_s, rollout_s = (self.believed or self.shape)(state.train, state.rollout + state.lent, mean)
         tokens = round(3 * mean * self.group * work.groups)
-        train_s *= work.train_seconds(tokens, train) / train_s if self.believed else 1.0
+        train_s *= work.train_seconds(tokens, state.train) / train_s if self.believed else 1.0
         return train_s + rollout_s if self.eta == 0 else max(train_s, rollout_s), rollout_s
 
     def snapshot(self, steps_left: int) -> PlanSnapshot:
         """The planner's snapshot."""
-        recent = self.waits[-10:] or [(0.0, 0.0)]
-        queue = QueueFact(0, 0, sum(w for w, _ in recent) / len(recent), sum(g for _, g in recent) / len(recent))
         return PlanSnapshot(
             nodes=tuple(self.nodes),
             steps=tuple(self.steps[-100:]),
-            windows=tuple(self.windows[-100:]),
             trajectories=tuple(self.done[-2048:]),
             switches=tuple(self.switches),
-            queue=queue,
             prompts_per_step=self.prompts,
             group_size=self.group,
             eta=self.eta,
             steps_left=steps_left,
             spot=self.spot,
+            lent=self.lent,
             step_costs=(StepCosts(1, 1 << 20, 0.01, 0.0, 0.0),),
         )
 
@@ -173,11 +147,7 @@ class Plant:
         self.now += period
         self.batch_times.append(period)
         tokens = sum(lengths)
-        self.steps.append(TrainStepFact(self.now, 3 * tokens, tokens, nodes=train, seconds=train_s))
-        own = round(tokens * rollout / (rollout + self.lent))
-        work = {"generated_tokens": own, "prefilled_tokens": 2 * own, "busy": rollout_s / period, "lent": self.lent}
-        self.windows.append(RolloutWindowFact(self.now, period, rollout, **work))  # type: ignore[arg-type]
-        self.waits.append((1.0 - train_s / period, 1.0 - rollout_s / period))
+        self.steps.append(TrainStepFact(self.now, 3 * tokens, nodes=train, seconds=train_s))
         for generated in lengths:
             index, turns = len(self.done), 1 + generated // 20
             group = index // self.group
@@ -198,15 +168,6 @@ def ideal(train_s: float, rollout_s: float, length: float = 50.0) -> Shape:
 
 
 SETTINGS = PlannerSection(switch_cost_s=5.0, min_dwell_s=10.0)
-
-
-def exact(
-    split: Split, train: float, rollout: float, tokens: tuple[float, float] = (1.0, 1.0), **more: Any
-) -> Estimate:
-    """An estimate without errors, with ``tokens`` a batch in training and in rollout."""
-    plain = {"train_error": 0.0, "rollout_error": 0.0, "fixed": 0.0, "straggler": 0.0}
-    sizes = {"train_tokens": tokens[0], "rollout_tokens": tokens[1]}
-    return Estimate(split, Times(train, rollout, 1), **{**plain, **sizes, **more})
 
 
 def trajectory(index: int, kind: tuple[int, int], group: int, at: float = 0.0) -> TrajectoryFact:

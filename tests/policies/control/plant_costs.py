@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from statistics import NormalDist
+
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.shapes import ModelShape, model_shape
-from libra_hpc.policies.costs.lengths import BatchWork, TrajectoryLengths, lognormal, sketch
-from libra_hpc.policies.costs.rollout_time import ReplicaCost, RolloutOptions
-from libra_hpc.policies.search.rollout_layout import ReplicaClass
+from libra_hpc.policies.search.batch_work import BatchWork
 
 A800 = device("a800")
 QWEN = model_shape("qwen3-14b")
+SAMPLE, BESIDE = 512, 2800
+"""Trajectories of `agentic`, and their tokens that are not generated."""
 
 
 class FakeSteps:
@@ -44,22 +47,9 @@ def fake(device: Device, shape: ModelShape, tp: int) -> FakeSteps:
     return FakeSteps(tp, capacity=60_000 * tp, fixed=0.02, each=2e-4, kv=1e-7, new=1e-4)
 
 
-def one_turn(*generated: int, prompt: int = 10) -> list[TrajectoryLengths]:
-    """Trajectories of a single turn."""
-    return [TrajectoryLengths(n, prompt + n, prompt) for n in generated]
-
-
-def batch_of(*generated: int, eta: int = 0, prompt: int = 10) -> BatchWork:
-    """A global batch of exactly these trajectories, each in its own bin (up to sixteen)."""
-    return BatchWork(len(generated), sketch(one_turn(*generated, prompt=prompt), len(generated)), eta)
-
-
 def agentic(trajectories: int = 512, eta: int = 1, generated: float = 4000.0, longest: int = 32768) -> BatchWork:
     """Many turns, heavy tail; with eta = 0 two minibatches, so that nothing is trained beside rollout."""
-    made = lognormal(generated=generated, sigma=1.0, prompt=1000, turns=10, new_tokens=200, tool_s=1.0, longest=longest)
-    return BatchWork(trajectories, sketch(made, trajectories), eta, minibatches=1 if eta else 2)
-
-
-def costs(batch: BatchWork, *steps: FakeSteps, options: RolloutOptions = RolloutOptions()) -> list[ReplicaClass]:  # noqa: B008
-    """One class of one pool per step table."""
-    return [ReplicaClass(0, ReplicaCost(s, batch, options)) for s in steps]
+    quantiles = (NormalDist().inv_cdf((i + 0.5) / SAMPLE) for i in range(SAMPLE))
+    lengths = (min(longest - BESIDE, max(1, round(generated * math.exp(z - 0.5)))) for z in quantiles)
+    sample = tuple((BESIDE + length, length) for length in lengths)
+    return BatchWork(trajectories, sample, eta, minibatches=1 if eta else 2)

@@ -8,13 +8,15 @@ import pytest
 from msgspec.structs import replace
 
 from libra_hpc.config.rollout import PlannerSection
-from libra_hpc.policies.control.decide import Planner
-from libra_hpc.policies.control.within_step import BOTH, DIRECTIONS, TAIL, Rest, StepMoves, moves_within_step
-from libra_hpc.protocol.plan import NodeFact, PlanDecision, RolloutWindowFact, SwitchFact, TrainStepFact, TrajectoryFact
+from libra_hpc.policies.control.player import Player
+from libra_hpc.policies.control.plays import BOTH, PlayWork, State
+from libra_hpc.policies.control.within_step import TAIL, Rest, StepMoves, moves_within_step
+from libra_hpc.protocol.plan import NodeFact, PlanDecision, SwitchFact, TrainStepFact, TrajectoryFact
 
 from .plant import Plant, ideal
 
 TOKENS = 100
+DIRECTIONS = ("to_train", "to_rollout")
 
 
 def nodes(train: int, hybrid: str, rollout: int, count: int = 4, unit: int = 1, core: str = "") -> tuple[NodeFact, ...]:
@@ -47,32 +49,45 @@ class SharingRun(Plant):
         """Share of training beside rollout, where nodes do not share."""
         self.mine = self.planner_of(10.0)
 
-    def planner_of(self, switch_cost_s: float) -> Planner:
+    def planner_of(self, switch_cost_s: float) -> Player:
         return self.planner(PlannerSection(switch_cost_s=switch_cost_s, min_dwell_s=0.0, time_sharing="auto"))
+
+    def play(self, work: PlayWork, state: State) -> tuple[float, float]:
+        train_s, rollout_s = self.train_s / state.train, self.rollout_s / state.rollout
+        return rollout_s + train_s * (1.0 - (0.0 if state.in_turn else self.ahead)), rollout_s
 
     def batch(self) -> None:
         sharing = sum(node.role == BOTH for node in self.nodes)
         train, rollout = (sum(n.role in (stage, BOTH) for n in self.nodes) for stage in ("train", "rollout"))
-        spent = self.rollout_s / rollout
-        self.windows.append(RolloutWindowFact(self.now + spent, spent, rollout, 64 * TOKENS, 0, busy=1.0))
-        self.done += [TrajectoryFact(len(self.done) + i, self.now + spent, TOKENS, TOKENS, 1) for i in range(64)]
+        spent, first = self.rollout_s / rollout, len(self.done)
+        self.done += [
+            TrajectoryFact(first + i, self.now + spent, TOKENS, TOKENS, 1, group=(first + i) // self.group)
+            for i in range(64)
+        ]
         if sharing and self.switch_s:
-            for direction, seconds in zip(("to_train", "to_rollout"), self.switch_s, strict=True):
+            for direction, seconds in zip(DIRECTIONS, self.switch_s, strict=True):
                 self.switches += [SwitchFact(self.now + 1.0, direction, seconds)] * sharing
             spent += sum(self.switch_s)
         train_s = self.train_s / train
-        ahead_s = 0.0 if sharing else self.ahead * train_s
-        self.now += spent + train_s - ahead_s + self.lost_s
-        self.steps.append(TrainStepFact(self.now, 64 * TOKENS, 64 * TOKENS, train, train_s, ahead_s=ahead_s))
+        self.now += spent + train_s * (1.0 - (0.0 if sharing else self.ahead)) + self.lost_s
+        self.steps.append(TrainStepFact(self.now, 64 * TOKENS, train, train_s))
 
     def measured(self, count: int) -> PlanDecision:
-        """The decision after the first batches."""
+        """The decision after the first batches, confirmed by another one."""
         self.decide()  # the split begins
         self.batches(count)
-        return self.decide()
+        return self.confirmed()
+
+    def confirmed(self) -> PlanDecision:
+        """What is decided now, or after another batch, where that must confirm it."""
+        decision = self.decide()
+        if "must confirm" in decision.reason:
+            self.batches(1)
+            decision = self.decide()
+        return decision
 
     def decide(self) -> PlanDecision:
-        return self.mine.decide(self.snapshot(100), self.now)
+        return self.mine.decide(self.snapshot(1000 - len(self.steps)), self.now)
 
 
 def share(run: SharingRun, core: str = "") -> PlanDecision:
@@ -81,6 +96,7 @@ def share(run: SharingRun, core: str = "") -> PlanDecision:
     assert decision.action == "time_share"
     train = sum(node.component == "train" for node in run.nodes)
     run.nodes = nodes(train, BOTH, sum(node.component == "rollout" for node in run.nodes), core=core)
+    run.decide()  # time-sharing begins
     return decision
 
 
@@ -93,11 +109,12 @@ def test_cheap_switches_let_all_hybrid_nodes_serve_both_stages(train: int) -> No
     assert decision.numbers["shared_s"] == pytest.approx(shared)
     assert decision.nodes == tuple(range(train, train + 4))
     run.switch_s = 5.0, 5.0
+    run.batches(1)
+    assert run.decide().reason.startswith("hold: 1 of 2 steps")
     for _ in range(6):
         run.batches(1)
         assert run.decide().reason.startswith("hold: time-sharing")
     assert run.decide().numbers["shared_s"] == pytest.approx(shared - 10.0)
-    assert not run.mine.outcomes, "no move of the hour, none to be judged"
 
 
 def test_what_is_trained_beside_rollout_counts_for_the_split_alone() -> None:
@@ -117,7 +134,7 @@ def test_a_core_that_rolls_out_counts_in_both_stages_and_goes_back_to_training_a
     assert decision.nodes == (1, 2, 3, 4, 0)
     run.switch_s = 120.0, 120.0
     run.batches(2)
-    decision = run.decide()
+    decision = run.confirmed()
     assert (decision.action, decision.nodes) == ("split", (1, 2, 0))
 
 
@@ -140,14 +157,12 @@ def test_measured_switches_decide_and_dear_ones_keep_the_split(
     assert shares or actions[0] in ("hold", "to_train"), "the best split has three nodes of each stage"
 
 
-def test_dear_switches_end_it_after_two_batches_and_for_good() -> None:
+def test_dear_switches_end_it_for_good() -> None:
     run = SharingRun(nodes(1, "rollout", 1))
     share(run)
     run.switch_s = 120.0, 60.0
-    run.batches(1)
-    assert run.decide().action == "hold", "the first one started training processes"
-    run.batches(1)
-    decision = run.decide()
+    run.batches(2)
+    decision = run.confirmed()
     assert (decision.action, decision.nodes) == ("split", (1, 2)), "of three training and three rollout nodes"
     run.nodes = tuple(
         replace(n, role="train" if n.rank in (1, 2) else "rollout", since=run.now) if n.component == "hybrid" else n
@@ -163,7 +178,7 @@ def test_batches_that_are_slower_than_predicted_end_it_until_the_work_changes() 
     share(run)
     run.switch_s, run.lost_s = (5.0, 5.0), 200.0
     run.batches(6)
-    assert run.decide().action == "split"
+    assert run.confirmed().action == "split"
     run.nodes, run.lost_s = nodes(1, "rollout", 1), 0.0
     for _ in range(4):
         run.batches(3)

@@ -2,66 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from libra_hpc.models.devices import device
 from libra_hpc.models.memory import memory_limit
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.train_seconds import TrainCost
-from libra_hpc.policies.costs.lengths import BatchWork
 from libra_hpc.policies.search import train_layout
 from libra_hpc.policies.search.layout_space import LayoutSpace
-from libra_hpc.policies.search.rollout_layout import ReplicaClass, assign
 from libra_hpc.policies.search.run_plan import DevicePool
 from libra_hpc.policies.search.train_layout import ROUNDING, Hybrid, TrainSearch
-from tests.policies.control.plant_costs import A800, QWEN, FakeSteps, agentic, batch_of, costs, fake
-
-
-def cuts(classes: Sequence[ReplicaClass], chosen: Sequence[int], bins: int) -> float:
-    """Least seconds over every way to cut the lengths, longest to the fastest class."""
-    able = sorted(
-        (i for i in range(len(classes)) if chosen[i]), key=lambda i: (classes[i].replica.latency, classes[i].tp)
-    )
-    best = math.inf
-    for inner in itertools.combinations_with_replacement(range(bins + 1), len(able) - 1):
-        edges = [bins, *reversed(inner), 0]
-        parts = [
-            classes[i].replica.time(low, high - 1, chosen[i])
-            for i, high, low in zip(able, edges, edges[1:], strict=False)
-            if high > low
-        ]
-        best = min(best, max(parts))
-    return best
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> BatchWork:
-    """Up to six trajectories."""
-    return batch_of(*draw(st.lists(st.integers(1, 20_000), min_size=1, max_size=6)), eta=draw(st.integers(0, 1)))
-
-
-Term = tuple[float, float, float, float]
-terms = st.tuples(st.floats(0.001, 0.05), st.floats(0.0, 0.01), st.floats(0.0, 1e-6), st.floats(0.1, 1.0))
-
-
-@settings(max_examples=40)
-@given(batches(), terms, st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)))
-def test_given_counts_are_cut_in_the_best_places(batch: BatchWork, term: Term, chosen: tuple[int, int, int]) -> None:
-    fixed, each, kv, scaling = term
-    named = {"fixed": fixed, "each": each, "kv": kv, "new": 1e-5, "scaling": scaling}
-    classes = costs(batch, *(FakeSteps(tp=tp, capacity=10**7 * tp, **named) for tp in (1, 2, 4)))
-    bins = len(batch.lengths.bins)
-    found = assign(classes, chosen, bins)
-    assert (found is None) is (not any(chosen))
-    if found is not None:
-        assert found.seconds == pytest.approx(cuts(classes, chosen, bins))
+from tests.policies.control.plant_costs import A800, QWEN, FakeSteps, agentic, fake
 
 
 @pytest.mark.parametrize("nodes", [1, 3, 6])

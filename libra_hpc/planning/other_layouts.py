@@ -1,0 +1,104 @@
+"""Layouts of all nodes of a running job: what `plan` finds for the coming work, on what the run has measured.
+
+- Training: the counted seconds, times measured over counted ones of the present layout.
+- Engines: the run's own step times, scaled to other TP degrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from msgspec.structs import replace
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.config.train_world import elastic_world
+from libra_hpc.errors import UserError
+from libra_hpc.models.devices import Device
+from libra_hpc.models.memory import RECOMPUTE
+from libra_hpc.models.shapes import ModelShape
+from libra_hpc.models.step_times.lookup import StepLookup
+from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.models.train_seconds import HybridWorlds, TrainCost
+from libra_hpc.policies.control.layout_choice import OtherLayout
+from libra_hpc.policies.control.plays import PlayWork, Seconds
+from libra_hpc.policies.search.batch_work import sample_of
+from libra_hpc.policies.search.run_plan import DevicePool, RunPlan
+
+from .best_plan import best_plans
+from .initial import hybrid_of, interchangeable, run_file_values
+from .live_play import MeasuredStepTimes, costs_of
+from .measured_train_speed import core_layout
+from .request import as_planned, request
+from .work import Assumed, Work
+
+
+class OtherLayouts:
+    """Layouts for a work; ``degrees``: TP of the run's engines.
+
+    Raises `UserError` for unknown hardware or models, and where nodes of two kinds cannot change places.
+    """
+
+    def __init__(self, config: RunConfig, table: StepLookup, degrees: Set[int]) -> None:
+        # Lengths come from the run itself, not from the file of its plan.
+        planned = as_planned(config).changed(planner={"trace": ""})
+        asked = request(planned)
+        if len(asked.pools) > 1:
+            raise UserError("The nodes are of two kinds: they cannot change places.")
+        self._config, self._table, self._degrees = config, table, degrees
+        self._pool, self._core, self._own = asked.pools[0], core_layout(planned), elastic_world(planned)
+        # All values of recompute are searched: a resolved configuration does not show whether the user chose one.
+        space = replace(asked.space, recompute=RECOMPUTE)
+        self._asked = replace(asked, space=space, hybrid=hybrid_of(config, asked.pools))
+        parts = config.components
+        self._alike = interchangeable(parts.train, parts.hybrid, parts.rollout)
+        for tp in degrees:
+            table(self._pool.device, asked.shape, tp)
+
+    def __call__(self, work: PlayWork, train: int, train_s: float) -> list[OtherLayout]:
+        """The best layouts; ``train`` nodes take ``train_s`` for a batch. Raises `UserError` where nothing fits."""
+        asked = self._asked
+        batch = replace(asked.batch, trajectories=work.groups * asked.group, sample=sample_of(work.records))
+        played = Work(tuple(work.records), Assumed(), asked.max_model_len)
+        pool, core = self._pool, self._config.components.train.nodes
+        worlds = HybridWorlds(max(0, train - core) // self._own.nodes, self._own.dp)
+        counted = TrainCost(asked.shape, pool.device, pool.node_devices, batch.training)
+        factor = train_s / counted.time(self._core, worlds).total
+        asked = replace(asked, batch=batch, work=played, train_factor=factor)
+        found = best_plans(asked, lambda device, shape, tp: self._steps(device, shape, tp, work))
+        return [self._layout(plan) for plan in found.plans]
+
+    def _steps(self, device: Device, shape: ModelShape, tp: int, work: PlayWork) -> StepTimes:
+        """Step times of another degree: measured costs, scaled; the KV capacity as the table has it."""
+        measured = min(work.costs, key=lambda one: max(one.tp / tp, tp / one.tp))
+        kv_tokens = measured.kv_tokens
+        if measured.tp != tp:
+            here, there = (self._table(device, shape, degree).kv_capacity for degree in (measured.tp, tp))
+            kv_tokens = round(kv_tokens * there / here)
+        return MeasuredStepTimes(replace(costs_of(tp, work.costs), kv_tokens=kv_tokens))
+
+    def _layout(self, plan: RunPlan) -> OtherLayout:
+        layout, (engines,) = plan.train.layout, plan.engines
+        changes: dict[str, Any] = {}
+        if self._alike:
+            # The plan's memory check assumed these two values.
+            memory = {"train.micro_tokens": layout.micro_tokens, "train.recompute": layout.recompute}
+            chosen = run_file_values(self._config, (self._pool,), plan, True)
+            changes = {**chosen, **memory, "planner.hybrid_start": "rollout"}
+        return OtherLayout(
+            train=plan.nodes,
+            rollout=self._pool.nodes - plan.nodes,
+            seconds=Seconds(plan.train.time.total, plan.rollout_s, plan.seconds),
+            words=describe(plan, self._pool),
+            changes=changes,
+            same_engines=engines.tp in self._degrees,
+        )
+
+
+def describe(plan: RunPlan, pool: DevicePool) -> str:
+    """A plan in words: nodes, training layout, rollout engines."""
+    engines = ", ".join(f"{s.replicas}xTP{s.tp}" for s in plan.engines)
+    return (
+        f"{plan.nodes} nodes of {pool.node_devices} train with {plan.train.layout}, {pool.nodes - plan.nodes} roll out"
+        f" with {engines}"
+    )

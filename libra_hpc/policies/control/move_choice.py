@@ -1,0 +1,144 @@
+"""Whether hybrid nodes move to the other stage.
+
+- Gain below ``min_gain``, or over the horizon at most ``margin`` switches as measured -> hold.
+- A node younger than ``min_dwell_s``, or the hour's moves used up -> hold.
+- A gain below `SURE` -> the move is made when the next step asks for it again; a move back, after `BACK` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+
+from msgspec.structs import replace
+
+from libra_hpc.config.rollout import PlannerSection
+from libra_hpc.protocol.plan import Candidate, NodeFact, PlanDecision, PlanSnapshot
+
+from .confirmation import MUST, Confirmation
+from .node_units import units
+from .plays import Plays, Seconds, State, downhill, hold
+from .switch_cost import Direction, switch_cost
+
+BACK = 3
+"""Steps that must ask for a small move back within the hour. Half: steady work moves two nodes to and fro; double: a
+drift is followed late.
+"""
+HOUR = 3600.0
+"""Seconds."""
+CANDIDATES = 5
+"""Splits that a decision lists."""
+
+
+class MoveChoice:
+    """`decide` once for each play of the coming work."""
+
+    def __init__(self, settings: PlannerSection, confirmation: Confirmation) -> None:
+        self._settings, self._confirmation = settings, confirmation
+
+    def decide(self, snapshot: PlanSnapshot, plays: Plays, here: State, horizon: float, now: float) -> PlanDecision:
+        """The decision for the best split, with its numbers and the best candidates; ``horizon`` in seconds."""
+        times = downhill(plays, *_reachable(snapshot, here))
+        best = sorted(times, key=lambda state: times[state].batch)[:CANDIDATES]
+        before, after = times[here], times[best[0]]
+        gain = 1.0 - after.batch / before.batch
+        to_train = best[0].train > here.train
+        direction: Direction = "to_train" if to_train else "to_rollout"
+        source, stage = ("rollout", "train") if to_train else ("train", "rollout")
+        movable = list(chain.from_iterable(_units(snapshot, source)))[: abs(best[0].train - here.train)]
+        cost = switch_cost(self._settings, direction, snapshot) * len(movable) / getattr(here, source)
+        needed = self._settings.margin * cost
+        numbers = plays.numbers(here) | {
+            "after_train_s": after.train,
+            "after_rollout_s": after.rollout,
+            "after_s": after.batch,
+            "pays_s": horizon * gain,
+            "cost_s": cost,
+            "needed_s": needed,
+            "moves_left": float(self._moves_left(snapshot, now)),
+        }
+        who = f"node{'s' * (len(movable) > 1)} {', '.join(str(node.rank) for node in movable)}"
+        what = (
+            f"moving {who} to {stage} takes a batch from {in_words(before)} to {in_words(after)}; that is {gain:.0%},"
+            f" and {horizon * gain:.0f} s over the horizon"
+        )
+        price, blocked = f"{self._settings.margin:.1f} x {cost:.1f} s switch cost", ""
+        if not movable:
+            why = f"a batch takes {in_words(before)}, and no other split takes less"
+        elif gain < self._settings.min_gain:
+            why = f"{what}, below the least gain of {self._settings.min_gain:.0%}"
+        elif horizon * gain <= needed:
+            why = f"{what}, which does not pay {price}"
+        else:
+            blocked = self._blocked(snapshot, movable, direction, gain, now)
+            why = f"{blocked}: {what}" if blocked else ""
+        if not blocked:
+            self._confirmation.drop()
+        found = hold(why, numbers)
+        if not why:
+            ranks = tuple(node.rank for node in movable)
+            found = PlanDecision(direction, ranks[0], f"{direction}: {what}, more than {price}", numbers, nodes=ranks)
+        return replace(found, candidates=_candidates(best, times, before, horizon, needed, blocked))
+
+    def _moves_left(self, snapshot: PlanSnapshot, now: float) -> int:
+        """Node moves that this hour still allows."""
+        return max(0, self._settings.moves_per_hour - sum(switch.at > now - HOUR for switch in snapshot.switches))
+
+    def _blocked(
+        self, snapshot: PlanSnapshot, nodes: list[NodeFact], direction: Direction, gain: float, now: float
+    ) -> str:
+        """Why these nodes must not move now, else empty: dwell time, moves per hour, or a gain to be confirmed."""
+        young, left = max(nodes, key=lambda node: node.since), self._moves_left(snapshot, now)
+        if now - young.since < self._settings.min_dwell_s:
+            stayed = f"node {young.rank} has been in {young.role} for {now - young.since:.0f} s"
+            return f"{stayed} of at least {self._settings.min_dwell_s:.0f} s"
+        if len(nodes) > left:
+            return f"{left} of the {self._settings.moves_per_hour} moves an hour are left"
+        last = snapshot.switches[-1] if snapshot.switches else None
+        back = last is not None and last.at > now - HOUR and last.direction != direction
+        given = self._confirmation.given(direction, gain, snapshot.steps_left, BACK if back else 1)
+        return "" if given else MUST
+
+
+def in_words(seconds: Seconds) -> str:
+    return f"{seconds.batch:.2f} s (train {seconds.train:.2f}, rollout {seconds.rollout:.2f})"
+
+
+def _candidates(
+    best: list[State], times: Mapping[State, Seconds], before: Seconds, horizon: float, needed: float, blocked: str
+) -> tuple[Candidate, ...]:
+    return tuple(
+        Candidate(
+            train=state.train,
+            rollout=state.rollout,
+            train_s=times[state].train,
+            rollout_s=times[state].rollout,
+            batch_s=times[state].batch,
+            gain_s=horizon * (1.0 - times[state].batch / before.batch),
+            needed_s=needed,
+            blocked=blocked if state == best[0] else "",
+        )
+        for state in best
+    )
+
+
+def _reachable(snapshot: PlanSnapshot, here: State) -> tuple[list[State], int]:
+    """Splits with fewer to those with more training nodes, and the place of this one."""
+
+    def after(source: str, way: int) -> list[State]:
+        moved, found = 0, list[State]()
+        for unit in _units(snapshot, source):
+            moved += way * len(unit)
+            state = here._replace(train=here.train + moved, rollout=here.rollout - moved)
+            if min(state.train, state.rollout) < 1:
+                break
+            found.append(state)
+        return found
+
+    fewer = after("train", -1)
+    return [*reversed(fewer), here, *after("rollout", 1)], len(fewer)
+
+
+def _units(snapshot: PlanSnapshot, role: str) -> list[list[NodeFact]]:
+    """Hybrid nodes in this role, with those that they move with; the ones that moved longest ago first."""
+    return sorted(units(snapshot.nodes, role), key=lambda nodes: max((node.since, node.rank) for node in nodes))

@@ -1,0 +1,82 @@
+"""Whether hybrid nodes of a synchronous run serve both stages of every step (time-sharing).
+
+- A batch in turn, with a pair of switches, is shorter than at the best split by ``min_gain`` -> ``time_share``.
+- It is longer by as much -> ``split``.
+- Either is made at the next step that asks for it again, or at once where it gains much (`Confirmation`).
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+from libra_hpc.config.rollout import PlannerSection
+from libra_hpc.protocol.plan import Action, NodeFact, PlanDecision, PlanSnapshot
+
+from .confirmation import MUST, Confirmation
+from .node_units import ranks, sharing_core, units
+from .plays import BOTH, Plays, State, downhill, hold
+
+
+class _Ways(NamedTuple):
+    """Both ways, and the nodes that can serve in turn."""
+
+    splits: list[State]
+    """With more and more training nodes; one node in each stage at least."""
+    both: State
+    hybrid: list[list[NodeFact]]
+    core: list[NodeFact]
+
+    def trains(self, split: State) -> tuple[int, ...]:
+        """Ranks that train at a split."""
+        return (*ranks(self.hybrid)[: split.train - self.splits[0].train], *ranks([self.core]))
+
+
+class WayChoice:
+    """`decide` once for each play of the coming work."""
+
+    def __init__(self, settings: PlannerSection, confirmation: Confirmation) -> None:
+        self._settings, self._confirmation = settings, confirmation
+
+    def decide(self, snapshot: PlanSnapshot, plays: Plays, here: State) -> PlanDecision | None:
+        """``time_share``, ``split``, or hold while nodes share; None where each stage keeps its nodes."""
+        wanted = snapshot.eta == 0 and self._settings.time_sharing == "auto"
+        ways = _ways(snapshot, here) if here.in_turn or wanted else None
+        if ways is None:
+            return None
+        splits = ways.splits
+        found = downhill(plays, splits, splits.index(here) if here in splits else len(splits) // 2)
+        split = min(found, key=lambda state: found[state].batch)
+        shared_s, alone_s = plays.at(ways.both).batch, found[split].batch
+        before, after = (shared_s, alone_s) if here.in_turn else (alone_s, shared_s)
+        gain = 1.0 - after / before
+        if gain < self._settings.min_gain and not here.in_turn:
+            return None
+        nodes = ranks([*ways.hybrid, ways.core])
+        what = (
+            f"a batch takes {shared_s:.1f} s where {len(nodes)} nodes share their time, with {plays.switches_s:.1f} s"
+            f" of switches, and {alone_s:.1f} s with {split.train} training and {split.rollout} rollout nodes"
+        )
+        seconds = {"shared_s": shared_s, "split_s": alone_s, "switches_s": plays.switches_s}
+        numbers = plays.numbers(here) | seconds
+        if gain < self._settings.min_gain:
+            self._confirmation.drop()
+            return hold(f"time-sharing, {what}", numbers)
+        action: Action = "split" if here.in_turn else "time_share"
+        if not self._confirmation.given(action, gain, snapshot.steps_left):
+            return hold(f"{MUST}: {what}", numbers)
+        self._confirmation.drop()
+        return PlanDecision(action, -1, f"{action}: {what}", numbers, ways.trains(split) if here.in_turn else nodes)
+
+
+def _ways(snapshot: PlanSnapshot, here: State) -> _Ways | None:
+    """None where no node can serve in turn, or nothing is left of a stage."""
+    core = sharing_core(snapshot.nodes)
+    hybrid = units(snapshot.nodes, BOTH) if here.in_turn else units(snapshot.nodes, "train", "rollout")
+    fixed = ["train" if node.shares else node.role for node in snapshot.nodes if node.component != "hybrid"]
+    train, rollout, movable = fixed.count("train"), fixed.count("rollout"), sum(map(len, hybrid))
+    counts = accumulate(map(len, hybrid), initial=0)
+    states = [State(train + n, rollout + movable - n, here.lent) for n in counts]
+    splits = [state for state in states if min(state.train, state.rollout) >= 1]
+    both = State(train + movable, rollout + movable + len(core), here.lent, in_turn=True)
+    return _Ways(splits, both, hybrid, core) if splits and (hybrid or core) else None

@@ -1,1 +1,0 @@
-"""Seconds of training and rollout under one layout, and lengths of a workload."""
