@@ -62,14 +62,20 @@ def architecture(config: dict[str, Any]) -> Architecture:
     """The model of a ``config.json``; raises `UserError` for one that the trainer lacks."""
     check_trained(config)
     config = with_defaults(config)
-    names = MULTIPLIERS if FAMILIES[config["model_type"]].multipliers else {}
+    family = FAMILIES[config["model_type"]]
+    names = MULTIPLIERS if family.multipliers else {}
     scales: dict[str, Any] = {field: float(config.get(key, 1.0)) for field, key in names.items()}
+    if family.root_embedding:
+        scales = {
+            "embedding_scale": config["hidden_size"] ** 0.5,
+            "attention_scale": config["query_pre_attn_scalar"] ** -0.5,
+        }
     return Architecture(
         **msgspec.structs.asdict(shape_from_config(config, "model.path")),
         family=config["model_type"],
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=rope_settings(config),
-        window_rope=rope_settings(config, SLIDING) if FAMILIES[config["model_type"]].window_theta else None,
+        window_rope=rope_settings(config, SLIDING) if family.window_theta else None,
         max_positions=int(config.get("max_position_embeddings", 4096)),
         norm_topk=bool(config.get("norm_topk_prob", False)),
         **scales,

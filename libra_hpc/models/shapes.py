@@ -234,7 +234,7 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
     if window is not None and family.full_every < 0:
         raise invalid(f"{name}: sliding_window", window, "sliding-window attention is not modelled", "null")
     config = with_defaults(config)
-    if window is not None:
+    if window is not None or family.full_every > 0:
         _count(config, name, "sliding_window")
     heads = _count(config, name, "num_attention_heads")
     hidden = _count(config, name, "hidden_size")

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -58,6 +58,12 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     norms: dict[str, str] = msgspec.field(default_factory=PRE_NORMS.copy)
     """A layer's norms: Megatron-Core's names and those in the files. ``*_bda.norm`` stands behind attention or MLP,
     before the result is added."""
+    norm_offset: bool = False
+    """Norms multiply by 1 + weight."""
+    activation: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    """What the MLP applies to its gate."""
+    root_embedding: bool = False
+    """Embeddings are multiplied by the root of their width, scores divided by that of ``query_pre_attn_scalar``."""
     experts: bool = False
     """All layers are a router and experts."""
     shared_expert: str = ""
@@ -86,6 +92,21 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
 _GLM_NORMS = PRE_NORMS | {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+_GEMMA_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "self_attn_bda.norm": "post_attention_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    "mlp_bda.norm": "post_feedforward_layernorm",
+}
+_GEMMA_OPTIONS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+_GEMMA = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rope_theta": 1e6,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
 _OLMO_NORMS = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
 MIXTURE = "a mixture of experts of another kind than Qwen3's"
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
@@ -112,6 +133,16 @@ _GLM = {
     "partial_rotary_factor": 0.5,
 }
 FAMILIES: dict[str, Family] = {
+    "gemma3_text": Family(
+        qk_norm=True,
+        norms=_GEMMA_NORMS,
+        norm_offset=True,
+        activation="gelu_pytorch_tanh",
+        root_embedding=True,
+        full_every=6,
+        window_theta=1e4,
+        defaults=_GEMMA,
+    ),
     "glm4": Family(
         qkv_bias_only=True,
         norms=_GLM_NORMS,
@@ -243,6 +274,7 @@ def windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     config = with_defaults(config)
     every, layers = FAMILIES[config["model_type"]].full_every, range(config["num_hidden_layers"])
     if every > 0:
+        every = config.get("sliding_window_pattern") or every
         kinds = config.get("layer_types") or [LAYER_TYPES[(i + 1) % every > 0] for i in layers]
         return tuple(config["sliding_window"] * (kind == SLIDING) for kind in kinds)
     window = sliding_window(config)
@@ -301,13 +333,14 @@ def most_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
-    act = config.get("hidden_act") or "silu"
-    if act != "silu":
-        yield Refusal("hidden_act", act, "the trainer has no such activation", ("silu",))
+    for key in ("hidden_act", "hidden_activation"):
+        act = config.get(key) or family.activation
+        if act != family.activation:
+            yield Refusal(key, act, "the trainer has no such activation", (family.activation,))
     yield from _windows(config, family)
-    for key in ("attention_out_bias" if family.qkv_bias_only else "attention_bias", "mlp_bias"):
+    for key in ("attention_out_bias" if family.qkv_bias_only else "attention_bias", "mlp_bias", *_GEMMA_OPTIONS):
         if config.get(key):
-            yield Refusal(key, config[key], "the trainer has no such bias", "false")
+            yield Refusal(key, config[key], f"the trainer has no such {key.rpartition('_')[2]}", "false or null")
     # Qwen3-MoE: the trainer builds all layers alike.
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         key = "mlp_only_layers" if config.get("mlp_only_layers") else "decoder_sparse_step"
@@ -328,8 +361,10 @@ def _windows(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
     if window is not None and family.full_every < 0:
         why = "the trainer has no sliding-window attention for this family"
         yield Refusal("sliding_window", window, why, "null (full attention)")
-    elif window is not None and (not isinstance(window, int) or window < 1):
-        yield Refusal("sliding_window", window, "is no size", "a number > 0 or null")
+    elif (window is not None and (not isinstance(window, int) or window < 1)) or (
+        family.full_every > 0 and config.get("sliding_window") is None
+    ):
+        yield Refusal("sliding_window", window, "is no size", "a number > 0")
     elif layers:
         yield Refusal("layer_types", sorted(layers)[0], "the trainer has no such layers", possible)
 

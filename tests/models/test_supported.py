@@ -39,7 +39,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"model_type": "cohere2"},
         f"model_type = 'cohere2': this version cannot train this architecture; valid: {', '.join(TRAINED)}.",
     ),
-    ({"model_type": "gemma3_text"}, "model_type = 'gemma3_text'"),
+    (
+        {"model_type": "gemma3_text"},
+        "hidden_act = 'silu': the trainer has no such activation; valid: gelu_pytorch_tanh",
+    ),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0: the trainer has no such softcapping"),
     ({"model_type": "mixtral"}, "model_type = 'mixtral': a mixture of experts of another kind than Qwen3's"),
     ({"model_type": None}, "model_type = None"),
     # Windows: of a family without any, in some layers, no number.
@@ -50,6 +54,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model_type": "llama"}, "sliding_window = 4096"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = 'sliding_attention'"),
+    ({"model_type": "olmo3", "sliding_window": None}, "sliding_window = None: is no size"),
     ({"model_type": "mistral", "sliding_window": "none", **WITH_POSITIONS}, "sliding_window = 'none'"),
     # Layers.
     (

@@ -46,6 +46,12 @@ MICRO_TOKENS = 96
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 12,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "granite": {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.5,

@@ -34,6 +34,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 linear": ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
     "qwen3 tied": ("qwen3", {"tied": True}),
     "qwen3 yarn": ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 500.0}}),
+    "gemma3_text": ("gemma3_text", {}),
+    "gemma3_text, tied and scaled": (
+        "gemma3_text",
+        {
+            "tied": True,
+            "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+        },
+    ),
     "granite": ("granite", {}),
     "llama": ("llama", {}),
     "llama llama3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}}),

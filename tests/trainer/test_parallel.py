@@ -31,6 +31,8 @@ ONE_GROUP = {"num_key_value_heads": 1}
         ("olmo2", ONE_GROUP, Layout(tp=2), "selective"),
         ("qwen2", {"tied": True, "layers": 3}, Layout(pp=2), "none"),
         ("qwen3", {"tied": True}, Layout(dp=3), "none"),
+        pytest.param("gemma3_text", {"tied": True}, Layout(tp=2, pp=2), "selective", marks=pytest.mark.nightly),
+        pytest.param("gemma3_text", {}, Layout(tp=2, cp=2), "full", marks=pytest.mark.nightly),
         pytest.param("granite", {"tied": True}, Layout(tp=2, pp=2), "selective", marks=pytest.mark.nightly),
         pytest.param("ministral3", {}, Layout(tp=2, dp=2), "none", marks=pytest.mark.nightly),
         pytest.param("olmo2", {}, Layout(tp=2, cp=2), "full", marks=pytest.mark.nightly),

@@ -43,7 +43,7 @@ def test_a_full_file_system_is_an_error_and_no_crash() -> None:
 def architecture(folder: Path, kind: str, **keys: Any) -> Architecture:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "head_dim": 8, "vocab_size": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = {"model_type": kind, "sliding_window": None, **sizes, **heads, **keys}
+    config = {"model_type": kind, **sizes, **heads, **keys}
     (folder / "config.json").write_text(json.dumps(config))
     return read_shape(folder)
 

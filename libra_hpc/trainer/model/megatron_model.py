@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from libra_hpc.models.architecture import Architecture, stage_layers
 from libra_hpc.models.memory import Recompute
@@ -101,6 +102,17 @@ class PackedAttention(MegatronModule):
         return self.kernel(query, columns, packed_seq_params, scale=self.scale, window=self.window)
 
 
+class OffsetNorm(Norm):
+    """RMSNorm that multiplies by 1 + weight, rounds once, and stores its input alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self._rounded, x, use_reentrant=False, preserve_rng_state=False)
+        return out
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+
 class WholeNorm(Norm):
     """RMSNorm over all heads of q or k, also those of other tensor ranks; every rank has the whole weight."""
 
@@ -125,10 +137,10 @@ class WholeNorm(Norm):
 class Add(torch.nn.Module):
     """Megatron-Core's bias, dropout and residual addition, with a norm and a factor, and without bias and dropout."""
 
-    def __init__(self, config: TransformerConfig, norm: bool, scale: float) -> None:
+    def __init__(self, config: TransformerConfig, norm: type[Norm] | None, scale: float) -> None:
         super().__init__()
-        if norm:
-            self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        if norm is not None:
+            self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
         self._scale = scale
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
@@ -159,7 +171,8 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, place: ReplicaPl
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        # Megatron-Core's fused form of the second is that of tanh.
+        activation_func=F.silu if shape.kind.activation == "silu" else F.gelu,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
@@ -214,18 +227,19 @@ def build_model(
         normalization="RMSNorm", qk_layernorm=shape.qk_norm, num_experts=shape.experts or None, moe_grouped_gemm=False
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = Norm if shape.pre_norm else IdentityOp
+    norm = OffsetNorm if shape.kind.norm_offset else Norm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm if shape.pre_norm else IdentityOp
     attention.core_attention = partial(PackedAttention, windows=shape.windows)
     if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = Norm
+        attention.q_layernorm = attention.k_layernorm = norm
     if shape.whole_qk_norm:
         attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": shape.heads})
         attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": shape.kv_heads})
-    behind = {"norm": "mlp_bda.norm" in shape.kind.norms, "scale": shape.residual_scale}
-    if behind != {"norm": False, "scale": 1.0}:
+    behind = {"norm": norm if "mlp_bda.norm" in shape.kind.norms else None, "scale": shape.residual_scale}
+    if behind != {"norm": None, "scale": 1.0}:
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(Add, params={"config": config, **behind})
     count = get_num_layers_to_build(config)
-    block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm)
+    block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)
     with compat.mcore_device():
         model = GPTModel(
             config,

@@ -81,7 +81,7 @@ def recompute_selected(layer: Any) -> None:
         if isinstance(norm, torch.nn.RMSNorm):
             norm.register_forward_hook(_norm_done)
     if hasattr(layer.mlp, "linear_fc2"):
-        layer.mlp.linear_fc1.register_forward_hook(partial(_gate_done, layer.mlp.linear_fc2))
+        layer.mlp.linear_fc1.register_forward_hook(partial(_gate_done, layer.mlp))
     layer.forward = partial(_selective, layer.forward)
 
 
@@ -109,19 +109,19 @@ def _norm_done(norm: Any, arguments: tuple[torch.Tensor, ...], out: torch.Tensor
     can_recompute(out, partial(norm.forward, arguments[0].detach()))
 
 
-def _gate_done(down: Any, _module: Any, _arguments: Any, out: tuple[torch.Tensor, Any]) -> None:
+def _gate_done(mlp: Any, _module: Any, _arguments: Any, out: tuple[torch.Tensor, Any]) -> None:
     both = out[0].detach()
 
     def product_ready(_down: Any, arguments: tuple[torch.Tensor, ...]) -> None:
         handle.remove()
-        can_recompute(arguments[0], partial(_gated, both))
+        can_recompute(arguments[0], partial(_gated, both, mlp.activation_func))
 
-    handle = down.register_forward_pre_hook(product_ready)
+    handle = mlp.linear_fc2.register_forward_pre_hook(product_ready)
 
 
-def _gated(both: torch.Tensor) -> torch.Tensor:
+def _gated(both: torch.Tensor, activation: Callable[..., torch.Tensor]) -> torch.Tensor:
     gate, up = both.chunk(2, -1)
-    return F.silu(gate) * up
+    return (F.gelu(gate, approximate="tanh") if activation is F.gelu else activation(gate)) * up
 
 
 def _address(tensor: torch.Tensor) -> int:
