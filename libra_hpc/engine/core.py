@@ -64,7 +64,8 @@ class RolloutEngine:
         args = EngineArgs(**engine_arguments(config))
         vllm_config = args.create_engine_config()
         model = vllm_config.model_config
-        self._tied = bool(model.hf_text_config.tie_word_embeddings)
+        # vLLM's own configuration calls them untied where the files have a head that equals the embedding.
+        self._tied = model_shape(config.model).tied_embeddings
         self._vocab_size = model.get_vocab_size()
         self._client = InprocClient(
             vllm_config, Executor.get_class(vllm_config), log_stats=True, executor_fail_callback=on_failure

@@ -1,12 +1,14 @@
-"""Checks of the policy's weight files against its config.json, before anything is queued; reads headers alone.
+"""Checks of the policy's weight files against its config.json, before anything is queued; reads mostly headers.
 
 - The index names a file that is not there -> that file.
 - A file is empty, truncated, or a pointer of git-lfs -> that file, with its sizes.
 - Tensors are missing, not the model's, or of another shape -> the first of them, and the keys of config.json behind it.
+- Embeddings are tied, and the head of the files is not the embedding -> the key that unties them.
 """
 
 from __future__ import annotations
 
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 import msgspec
@@ -14,11 +16,12 @@ import msgspec
 from libra_hpc.config.learn import INITIAL
 from libra_hpc.errors import error_text, invalid
 from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.tensors import hf_shapes, tensor_fault
-from libra_hpc.weights.weightfile import WeightFileError, folder_shapes
+from libra_hpc.models.tensors import TIED_HEAD, hf_shapes, tensor_fault
+from libra_hpc.weights.weightfile import LENGTH, WeightFileError, folder_shapes
 
 INDEX = "model.safetensors.index.json"
 REFERENCE = "algorithm.reference"
+EMBEDDING = "model.embed_tokens.weight"
 VALID = "a folder whose *.safetensors are the weights of its config.json"
 
 
@@ -51,6 +54,22 @@ def _check(field: str, path: str, model: Path) -> None:
         keys = f"num_hidden_layers = {shape.layers}, hidden_size = {shape.hidden}, vocab_size = {shape.vocab}"
         owner = "its config.json" if model == folder else "the config.json of model.path"
         raise invalid(field, path, f"by {owner} ({keys}) {fault}", VALID)
+
+    if shape.tied_embeddings and TIED_HEAD in found and _data(folder, TIED_HEAD) != _data(folder, EMBEDDING):
+        why = f"{TIED_HEAD} is not {EMBEDDING}, and config.json has tie_word_embeddings = true"
+        raise invalid(field, path, why, "tie_word_embeddings = false there, if both are to be trained")
+
+
+def _data(folder: Path, name: str) -> memoryview:
+    """The bytes of a tensor that some file of the folder has."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            whole = mmap(file.fileno(), 0, access=ACCESS_READ)
+        start = LENGTH + int.from_bytes(whole[:LENGTH], "little")
+        if entry := msgspec.json.decode(whole[LENGTH:start]).get(name):
+            begin, end = entry["data_offsets"]
+            return memoryview(whole)[start + begin : start + end]
+    raise WeightFileError(f"{folder}: no file has {name}.")
 
 
 class _Index(msgspec.Struct):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.preflight.weight_files import check_weights
@@ -21,6 +23,11 @@ def test_a_tied_head_may_be_there_or_not(tmp_path: Path) -> None:
     shapes = hf_shapes(read_shape(folder))
     write_weights(folder / "model.safetensors", {**shapes, "lm_head.weight": (128, 64)})
     check_weights(str(folder))
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x3f")
+    with pytest.raises(UserError, match=r"not model\.embed_tokens\.weight, .*; valid: tie_word_embeddings = false"):
+        check_weights(str(folder))
 
 
 def test_headers_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
