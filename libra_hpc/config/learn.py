@@ -280,6 +280,10 @@ class OptimizerSection(Section):
     """Largest global gradient norm; a larger gradient is scaled down to it."""
     warmup_steps: int = Field(0, ge=0)
     """Optimizer updates over which the learning rate rises linearly; ``algorithm.minibatches`` of them are a step."""
+    decay: Literal["none", "linear", "cosine"] = "none"
+    """How the learning rate falls towards 0 behind the last of the run's updates."""
+    decay_steps: int = Field(0, ge=0)
+    """The last optimizer updates, over which it does; 0: all after the warm-up."""
 
 
 class TrainSection(Section):

@@ -62,6 +62,11 @@ class RunConfig(Section):
         return getattr(simulated, key, "") or getattr(self.planner, key)
 
     @property
+    def updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        return self.run.steps * min(self.algorithm.minibatches, self.algorithm.prompts_per_step)
+
+    @property
     def streamed(self) -> bool:
         """Whether groups are trained as they are complete, and not when the batch is."""
         return self.algorithm.eta == 0 and not self.unstreamed

@@ -240,6 +240,15 @@ def batch_split(config: RunConfig) -> Iterator[UserError]:
         )
 
 
+def rate(config: RunConfig) -> Iterator[UserError]:
+    """The learning rate rises and falls within the run's updates."""
+    optimizer, updates = config.optimizer, config.updates
+    if optimizer.decay != "none" and optimizer.warmup_steps + max(1, optimizer.decay_steps) > updates:
+        both = f"{optimizer.warmup_steps} updates of warm-up and {optimizer.decay_steps} of decay"
+        why = f"{both} do not fit into the run's {updates}"
+        yield invalid("optimizer.decay", optimizer.decay, why, "fewer optimizer.warmup_steps or decay_steps")
+
+
 def objective(config: RunConfig) -> Iterator[UserError]:
     """KL estimates have a gradient, and masks leave some ratio."""
     algorithm = config.algorithm
@@ -294,6 +303,7 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     nodes_can_share,
     batch_split,
     objective,
+    rate,
     well_formed_time,
     processes_have_gpus,
     worlds_are_whole,

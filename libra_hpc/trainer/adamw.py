@@ -65,7 +65,7 @@ def distributed(optimizer: Any) -> list[Any]:
 
 
 def learning_rate(optimizer: Any, settings: OptimizerSettings) -> OptimizerParamScheduler:
-    """Warm-up, then constant or with a linear end."""
+    """Warm-up, then constant or with a falling end."""
     decays = settings.decay_steps > 0
     return OptimizerParamScheduler(
         optimizer,
@@ -76,7 +76,7 @@ def learning_rate(optimizer: Any, settings: OptimizerSettings) -> OptimizerParam
         lr_decay_steps=settings.decay_steps if decays else CONSTANT_STEPS,
         lr_decay_style="WSD" if decays else "constant",
         wsd_decay_steps=settings.anneal_steps,
-        lr_wsd_decay_style="linear",
+        lr_wsd_decay_style=settings.decay,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=CONSTANT_STEPS,

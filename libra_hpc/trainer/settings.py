@@ -31,8 +31,10 @@ class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     warmup_steps: int
     """Updates over which the learning rate rises linearly: update ``k`` (from 1) uses ``lr * k / warmup_steps``."""
     decay_steps: int = 0
-    """Total updates, of which the last ``anneal_steps`` lower the rate linearly to 0; 0: the rate stays constant."""
+    """The update at which the rate is 0, after ``anneal_steps`` that lower it; 0: the rate stays constant."""
     anneal_steps: int = 0
+    decay: str = "linear"
+    """A style of Megatron-Core's scheduler."""
 
 
 class AlgorithmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -110,7 +112,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def optimizer_settings(config: RunConfig) -> OptimizerSettings:
-    return OptimizerSettings(**config.optimizer.model_dump())
+    given = config.optimizer.model_dump()
+    decay, last = given.pop("decay"), given.pop("decay_steps")
+    if decay != "none":
+        end = 1 + config.updates
+        given |= {"decay": decay, "decay_steps": end, "anneal_steps": 1 + last if last else end - given["warmup_steps"]}
+    return OptimizerSettings(**given)
 
 
 def algorithm_settings(config: RunConfig) -> AlgorithmSettings:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from libra_hpc.trainer.adamw import distributed
+from libra_hpc.config.run import RunConfig
+from libra_hpc.trainer.adamw import distributed, learning_rate
 from libra_hpc.trainer.saved import checkpoint
+from libra_hpc.trainer.settings import optimizer_settings
 from libra_hpc.weights.names import ReplicaPlace
 
 from .batches import train_step
@@ -107,3 +112,25 @@ def test_a_resume_is_exact_with_transformer_engine_and_apex_importable(tmp_path:
     differences = torch.load(tmp_path / "differences")
     assert differences
     assert max(differences.values()) == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "shares"),
+    [
+        ({"decay_steps": 3}, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ({"decay": "linear", "decay_steps": 4}, [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]),
+        ({"decay": "linear"}, [0.5, 1, *(1 - j / 9 for j in range(1, 9))]),
+        ({"decay": "cosine"}, [0.5, 1, *(0.5 + 0.5 * math.cos(math.pi * j / 9) for j in range(1, 9))]),
+    ],
+)
+def test_the_rate_of_each_update(keys: dict[str, Any], shares: list[float]) -> None:
+    sections = {"run": {"steps": 5}, "algorithm": {"minibatches": 2}, "optimizer": {"warmup_steps": 2, **keys}}
+    settings = optimizer_settings(RunConfig.model_validate(sections))
+    groups: list[dict[str, Any]] = [{}]
+    scheduler = learning_rate(SimpleNamespace(param_groups=groups), settings)
+    found = []
+    for update in range(1, 11):
+        scheduler.num_steps = update
+        scheduler.step(0)
+        found.append(groups[0]["lr"] / settings.lr)
+    assert found == pytest.approx(shares)
