@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, inf
+from math import ceil
 from statistics import fmean
 
 from msgspec.structs import replace
 
-from libra_hpc.errors import OperationError, UserError
 from libra_hpc.policies.control.plays import PlayWork, State
 from libra_hpc.policies.scheduling.costs import scaled_costs
 from libra_hpc.protocol.engine_state import StepCosts
 from libra_hpc.simulator.play import play
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
+from libra_hpc.traces.cut import cut_at
 
 
 class MeasuredStepTimes:
@@ -51,7 +51,7 @@ class LivePlay:
         self._packs, self._micro_tokens = packs, micro_tokens
 
     def __call__(self, work: PlayWork, state: State) -> tuple[float, float]:
-        """Seconds of a batch and of its rollout; infinite where no engine holds a trajectory."""
+        """Seconds of a batch and of its rollout. Raises as `play` does, where no engine holds a trajectory."""
         settings = replace(
             self._settings,
             batch_groups=work.groups,
@@ -60,10 +60,9 @@ class LivePlay:
             portion_groups=0 if state.in_turn else self._portion(work),
         )
         engines = self._of(state.rollout + state.lent, work.costs)
-        try:
-            played = play(work.records, engines, self._policy, settings, work.train_seconds)
-        except (UserError, OperationError):
-            return inf, inf
+        # What is expected of open trajectories knows no limit.
+        records = cut_at(work.records, settings.max_model_len).trajectories if settings.max_model_len else work.records
+        played = play(records, engines, self._policy, settings, work.train_seconds)
         return played.batch_s, played.rollout_s
 
     def _portion(self, work: PlayWork) -> int:

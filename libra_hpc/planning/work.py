@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from functools import lru_cache
 from statistics import fmean
 from typing import NamedTuple
 
@@ -130,8 +131,14 @@ class Work(msgspec.Struct, frozen=True):
         """Groups of ``group`` trajectories each, ``trajectories`` in all."""
         if self.recorded:
             return _drawn(self.recorded, trajectories, group, seed)
-        dials = Dials(trajectories=trajectories, group=group, seed=seed, max_context=self.longest)
-        return generate(_profile(self.assumed.means(self.longest), self.longest), dials)
+        return _generated(self.assumed, self.longest, trajectories, group, seed)
+
+
+@lru_cache(maxsize=8)
+def _generated(assumed: Assumed, longest: int, trajectories: int, group: int, seed: int) -> list[TrajectoryRecord]:
+    """Not to be changed: other plays have the same."""
+    dials = Dials(trajectories=trajectories, group=group, seed=seed, max_context=longest)
+    return generate(_profile(assumed.means(longest), longest), dials)
 
 
 def _drawn(recorded: Sequence[TrajectoryRecord], trajectories: int, group: int, seed: int) -> list[TrajectoryRecord]:

@@ -100,12 +100,14 @@ if "libra_hpc.agent.agent" in sys.orig_argv and int(os.environ.get("PMI_RANK", "
 """
 
 SHARING_PAYS = """
-from libra_hpc.policies.control import within_step
+from libra_hpc.planning.live_child import PlayerProcess
+from libra_hpc.policies.control.plays import BOTH
 from libra_hpc.protocol.plan import PlanDecision
-def decide(self, snapshot, estimate, now):
-    action = "hold" if any(node.role == within_step.BOTH for node in snapshot.nodes) else "time_share"
+def decide(self, snapshot, now):
+    roles = {node.role for node in snapshot.nodes}
+    action = "hold" if roles & {BOTH, "to_train", "to_rollout", "starting"} else "time_share"
     return PlanDecision(action, -1, f"{action}: as the test has it", {})
-within_step.TimeSharing.decide = decide
+PlayerProcess.decide = decide
 """
 """The planner chooses time-sharing at once and for good: the nodes of this machine share its cores."""
 

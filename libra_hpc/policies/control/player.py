@@ -145,8 +145,8 @@ class Player:
             return self._held
         work = self._work(snapshot, groups, here.train)
         plays = Plays(self._play, work, pair_of_switches(self._settings, snapshot))
-        if not plays.measured(here, (steps[-1].at - steps[0].at) / (len(steps) - 1), self._ratios):
-            return hold("no engine that was measured holds the longest trajectory")
+        if why := plays.measured(here, (steps[-1].at - steps[0].at) / (len(steps) - 1), self._ratios):
+            return hold(f"the coming work cannot be played: {why}")
         return replace(self._choice(snapshot, plays, here, now), triggers=triggers)
 
     def _choice(self, snapshot: PlanSnapshot, plays: Plays, here: State, now: float) -> PlanDecision:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
+from libra_hpc.errors import OperationError, UserError
 from libra_hpc.protocol.engine_state import StepCosts
 from libra_hpc.protocol.plan import PlanDecision, PlanSnapshot
 from libra_hpc.protocol.trace import TrajectoryRecord
@@ -53,7 +54,8 @@ class Seconds(NamedTuple):
 
 
 Play = Callable[[PlayWork, State], tuple[float, float]]
-"""(work, state) -> seconds of a batch without switches, and those out of them in which it is rolled out."""
+"""(work, state) -> seconds of a batch without switches, and those out of them in which it is rolled out. Raises
+`UserError` or `OperationError` where it cannot be played."""
 
 
 class Plays:
@@ -68,16 +70,17 @@ class Plays:
         self._tokens = round(sum(record.context for record in work.records) * work.share)
         self._known: dict[State, Seconds] = {}
         self._ratios: dict[bool, float] = {}
+        self._why = ""
 
-    def measured(self, here: State, batch_s: float, ratios: dict[bool, float]) -> bool:
-        """A batch takes so long here; ``ratios`` of both ways are kept. False where nothing can be played."""
+    def measured(self, here: State, batch_s: float, ratios: dict[bool, float]) -> str:
+        """A batch takes so long here; ``ratios`` of both ways are kept. Return why nothing can be played, or ""."""
         played = self._played(here).batch
         if played < inf:
             ratios[here.in_turn] = min(max(batch_s / played, 1.0 / BOUND), BOUND)
             # A way that was never seen is not expected to do better than its play.
             ratios.setdefault(not here.in_turn, max(1.0, ratios[here.in_turn]))
             self._ratios = ratios
-        return played < inf
+        return self._why
 
     def at(self, state: State) -> Seconds:
         ratio = self._ratios[state.in_turn]
@@ -96,7 +99,10 @@ class Plays:
 
     def _played(self, state: State) -> Seconds:
         if state not in self._known:
-            batch, rolls = self._play(self.work, state)
+            try:
+                batch, rolls = self._play(self.work, state)
+            except (UserError, OperationError) as error:
+                self._why, batch, rolls = str(error), inf, inf
             train = self.work.train_seconds(self._tokens, state.train)
             self._known[state] = Seconds(train, rolls, batch + self.switches_s * state.in_turn)
         return self._known[state]
