@@ -36,6 +36,8 @@ class Architecture(ModelShape, frozen=True, kw_only=True):
     max_positions: int
     norm_topk: bool = True
     """Whether the weights of a token's experts sum to 1."""
+    routed_scale: float = 1.0
+    """Factor of the weights of a token's experts."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to the hidden state."""
@@ -78,6 +80,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
         window_rope=rope_settings(config, SLIDING) if family.window_theta else None,
         max_positions=int(config.get("max_position_embeddings", 4096)),
         norm_topk=bool(config.get("norm_topk_prob", False)),
+        routed_scale=float(config["routed_scaling_factor"]) if family.sigmoid_router else 1.0,
         **scales,
     )
 

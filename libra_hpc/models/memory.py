@@ -182,12 +182,12 @@ def memory_limit(memory: TrainMemory, device: Device) -> Limit | None:
 def stage_params(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[float, float]:
     """Parameters of one device of a pipeline stage: those on every data-parallel rank, and its share of the experts."""
     tp, pp = degrees.tp, degrees.pp
-    layers = stage_layers(shape.layers, pp)[stage]
+    stages = stage_layers(shape.layers, pp)
+    common, experts = shape.layer_params(sum(stages[:stage]), stages[stage])
     ends = (stage == 0) + (stage == pp - 1)
     if pp == 1 and shape.tied_embeddings:
         ends = 1
-    experts = layers * shape.experts * shape.expert_params / degrees.expert_processes
-    return (layers * shape.shared_params + ends * shape.head_params) / tp, experts
+    return (common + ends * shape.head_params) / tp, experts / degrees.expert_processes
 
 
 def largest_stage_params(shape: ModelShape, layout: TrainLayout) -> tuple[float, float]:

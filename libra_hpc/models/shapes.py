@@ -59,6 +59,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Width of the expert for every token; 0: none."""
     shared_gate: bool = False
     """A sigmoid of the token weighs its result."""
+    router_bias: bool = False
+    dense_layers: int = 0
+    """First layers of a mixture of experts that have a dense MLP."""
     windows: tuple[int, ...] = ()
     """Width of every layer's attention window, 0 for full attention; empty: no layer has one."""
     dtype_bytes: int = 2
@@ -82,13 +85,16 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Weights of one routed expert; 0 for a dense model."""
         return 3 * self.hidden * self.moe_intermediate
 
-    @property
-    def shared_params(self) -> int:
-        """Weights of one layer for every token: attention, router, dense MLP or shared experts."""
-        if not self.experts:
-            return self.attention_params + 3 * self.hidden * self.intermediate
-        router = self.hidden * (self.experts + self.shared_gate)
-        return self.attention_params + router + 3 * self.hidden * self.shared_intermediate
+    def layer_params(self, first: int, count: int) -> tuple[int, int]:
+        """Weights of ``count`` layers from ``first`` on: those for every token, and of routed experts.
+
+        For every token: attention, router, dense MLP or shared experts.
+        """
+        dense = min(max(self.dense_layers - first, 0), count) if self.experts else count
+        router = self.hidden * (self.experts + self.shared_gate) + self.experts * self.router_bias
+        mlp = dense * self.intermediate + (count - dense) * self.shared_intermediate
+        common = count * self.attention_params + (count - dense) * router + 3 * self.hidden * mlp
+        return common, (count - dense) * self.experts * self.expert_params
 
     @property
     def head_params(self) -> int:
@@ -98,7 +104,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def params(self) -> int:
         embeddings = self.head_params * (1 if self.tied_embeddings else 2)
-        return self.layers * (self.shared_params + self.experts * self.expert_params) + embeddings + self.hidden
+        return sum(self.layer_params(0, self.layers)) + embeddings + self.hidden
 
     @property
     def weight_bytes(self) -> int:
@@ -120,7 +126,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def layer_flops_per_token(self) -> int:
         """FLOPs of one token's forward pass through all layers, without attention scores and output projection."""
-        return 2 * self.layers * (self.shared_params + self.experts_per_token * self.expert_params)
+        common, routed = self.layer_params(0, self.layers)
+        return 2 * (common + routed // max(1, self.experts) * self.experts_per_token)
 
     @property
     def head_flops_per_token(self) -> int:
@@ -230,12 +237,8 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
             "dense layers among mixture-of-experts layers are not modelled",
             "no such layers",
         )
-    window = sliding_window(config)
-    if window is not None and family.full_every < 0:
-        raise invalid(f"{name}: sliding_window", window, "sliding-window attention is not modelled", "null")
     config = with_defaults(config)
-    if window is not None or family.full_every > 0:
-        _count(config, name, "sliding_window")
+    _check_window(config, name, family.full_every)
     heads = _count(config, name, "num_attention_heads")
     hidden = _count(config, name, "hidden_size")
     moe = family.experts
@@ -251,15 +254,17 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
         vocab=_count(config, name, "vocab_size"),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=has_qkv_bias(config),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm or ("use_qk_norm" in family.defaults and bool(config["use_qk_norm"])),
         whole_qk_norm=family.whole_qk_norm,
         norms=len(family.norms),
         pre_norm="input_layernorm" in family.norms,
         experts=_count(config, name, "num_experts") if moe else 0,
         experts_per_token=_count(config, name, "num_experts_per_tok") if moe else 0,
         moe_intermediate=_count(config, name, "moe_intermediate_size", intermediate) if moe else 0,
-        shared_intermediate=_count(config, name, "shared_expert_intermediate_size") if family.shared_expert else 0,
+        shared_intermediate=_shared_width(config, name) if family.shared_expert else 0,
         shared_gate=family.shared_gate,
+        router_bias=family.sigmoid_router,
+        dense_layers=config["first_k_dense_replace"] if family.sigmoid_router else 0,
         windows=windows(config),
         dtype_bytes=_dtype_bytes(config, name),
         untrained=next((refusal.reason for refusal in refusals(config)), ""),
@@ -275,6 +280,20 @@ def _count(config: dict[str, Any], name: str, key: str, default: int | None = No
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_COUNT:
         raise invalid(f"{name}: {key}", value, "is no count", f"an integer from 1 to {LARGEST_COUNT}")
     return value
+
+
+def _check_window(config: dict[str, Any], name: str, full_every: int) -> None:
+    window = sliding_window(config)
+    if window is not None and full_every < 0:
+        raise invalid(f"{name}: sliding_window", window, "sliding-window attention is not modelled", "null")
+    if window is not None or full_every > 0:
+        _count(config, name, "sliding_window")
+
+
+def _shared_width(config: dict[str, Any], name: str) -> int:
+    if "n_shared_experts" in config:
+        return _count(config, name, "n_shared_experts") * _count(config, name, "moe_intermediate_size")
+    return _count(config, name, "shared_expert_intermediate_size")
 
 
 def _dtype_bytes(config: dict[str, Any], name: str) -> int:

@@ -70,6 +70,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the expert for every token in the files; empty: there is none."""
     shared_gate: bool = False
     """A sigmoid of the token weighs its result."""
+    sigmoid_router: bool = False
+    """Experts are chosen by sigmoids and a bias that stays as it is, and weighed by ``routed_scaling_factor``; the
+    first ``first_k_dense_replace`` layers are dense. Files may have layers beyond the last one."""
     fused_qkv: bool = False
     """One ``qkv_proj`` in the files: all q, all k, all v."""
     fused_mlp: bool = False
@@ -90,6 +93,19 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Values that transformers assumes for missing keys, where they differ from ours."""
 
 
+_GLM_MOE = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+    "use_qk_norm": False,
+}
 _GLM_NORMS = PRE_NORMS | {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 _GEMMA_NORMS = {
@@ -150,6 +166,14 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=True,
         interleaved_rotary=True,
         defaults=_GLM,
+    ),
+    "glm4_moe": Family(
+        qkv_bias_only=True,
+        partial_rotary=True,
+        experts=True,
+        shared_expert="shared_experts",
+        sigmoid_router=True,
+        defaults=_GLM_MOE,
     ),
     "granite": Family(multipliers=True),
     "llama": Family(),
@@ -232,8 +256,9 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config`` and what transformers assumes for missing keys (not for keys that are null)."""
-    # transformers 5 writes the second name in all families.
-    experts = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
+    # transformers 5 writes the first of the other names in most families.
+    others = [config[name] for name in ("num_local_experts", "n_routed_experts") if name in config]
+    experts = {"num_experts": others[0]} if others else {}
     return {**_family(config).defaults, **experts, **config}
 
 
@@ -341,10 +366,7 @@ def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
     for key in ("attention_out_bias" if family.qkv_bias_only else "attention_bias", "mlp_bias", *_GEMMA_OPTIONS):
         if config.get(key):
             yield Refusal(key, config[key], f"the trainer has no such {key.rpartition('_')[2]}", "false or null")
-    # Qwen3-MoE: the trainer builds all layers alike.
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        key = "mlp_only_layers" if config.get("mlp_only_layers") else "decoder_sparse_step"
-        yield Refusal(key, config[key], "the trainer has no dense layers among layers of experts", "no such layers")
+    yield from _experts(config, family)
     if config.get("quantization_config"):
         yield Refusal(
             "quantization_config",
@@ -352,6 +374,18 @@ def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
             "the trainer reads weights of bfloat16, float16 or float32",
             "no such key",
         )
+
+
+def _experts(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
+    # Qwen3-MoE: the trainer builds all layers alike.
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        key = "mlp_only_layers" if config.get("mlp_only_layers") else "decoder_sparse_step"
+        yield Refusal(key, config[key], "the trainer has no dense layers among layers of experts", "no such layers")
+    for key in ("n_group", "topk_group") if family.sigmoid_router else ():
+        if config.get(key, 1) != 1:
+            yield Refusal(key, config[key], "the trainer has no groups of experts", "1")
+    if family.sigmoid_router and not config["norm_topk_prob"]:
+        yield Refusal("norm_topk_prob", config["norm_topk_prob"], "weights of experts sum to 1 in the trainer", "true")
 
 
 def _windows(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:

@@ -45,7 +45,8 @@ def stage_entries(shape: Architecture, pp: int, pp_rank: int, experts: range | N
         ours, theirs = f"decoder.layers.{local}.", f"model.layers.{first + local}."
         out.update(_layer(shape, ours, theirs))
         mlp = (f"{ours}mlp.", f"{theirs}mlp.")
-        out.update(_experts(shape, experts, *mlp) if shape.experts else _mlp(shape, *mlp))
+        dense = not shape.experts or first + local < shape.dense_layers
+        out.update(_mlp(shape, *mlp) if dense else _experts(shape, experts, *mlp))
     if pp_rank == pp - 1:
         out["decoder.final_layernorm.weight"] = Entry(("model.norm.weight",), "plain", None)
         if not shape.tied_embeddings:
@@ -81,6 +82,8 @@ def _mlp(shape: Architecture, m: str, h: str, expert: int | None = None) -> dict
 def _experts(shape: Architecture, experts: range, m: str, h: str) -> dict[str, Entry]:
     family = shape.kind
     out = {f"{m}router.weight": Entry((f"{h}gate.weight",), "plain", None)}
+    if family.sigmoid_router:
+        out[f"{m}router.expert_bias"] = Entry((f"{h}gate.e_score_correction_bias",), "plain", None)
     if family.shared_expert:
         out.update(_mlp(shape, f"{m}shared_experts.", f"{h}{family.shared_expert}."))
     if family.shared_gate:
@@ -115,6 +118,7 @@ def _hf_shape(shape: Architecture, name: str) -> tuple[int, ...]:
         "gate_up_proj.weight": (2 * ffn, hidden),
         "down_proj.weight": (hidden, ffn),
         "gate.weight": (shape.experts, hidden),
+        "gate.e_score_correction_bias": (shape.experts,),
         "shared_expert_gate.weight": (1, hidden),
         "embed_tokens.weight": (shape.vocab, hidden),
         "lm_head.weight": (shape.vocab, hidden),

@@ -48,6 +48,9 @@ def _check(field: str, path: str, model: Path) -> None:
     except WeightFileError as error:
         raise invalid(field, path, str(error).removeprefix(f"{folder}/").rstrip("."), VALID) from error
     shape = read_shape(model)
+    if shape.kind.sigmoid_router:
+        # Layers that predict several tokens follow the last one; neither engine has them.
+        found = {name: size for name, size in found.items() if not _beyond(name, shape.layers)}
     # A layer has tensors: with more layers than there are tensors some are missing anyway.
     wanted = hf_shapes(msgspec.structs.replace(shape, layers=min(shape.layers, len(found))))
     if fault := tensor_fault(found, wanted, shape.tied_embeddings):
@@ -70,6 +73,11 @@ def _data(folder: Path, name: str) -> memoryview:
             begin, end = entry["data_offsets"]
             return memoryview(whole)[start + begin : start + end]
     raise WeightFileError(f"{folder}: no file has {name}.")
+
+
+def _beyond(name: str, layers: int) -> bool:
+    number = name.removeprefix("model.layers.").partition(".")[0]
+    return number.isdecimal() and int(number) >= layers
 
 
 class _Index(msgspec.Struct):

@@ -211,7 +211,7 @@ def trainer_fault(shape: Architecture, place: ReplicaPlace) -> str:
     names = {name for entry in _entries(shape, place) for name in entry.hf}
     if fault := tensor_fault(dict.fromkeys(names, ()), dict.fromkeys(hf_shapes(shape), ()), False):
         return fault
-    few = msgspec.structs.replace(shape, layers=place.pp)
+    few = msgspec.structs.replace(shape, layers=place.pp + shape.dense_layers)
     found: dict[str, list[TensorBlock]] = defaultdict(list)
     for rank in _stage_ranks(place):
         entries = own_entries(few, rank)
@@ -227,7 +227,7 @@ def trainer_fault(shape: Architecture, place: ReplicaPlace) -> str:
 
 def engine_fault(shape: Architecture, tp: int) -> str:
     """Why the slices of an engine's ranks are not the whole model; empty: they are."""
-    few = msgspec.structs.replace(shape, layers=1)
+    few = msgspec.structs.replace(shape, layers=1 + shape.dense_layers)
     found: dict[str, list[TensorBlock]] = defaultdict(list)
     for rank in range(tp):
         by_parameter: dict[str, list[Slice]] = defaultdict(list)

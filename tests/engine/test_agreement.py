@@ -114,6 +114,7 @@ class Served(NamedTuple):
             pytest.param((kind, tp, False), marks=pytest.mark.nightly)
             for kind, tp in (
                 ("gemma3_text", 1),
+                ("glm4_moe", 2),
                 ("granite", 1),
                 ("ministral3", 1),
                 ("olmo2", 2),

@@ -52,6 +52,13 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 12,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "glm4_moe": {
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.5,
+    },
     "granite": {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.5,
@@ -90,7 +97,8 @@ def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2, 
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        routers = (buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
+        for parameter in (*model.parameters(), *routers):
             # Biases and norms start at 0 and 1, where a wrong mapping would not show.
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)

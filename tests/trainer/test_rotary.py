@@ -58,10 +58,12 @@ def test_angles_equal_those_of_transformers(name: str, old: bool, tmp_path: Path
 @pytest.mark.parametrize("kind", TRAINED)
 def test_a_missing_key_means_what_transformers_assumes(kind: str) -> None:
     theirs = AutoConfig.for_model(kind).to_dict()
+    if "n_routed_experts" in theirs:
+        theirs["num_experts"] = theirs["n_routed_experts"]
     if "num_local_experts" in theirs:
         theirs["num_experts"] = theirs["num_local_experts"]
     ours = with_defaults({"model_type": kind})
-    assert FAMILIES[kind].defaults.keys() <= {*theirs, "partial_rotary_factor", "rope_theta"}
+    assert FAMILIES[kind].defaults.keys() <= {*theirs, "partial_rotary_factor", "rope_theta", "num_experts"}
     heads = theirs["num_attention_heads"]
     assert ours.get("num_key_value_heads", heads) == theirs["num_key_value_heads"]
     width = theirs["hidden_size"] // heads

@@ -157,7 +157,7 @@ def engine_parameters(shape: Architecture, whole: dict[str, torch.Tensor], tp: i
             out[f"{prefix}self_attn.qkv_proj.{kind}"] = torch.cat([part(parts[0], 0), *keys])
         out[f"{prefix}self_attn.o_proj.weight"] = part(whole[f"{prefix}self_attn.o_proj.weight"], 1)
         mlp = f"{prefix}mlp."
-        if shape.experts:
+        if shape.experts and layer >= shape.dense_layers:
             each = [f"{mlp}experts.{expert}." for expert in range(shape.experts)]
             gated = [torch.cat([part(whole[f"{name}{x}_proj.weight"], 0) for x in ("gate", "up")]) for name in each]
             if shared := shape.kind.shared_expert:
@@ -176,7 +176,7 @@ def engine_parameters(shape: Architecture, whole: dict[str, torch.Tensor], tp: i
             out[f"{mlp}gate_up_proj.weight"] = torch.cat([part(x, 0) for x in halves])
             out[f"{mlp}down_proj.weight"] = part(whole[f"{mlp}down_proj.weight"], 1)
     for name in whole:
-        if "norm" in name or name.endswith("gate.weight"):
+        if "norm" in name or name.endswith(("gate.weight", "correction_bias")):
             out[name] = whole[name]
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             padded = torch.zeros(128, shape.hidden, dtype=torch.long)

@@ -44,12 +44,12 @@ class Roofline:
         ) * device.link_efficiency
         self._host, self._host_sequence = device.host_s, device.host_sequence_s
         self._launch = shape.layers * KERNELS_PER_LAYER * device.kernel_s
-        self._shared = (shape.layers * shape.shared_params + shape.head_params) * shape.dtype_bytes / (tp * hbm)
-        experts = shape.layers * shape.expert_params
-        self._experts = experts * shape.experts * shape.dtype_bytes / (tp * hbm)
-        self._expert_token = 2 * experts * shape.experts_per_token / (flops * EXPERT_EFFICIENCY)
+        common, experts = shape.layer_params(0, shape.layers)
+        self._shared = (common + shape.head_params) * shape.dtype_bytes / (tp * hbm)
+        self._experts = experts * shape.dtype_bytes / (tp * hbm)
         self._untouched = 1 - shape.experts_per_token / shape.experts if shape.experts else 1.0
-        self._token = 2 * shape.layers * shape.shared_params / flops
+        self._expert_token = 2 * experts * (1 - self._untouched) / (flops * EXPERT_EFFICIENCY)
+        self._token = 2 * common / flops
         self._row = shape.head_flops_per_token / flops
         self._pair = shape.attention_flops_per_pair / flops
         self._kv = shape.kv_bytes_per_device(tp) / hbm

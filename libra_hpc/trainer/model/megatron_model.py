@@ -36,7 +36,6 @@ from .mcore import (
     TransformerConfig,
     copy_to_tensor_model_parallel_region,
     get_gpt_layer_local_spec,
-    get_num_layers_to_build,
     parallel_state,
     reduce_from_tensor_model_parallel_region,
 )
@@ -211,6 +210,27 @@ def attend_with(model: torch.nn.Module, kernel: Kernel) -> None:
             module.kernel = kernel
 
 
+def _layer_spec(shape: Architecture, config: TransformerConfig, norm: type[Norm], *, experts: bool) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        qk_layernorm=shape.qk_norm,
+        num_experts=shape.experts if experts else None,
+        moe_grouped_gemm=False,
+    )
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm if shape.pre_norm else IdentityOp
+    attention.core_attention = partial(PackedAttention, windows=shape.windows)
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    if shape.whole_qk_norm:
+        attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": shape.heads})
+        attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": shape.kv_heads})
+    behind = {"norm": norm if "mlp_bda.norm" in shape.kind.norms else None, "scale": shape.residual_scale}
+    if behind != {"norm": None, "scale": 1.0}:
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(Add, params={"config": config, **behind})
+    return spec
+
+
 def build_model(
     shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace, recompute: Recompute = "none"
 ) -> GPTModel:
@@ -223,23 +243,14 @@ def build_model(
     config = transformer_config(shape, dtype, place)
     moe.install()
     fusions.install(device)
-    spec = get_gpt_layer_local_spec(
-        normalization="RMSNorm", qk_layernorm=shape.qk_norm, num_experts=shape.experts or None, moe_grouped_gemm=False
-    )
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     norm = OffsetNorm if shape.kind.norm_offset else Norm
-    layer.input_layernorm = layer.pre_mlp_layernorm = norm if shape.pre_norm else IdentityOp
-    attention.core_attention = partial(PackedAttention, windows=shape.windows)
-    if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = norm
-    if shape.whole_qk_norm:
-        attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": shape.heads})
-        attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": shape.kv_heads})
-    behind = {"norm": norm if "mlp_bda.norm" in shape.kind.norms else None, "scale": shape.residual_scale}
-    if behind != {"norm": None, "scale": 1.0}:
-        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(Add, params={"config": config, **behind})
-    count = get_num_layers_to_build(config)
-    block = TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)
+    stages = stage_layers(shape.layers, place.pp)
+    dense = shape.layers if not shape.experts else shape.dense_layers
+    # Megatron-Core builds as many layers of the stage as there are specifications.
+    first = sum(stages[: place.pp_rank])
+    layers = range(first, first + stages[place.pp_rank])
+    specs = [_layer_spec(shape, config, norm, experts=layer >= dense) for layer in layers]
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
     with compat.mcore_device():
         model = GPTModel(
             config,
@@ -253,6 +264,8 @@ def build_model(
             post_process=parallel_state.is_pipeline_last_stage(),
         )
     attend_with(model, choose_kernel(shape, device, dtype, place))
+    if shape.router_bias:
+        moe.add_biases(model)
     if shape.experts:
         # Inside of recomputation, which then sees the same choice.
         moe.replay_routing(model, place)

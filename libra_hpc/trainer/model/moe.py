@@ -43,6 +43,8 @@ def expert_config(shape: Architecture, place: ReplicaPlace) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": shape.shared_intermediate or None,
         "moe_shared_expert_gate": shape.shared_gate,
         "moe_router_pre_softmax": not shape.norm_topk,
+        "moe_router_score_function": "sigmoid" if shape.router_bias else "softmax",
+        "moe_router_topk_scaling_factor": shape.routed_scale if shape.routed_scale != 1.0 else None,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
@@ -124,17 +126,31 @@ class Replay:
         return scores.gather(1, used), used
 
 
+def _layers(model: GPTModel) -> list[Any]:
+    """Layers of experts; those before may be dense."""
+    return [layer for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+
+
+def add_biases(model: GPTModel) -> None:
+    """Give routers a bias for the choice of experts: a parameter without gradient, so that it is saved and sent."""
+    for layer in _layers(model):
+        router = layer.mlp.router
+        router.expert_bias = torch.nn.Parameter(torch.zeros(router.config.num_moe_experts))
+        # Megatron-Core would make it float32, out of the buffer of parameters.
+        router._maintain_float32_expert_bias = lambda: None
+
+
 def replay_routing(model: GPTModel, place: ReplicaPlace) -> None:
     """Let the routers of ``model`` use ``experts`` of the pack's layout."""
-    for layer in model.decoder.layers:
+    for layer in _layers(model):
         replay = layer.mlp.router.router_replay = Replay()
         layer.forward = partial(_replaying, layer.forward, replay, layer.layer_number - 1, place)
 
 
 def take_counts(model: GPTModel) -> tuple[int, int]:
     """Return this rank's replayed choices that its routers would have made too, and all; they count from zero again."""
-    replays = [layer.mlp.router.router_replay for layer in model.decoder.layers]
-    agreed, replayed = sum(replay.counts for replay in replays).tolist()
+    replays = [layer.mlp.router.router_replay for layer in _layers(model)]
+    agreed, replayed = sum((replay.counts for replay in replays), torch.zeros(2, dtype=torch.int64)).tolist()
     for replay in replays:
         replay.counts = torch.zeros_like(replay.counts)
     return agreed, replayed
