@@ -15,6 +15,7 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.process.agent_folders import make_folders
 from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.layout import ResumePoint
 
 LAYOUT = RankLayout(("planner", "train", "rollout"))
 PLANNER, TRAINER, NODE = range(3)
@@ -36,7 +37,7 @@ class LocalMesh:
     def context(self, rank: int, config: RunConfig, run: RunDir, folders: Folders | None = None) -> AgentContext:
         private, shared = folders or make_folders()
         return AgentContext(
-            rank, LAYOUT, config, run, 1, self.send, wire.Welcome(0, "", 0, ()), private=private, shared_memory=shared
+            rank, LAYOUT, config, run, 1, self.send, ResumePoint(0, "", 0, ()), private=private, shared_memory=shared
         )
 
 

@@ -58,7 +58,7 @@ from libra_hpc.process.visible_devices import VARIABLE, own_devices
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.joining import Admitted, DoorRecord, JoinWanted, NotAdmitted, door, is_guest
-from libra_hpc.protocol.layout import Layout, Row
+from libra_hpc.protocol.layout import Layout, ResumePoint, Row
 from libra_hpc.protocol.ranks_stop import RanksStop, Why, start_of
 from libra_hpc.simulated.dry_run import in_wall_time
 from libra_hpc.state.attempt import newest_point
@@ -136,7 +136,6 @@ class Agent:
         self._life = 0
         """See `Heartbeat.life`."""
         self._routes = Routes()
-        self._routes.add(wire.Welcome, self._enter)
         self._routes.add(Layout, self._on_layout)
         self._routes.add(wire.StopAgent, self._on_stop)
 
@@ -177,7 +176,6 @@ class Agent:
             self._spawn(self._open_door(self.coordinator.nodes))
         self._spawn(self.mesh.run())
         self._spawn(self._reap())
-        self._hello()
         self._spawn(self._heartbeats())
         if self.rank != 0:
             self._spawn(self._outlive_coordinator())
@@ -192,14 +190,10 @@ class Agent:
             if content := renewed_status(self.run_dir, self.attempt, state="starting", message=sentence):
                 Reserve(self.run_dir.status, RESERVE_BYTES).write(content)
 
-    def _hello(self) -> None:
-        self.mesh.send(0, wire.Hello(self.rank, socket.gethostname(), os.getpid(), self.layout.components[self.rank]))
-
     # --- life
 
-    def _enter(self, point: wire.Welcome) -> None:
-        if self.context is not None:
-            return
+    def _enter(self, point: ResumePoint) -> None:
+        self._watch.seen(point.pid)
         context = AgentContext(
             rank=self.rank,
             layout=self.layout,
@@ -314,6 +308,8 @@ class Agent:
             version=version,
             unreachable=unreachable,
             life=self._life,
+            host=socket.gethostname(),
+            pid=os.getpid(),
         )
         self.mesh.send(0, beat)
 
@@ -421,7 +417,7 @@ class Agent:
 
     def _on_message(self, source: int, message: Any) -> None:
         if source == 0:
-            self._watch.seen(message.pid if isinstance(message, wire.Welcome) else 0)
+            self._watch.seen()
         try:
             self._route(source, message)
         except Exception as error:
@@ -436,10 +432,14 @@ class Agent:
             self.context.log("undecodable", rank=self.rank, sender=sender, reason=reason)
 
     def _on_layout(self, layout: Layout) -> None:
-        context, was = self.context, self._layout
-        if context is None or layout.number <= was.number:
+        was = self._layout
+        if layout.number <= was.number:
             return
         self._layout = layout
+        if self.context is None and layout.start is not None:
+            self._enter(layout.start)
+        context = self.context
+        assert context is not None
         context.receivers, context.good_step = layout.receivers, layout.good_step
         for rank, row in layout.rows.items():
             self._on_row(rank, row, was.rows.get(rank, NEW))

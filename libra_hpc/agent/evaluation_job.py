@@ -30,7 +30,7 @@ from libra_hpc.mesh.world import World, meet
 from libra_hpc.process.agent_folders import make_folders, remove
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.layout import Layout, Row
+from libra_hpc.protocol.layout import Layout, ResumePoint, Row
 from libra_hpc.simulated.dry_run import in_wall_time
 
 from .commands import choose_adapters
@@ -105,7 +105,7 @@ class EvaluationNode:
             run=run,
             attempt=1,
             send=self._mesh.send,
-            resume_point=wire.Welcome(step, "", 0, ()),
+            resume_point=ResumePoint(step, "", 0, ()),
             private=private,
             shared_memory=shared,
         )

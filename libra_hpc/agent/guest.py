@@ -33,7 +33,7 @@ from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Publish
 from libra_hpc.protocol.engine_state import LenderKind
-from libra_hpc.protocol.layout import Layout
+from libra_hpc.protocol.layout import Layout, ResumePoint
 from libra_hpc.simulated.dry_run import in_wall_time
 
 from .commands import choose_adapters
@@ -93,7 +93,7 @@ class GuestAgent:
             run=run,
             attempt=attempt,
             send=self._send,
-            resume_point=wire.Welcome(0, "", 0, ()),
+            resume_point=ResumePoint(0, "", 0, ()),
             private=self._private,
             shared_memory=self._shared_memory,
             secret=joined.world.secret,
@@ -114,7 +114,6 @@ class GuestAgent:
         self._leaving = ""
         """Why it leaves; empty: it does not."""
         self._routes = Routes()
-        self._routes.add(wire.Welcome, self._enter)
         self._routes.add(wire.StopAgent, self._on_stop)
         self._routes.add(Layout, self._on_layout)
         self._routes.add(wire.Turns, self._engines.on_turns)
@@ -130,7 +129,6 @@ class GuestAgent:
         choose_adapters(self._config)
         become_subreaper()
         self._spawn(self._mesh.run())
-        self._mesh.send(0, wire.Hello(self._context.rank, socket.gethostname(), os.getpid(), "guest"))
         self._spawn(self._live())
         self._spawn(self._outlive_coordinator())
         await self._stop.wait()
@@ -143,16 +141,14 @@ class GuestAgent:
         assert self._stay is not None
         return self._stay
 
-    def _enter(self, point: wire.Welcome) -> None:
-        if self._context.resume_point.pid:
-            return
-        self._context.resume_point = point
-        for part in (self._carrier, self._engines):
-            self._spawn(part.watch())
-            self._spawn(part.start())
-
     def _on_layout(self, layout: Layout) -> None:
-        row = layout.rows.get(self._context.rank)
+        context, row = self._context, layout.rows.get(self._context.rank)
+        if not context.resume_point.pid and layout.start is not None:
+            context.resume_point = layout.start
+            self._watch.seen(layout.start.pid)
+            for part in (self._carrier, self._engines):
+                self._spawn(part.watch())
+                self._spawn(part.start())
         if row is not None and row.starts > self._starts:
             self._starts = row.starts
             self._spawn(self._engines.start())
@@ -167,6 +163,8 @@ class GuestAgent:
                 engines={name: state for part in parts for name, state in part.states.items()},
                 pids={name: pid for part in parts for name, pid in part.pids.items()},
                 version=self._engines.version,
+                host=socket.gethostname(),
+                pid=os.getpid(),
             )
             self._mesh.send(0, beat)
             if self._given is not None:
@@ -212,7 +210,7 @@ class GuestAgent:
 
     def _on_message(self, source: int, message: Any) -> None:
         if source == 0:
-            self._watch.seen(message.pid if isinstance(message, wire.Welcome) else 0)
+            self._watch.seen()
         self._routes.deliver(message)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:

@@ -45,10 +45,10 @@ from .repartitioner import Repartitioner
 from .run_status import compose_status
 from .time_limit import TimeLimit
 
-GONE_HELLO_S = 10.0
-"""Before that, the noted end of a rank without `Hello` may be of the start before."""
-HELLO_S = 120.0
-"""All agents of one `srun` send `Hello` within seconds of each other."""
+GONE_JOIN_S = 10.0
+"""Before that, the noted end of a rank without a heartbeat may be of the start before."""
+JOIN_S = 120.0
+"""All agents of one `srun` send heartbeats within seconds of each other."""
 STATUS_S = 1.0
 """Between two status snapshots."""
 LAYOUT_S = 2.0
@@ -120,7 +120,11 @@ class Coordinator:
         """A message of a node of the run."""
         node.seen = time.time()
         match message:
-            case wire.Heartbeat(rank=rank):
+            case wire.Heartbeat(rank=rank, host=host, pid=pid, role=component):
+                if not node.host:
+                    node.host, node.pid = host, pid
+                    self._event("agent_joined", rank=rank, host=host, pid=pid, component=component)
+                    self._maybe_start()
                 self._nodes.on_beat(rank, message)
             case wire.TurnsDrained(rank=rank) if is_guest(rank):
                 self._nodes.guests.on_drained(rank)
@@ -136,11 +140,6 @@ class Coordinator:
             case wire.RolloutReport():
                 self._observations.on_rollout(message, self._nodes.receivers, time.time())
                 self._share()
-            case wire.Hello(rank=rank, host=host, pid=pid, component=component):
-                node.host, node.pid = host, pid
-                self._context.send(rank, self._context.resume_point)
-                self._event("agent_joined", rank=rank, host=host, pid=pid, component=component)
-                self._maybe_start()
             case EngineState() | wire.TurnsDrained():
                 self._nodes.apply(message)
             case wire.CoreWanted():
@@ -280,13 +279,13 @@ class Coordinator:
                 self._ladder.discount(stall)
                 self._event("own_stall", reason=f"rank 0 was stopped for {stall:.1f} s", seconds=stall)
             self._check(now)
-            if self._nodes.pool is not None:
-                if now >= next_layout:
-                    next_layout = now + LAYOUT_S
-                    self._nodes.publish(again=True)
-                if self._config.planner.enabled and now >= next_plan and not (self._nodes.moves or self._stopping):
-                    next_plan = now + self._config.planner.interval_s
-                    self._plan()
+            if now >= next_layout:
+                next_layout = now + LAYOUT_S
+                self._nodes.publish(again=True)
+            settled = self._nodes.pool is not None and not (self._nodes.moves or self._stopping)
+            if self._config.planner.enabled and now >= next_plan and settled:
+                next_plan = now + self._config.planner.interval_s
+                self._plan()
             if now >= next_status:
                 next_status = now + STATUS_S
                 self._write_status()
@@ -301,9 +300,9 @@ class Coordinator:
 
     def _check(self, now: float) -> None:
         waited_s = now - self._started_at
-        if self._nodes.pool is None and waited_s > GONE_HELLO_S:
+        if self._nodes.pool is None and waited_s > GONE_JOIN_S:
             missing = [rank for rank, node in self._nodes.contacts.items() if not node.host]
-            if waited_s > HELLO_S or any(rank in self._gone for rank in missing):
+            if waited_s > JOIN_S or any(rank in self._gone for rank in missing):
                 self._ending.fatal(f"no sign of life from rank(s) {missing} after {waited_s:.0f} s", "lost")
         if self._nodes.pool is not None:
             self._check_lost(now)

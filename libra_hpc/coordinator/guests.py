@@ -64,12 +64,11 @@ class Guests:
             return
         contact.seen = now
         match message:
-            case wire.Heartbeat():
+            case wire.Heartbeat(host=host, pid=pid):
                 contact.beat = message
-            case wire.Hello(host=host, pid=pid):
-                contact.host, contact.pid = host, pid
-                self._event("guest_joined", rank=rank, host=host, pid=pid)
-                self._context.send(rank, self._context.resume_point)
+                if not contact.host:
+                    contact.host, contact.pid = host, pid
+                    self._event("guest_joined", rank=rank, host=host, pid=pid)
             case EngineState(state="ready", seconds=seconds) if self.states[rank] == "starting":
                 self._take(rank, "serving")
                 self.start_s = seconds

@@ -36,7 +36,7 @@ class NodeContact:
 
     def __init__(self, now: float) -> None:
         self.host = ""
-        """Empty until its agent sent `Hello`."""
+        """Empty until its agent's first heartbeat."""
         self.pid = 0
         """Process id of its agent; 0 until then."""
         self.beat: Heartbeat | None = None

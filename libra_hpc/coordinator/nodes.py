@@ -42,7 +42,7 @@ class NodePool:
         self.contacts = {rank: NodeContact(now) for rank in range(len(context.layout.components))}
         self.guests = Guests(context, event)
         self.pool: states.Pool | None = None
-        """None until every agent has sent `Hello`."""
+        """None until every agent has sent a heartbeat."""
         self.moves: dict[int, tuple[EngineKind, float]] = {}
         """Moves in flight: where to, and since when (epoch seconds)."""
         self.good_step = -1
@@ -168,9 +168,7 @@ class NodePool:
 
         Repeated, it reaches nodes that missed it, and shows that the coordinator lives.
         """
-        if self.pool is None:
-            return
-        pool, (awaited, await_s) = self.pool, self._awaited
+        pool, (awaited, await_s) = self.pool or states.Pool({}, states.Membership(0, ()), 0), self._awaited
         # A node on its way to rollout, or being rebuilt, asks for the weights itself; those that serve are pushed to.
         # So are those on their way to training, which join with them.
         pushed = (states.NodeState.ROLLOUT, states.NodeState.TO_TRAIN)
@@ -178,6 +176,7 @@ class NodePool:
         newest = pool.forming or pool.membership
         layout = Layout(
             number=self.layout.number,
+            start=self._context.resume_point,
             rows={**{rank: node.row for rank, node in pool.nodes.items()}, **self.guests.rows},
             generation=newest.generation,
             members=newest.ranks,

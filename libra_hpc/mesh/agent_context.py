@@ -11,8 +11,9 @@ from typing import Any
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.lease import Fence
-from libra_hpc.protocol.agents import Log, MeshMessage, Welcome
+from libra_hpc.protocol.agents import Log, MeshMessage
 from libra_hpc.protocol.engine_state import EngineState, LenderKind
+from libra_hpc.protocol.layout import ResumePoint
 
 from .rank_layout import RankLayout
 
@@ -27,7 +28,7 @@ class AgentContext:
     run: RunDir
     attempt: int
     send: Send
-    resume_point: Welcome
+    resume_point: ResumePoint
     private: Path
     """Mode 0700, for sockets and engine settings; short, because a Unix socket's path may have 107 bytes."""
     shared_memory: Path

@@ -18,33 +18,6 @@ from .layout import Layout
 from .trainer import FromWorker, Offered, Sample, ToWorker
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True):
-    """Agent -> coordinator: first sign of life."""
-
-    rank: int
-    host: str
-    pid: int
-    component: str
-
-
-class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent: the state from which the attempt starts, decided once for all nodes."""
-
-    step: int
-    checkpoint: str
-    """Checkpoint folder, empty at the beginning of a run."""
-    low: int
-    extra: tuple[int, ...]
-    pid: int = 0
-    """Process id of rank 0's agent: distinguishes its end from that of an earlier start."""
-    snapshot: str = ""
-    """Name of the snapshot to start from, which is newer than ``checkpoint``; empty: none."""
-    saved_step: int = 0
-    """Step of ``checkpoint``, beside a snapshot."""
-    restore: dict[int, int] = {}
-    """Node of the core that lost its part of the snapshot -> node that has a copy."""
-
-
 class LeaveWanted(msgspec.Struct, tag=True, frozen=True):
     """Guest -> coordinator: let this node go, once its turns go on elsewhere; answered by `StopAgent`."""
 
@@ -53,7 +26,7 @@ class LeaveWanted(msgspec.Struct, tag=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """Agent -> coordinator, once a second."""
+    """Agent -> coordinator, once a second, and at once for a new Layout.  The first one is its first sign of life."""
 
     rank: int
     role: str
@@ -65,6 +38,8 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Ranks to which this one's connection broke."""
     life: int = 0
     """See `Row.life`: it has ended all that it had in earlier ones."""
+    host: str = ""
+    pid: int = 0
 
 
 class Log(msgspec.Struct, tag=True, frozen=True):
@@ -395,8 +370,6 @@ class WeightsHere(msgspec.Struct, tag=True, frozen=True):
 
 
 MeshMessage = Union[
-    Hello,
-    Welcome,
     LeaveWanted,
     Heartbeat,
     Layout,

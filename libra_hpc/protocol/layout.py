@@ -37,12 +37,32 @@ class Row(msgspec.Struct, frozen=True):
     """Host, addresses and port of an agent that joined later."""
 
 
+class ResumePoint(msgspec.Struct, frozen=True):
+    """The state from which the attempt starts, decided once for all nodes."""
+
+    step: int
+    checkpoint: str
+    """Checkpoint folder, empty at the beginning of a run."""
+    low: int
+    extra: tuple[int, ...]
+    pid: int = 0
+    """Process id of rank 0's agent: distinguishes its end from that of an earlier start."""
+    snapshot: str = ""
+    """Name of the snapshot to start from, which is newer than ``checkpoint``; empty: none."""
+    saved_step: int = 0
+    """Step of ``checkpoint``, beside a snapshot."""
+    restore: dict[int, int] = {}
+    """Node of the core that lost its part of the snapshot -> node that has a copy."""
+
+
 class Layout(msgspec.Struct, tag=True, frozen=True):
     """What every node and both leaders are to be and to do."""
 
     number: int = 0
     rows: dict[int, Row] = {}
-    """By rank; a guest that has left has none."""
+    """By rank; a guest that has left has none, and nobody before all are there."""
+    start: ResumePoint | None = None
+    """None in the Layout of an evaluation, which resumes nothing."""
     generation: int = 0
     """Newest membership: from the next step boundary on its ``members`` train together."""
     members: tuple[int, ...] = ()

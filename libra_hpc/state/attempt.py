@@ -24,14 +24,14 @@ from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.files import write_atomic
 from libra_hpc.process.retry import cannot, patiently
-from libra_hpc.protocol.agents import Welcome
+from libra_hpc.protocol.layout import ResumePoint
 
 from . import state_folders as folders
 from .snapshot_start import OTHER_LAYOUT, keep_listed, newer_snapshot
 from .store import NewestWhole, SavedState, checkpoint_damage, newest_until, newest_whole, position_damage, states
 
 log = logging.getLogger("libra_hpc.state")
-BEGINNING = Welcome(0, "", 0, ())
+BEGINNING = ResumePoint(0, "", 0, ())
 Event = tuple[str, dict[str, Any]]
 """Kind and fields of an event that rank 0 logs once it can."""
 
@@ -39,7 +39,7 @@ Event = tuple[str, dict[str, Any]]
 class _Resumption(NamedTuple):
     """What was decided; nothing of it is carried out yet."""
 
-    welcome: Welcome
+    welcome: ResumePoint
     aside: dict[Path, Path]
     """Checkpoints to rename."""
     events: list[Event] = []
@@ -47,7 +47,7 @@ class _Resumption(NamedTuple):
     """New content of ``metrics.jsonl``; None: it stays."""
 
 
-def source_of(point: Welcome) -> str:
+def source_of(point: ResumePoint) -> str:
     """From which step an attempt goes on and why, as the end of a sentence."""
     if point.snapshot:
         older = f"the checkpoint of step {point.saved_step}" if point.checkpoint else "any checkpoint"
@@ -57,7 +57,7 @@ def source_of(point: Welcome) -> str:
     return "from the beginning"
 
 
-def metrics_until(run: RunDir, point: Welcome) -> bytes | None:
+def metrics_until(run: RunDir, point: ResumePoint) -> bytes | None:
     """The metrics of the state that this attempt starts from, one line for every step up to it; None: as they are.
 
     - A line of a later step -> dropped, because the step is trained again.
@@ -84,7 +84,7 @@ def copy_policy(source: Path, destination: Path) -> None:
     partial.rename(destination)
 
 
-def saved_point(run: RunDir) -> Welcome:
+def saved_point(run: RunDir) -> ResumePoint:
     """The newest checkpoint, or the beginning, by data positions alone; raises `OSError`."""
     return _welcome(newest_whole(states(run.checkpoints), position_damage).whole)
 
@@ -98,7 +98,7 @@ def newest_point(
     parts: Sequence[Sequence[str]],
     from_step: int | None = None,
     waits_for: Callable[[str], object] = log.warning,
-) -> tuple[Welcome, list[Event]]:
+) -> tuple[ResumePoint, list[Event]]:
     """Where an attempt starts, and what is to be logged; ``parts``: the parts of snapshots on every rank's node.
 
     ``waits_for`` gets what cannot be read or written, before each pause. For rank 0 alone, before anybody writes; takes
@@ -229,8 +229,8 @@ def best_step(run: RunDir, evaluation: str) -> int:
     return int(max(lines, key=lambda line: line["mean"])["step"]) if lines else -1
 
 
-def _welcome(state: SavedState | None) -> Welcome:
+def _welcome(state: SavedState | None) -> ResumePoint:
     if state is None:
         return BEGINNING
     position = folders.read_position(state.folder)
-    return Welcome(position.step, str(state.folder), position.low, position.extra)
+    return ResumePoint(position.step, str(state.folder), position.low, position.extra)

@@ -21,7 +21,7 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.protocol.agents import Welcome
+from libra_hpc.protocol.layout import ResumePoint
 
 from .state_folders import TEMPORARY, DataPosition, publish, read_position
 from .store import NewestWhole, SavedState, checkpoint_damage, newest_whole, states
@@ -65,8 +65,8 @@ def restore_from(name: str, core: Sequence[int], parts: Sequence[Sequence[str]])
 
 
 def newer_snapshot(
-    run: RunDir, config: RunConfig, *, point: Welcome, core: Sequence[int], parts: Sequence[Sequence[str]]
-) -> tuple[Welcome, NewestWhole]:
+    run: RunDir, config: RunConfig, *, point: ResumePoint, core: Sequence[int], parts: Sequence[Sequence[str]]
+) -> tuple[ResumePoint, NewestWhole]:
     """``point``, from a checkpoint, or a newer one from a snapshot; ``parts``: parts of every rank's node."""
 
     def why_not(state: SavedState) -> str:

@@ -9,13 +9,13 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.protocol.agents import Welcome
+from libra_hpc.protocol.layout import ResumePoint
 
 
 def test_an_engine_that_is_rebuilt_begins_with_a_checkpoint_that_still_exists(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     config = RunConfig.model_validate({"model": {"path": "/models/policy"}})
-    start = Welcome(10, str(run.checkpoint(10)), 80, ())
+    start = ResumePoint(10, str(run.checkpoint(10)), 80, ())
     context = AgentContext(
         2, RankLayout(("planner", "train", "rollout")), config, run, 1, lambda *args: None, start, tmp_path, tmp_path
     )
@@ -27,8 +27,8 @@ def test_an_engine_that_is_rebuilt_begins_with_a_checkpoint_that_still_exists(tm
     (run.checkpoint(30) / "state.json").write_text('{"step": 30, "low": 240, "extra": []}')
     found = engine_config(context, "r2.0", 1, None, -1)
     assert (found.model, found.version) == (str(run.checkpoint(30) / "policy"), 30), "older checkpoints have made room"
-    context.resume_point = Welcome(34, str(run.checkpoint(30)), 272, (), snapshot="step-34", saved_step=30)
+    context.resume_point = ResumePoint(34, str(run.checkpoint(30)), 272, (), snapshot="step-34", saved_step=30)
     found = engine_config(context, "r2.0", 1, None, -1)
     assert (found.model, found.version) == (str(run.checkpoint(30) / "policy"), 30), "a snapshot has no policy"
-    context.resume_point = Welcome(0, "", 0, ())
+    context.resume_point = ResumePoint(0, "", 0, ())
     assert engine_config(context, "r2.0", 1, None, -1).model == "/models/policy"

@@ -20,9 +20,9 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.process import reaper
 from libra_hpc.process.child import Child
-from libra_hpc.protocol.agents import Welcome
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import EpisodeOpened, HostHeartbeat, HostReady, OpenEpisode, StepEpisode
+from libra_hpc.protocol.layout import ResumePoint
 from tests.example_files import write_keychain_tokenizer
 
 TASK = f"{Path(__file__).parents[1] / 'host' / 'user_tasks.py'}:Littering"
@@ -46,7 +46,7 @@ class Service:
         )
         layout = RankLayout(("planner", "train", "rollout"))
         context = AgentContext(
-            2, layout, config, RunDir(folder), 1, lambda *_: None, Welcome(0, "", 0, ()), self.folder, self.folder
+            2, layout, config, RunDir(folder), 1, lambda *_: None, ResumePoint(0, "", 0, ()), self.folder, self.folder
         )
         self.hosts = Hosts(context, owner)
         self.before = reaper.children()

@@ -17,8 +17,9 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.protocol.agents import Fatal, Log, Welcome
+from libra_hpc.protocol.agents import Fatal, Log
 from libra_hpc.protocol.env import ChatChoice, CloseEpisode, EpisodeFailed, EpisodeStepped, HostHeartbeat, HostReady
+from libra_hpc.protocol.layout import ResumePoint
 from tests.mesh.test_links import until
 
 
@@ -78,7 +79,7 @@ class Scene:
             RunDir(folder),
             1,
             lambda rank, m: self.sent.append(m),
-            Welcome(0, "", 0, ()),
+            ResumePoint(0, "", 0, ()),
             folder,
             folder,
         )

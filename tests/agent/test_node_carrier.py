@@ -18,8 +18,9 @@ from libra_hpc.facts.events import EVENTS
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.protocol.agents import CarrierStarted, FromReplica, Welcome
+from libra_hpc.protocol.agents import CarrierStarted, FromReplica
 from libra_hpc.protocol.carriers import Peer, PieceRefused, PolicySaved, Publish, SavePolicy, WeightsByTcp
+from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trainer import OfferFailed
 from libra_hpc.simulated.state import offer
 from libra_hpc.weights.pieces import WHOLE
@@ -45,7 +46,7 @@ class Scene:
             RunDir(folder / "run"),
             1,
             lambda rank, message: self.sent.append(message),
-            Welcome(0, "", 0, ()),
+            ResumePoint(0, "", 0, ()),
             folder,
             shm,
             secret=b"secret",

@@ -15,9 +15,10 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.protocol.agents import Log, Welcome
+from libra_hpc.protocol.agents import Log
 from libra_hpc.protocol.carriers import CarrierReady
 from libra_hpc.protocol.joining import FIRST_GUEST, is_guest
+from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.weights.served_weights import reading_secret
 
 SECRET = b"of the run"
@@ -34,7 +35,7 @@ def ready(folder: Path, rank: int, message: CarrierReady, engine: str = "simulat
         RunDir(folder),
         1,
         lambda rank, message: sent.append(message),
-        Welcome(0, "", 0, ()),
+        ResumePoint(0, "", 0, ()),
         folder,
         folder,
         secret=SECRET,

@@ -31,6 +31,7 @@ from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import EngineFailed, Generate
 from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.simulated import tokens
 from tests.agent.weights_here import WrittenImage
 
@@ -66,7 +67,7 @@ class Scene:
         self.newest = 0
         layout = RankLayout(("planner", "train", "rollout"))
         self.context = AgentContext(
-            NODE, layout, config, RunDir(folder), 1, self._send, wire.Welcome(0, "", 0, ()), *self.folders
+            NODE, layout, config, RunDir(folder), 1, self._send, ResumePoint(0, "", 0, ()), *self.folders
         )
         self.weights = WrittenImage(self.folders[1])
         self.node = RolloutNode(self.context, cast(NodeCarrier, self.weights))
@@ -201,7 +202,7 @@ async def test_an_engine_with_weights_older_than_the_start_serves_only_once_it_h
 ) -> None:
     monkeypatch.setattr(rollout_node, "ASK_AGAIN_S", 0.01)
     async with scene(tmp_path) as made:
-        made.context.resume_point = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
+        made.context.resume_point = ResumePoint(4, "", 32, (), snapshot="step-4", saved_step=0)
         await made.node.start()
         await made.until(lambda: len(made.of(wire.WeightsWanted)) > 3, "it asks again")
         assert not made.served(), "the trainers have offered nothing yet"
@@ -236,7 +237,7 @@ async def test_answers_to_several_engines_lead_to_one_round_of_requests(
 ) -> None:
     monkeypatch.setattr(rollout_node, "ASK_AGAIN_S", 0.2)
     async with scene(tmp_path, engines=2) as made:
-        made.context.resume_point = wire.Welcome(4, "", 32, (), snapshot="step-4", saved_step=0)
+        made.context.resume_point = ResumePoint(4, "", 32, (), snapshot="step-4", saved_step=0)
         await made.node.start()
         await made.until(lambda: list(made.node.states.values()) == ["loading"] * 2, "both wait for weights")
         before = len(made.of(wire.WeightsWanted))

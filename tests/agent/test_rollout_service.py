@@ -18,7 +18,8 @@ from libra_hpc.facts.journal import Journal, LineLog
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.protocol.agents import Log, Welcome
+from libra_hpc.protocol.agents import Log
+from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.rollout.recovery.history import history
 from libra_hpc.rollout.recovery.recovered import Recovered
 from libra_hpc.rollout.trajectory import Trajectory
@@ -98,7 +99,7 @@ def recovered(*done: tuple[int, int]) -> Recovered:
     return Recovered(found, {})
 
 
-def service(folder: Path, start: Welcome) -> tuple[RolloutService, list[Any]]:
+def service(folder: Path, start: ResumePoint) -> tuple[RolloutService, list[Any]]:
     sent: list[Any] = []
     layout = RankLayout(("planner", "train", "rollout"))
     context = AgentContext(
@@ -111,19 +112,19 @@ def test_what_a_start_does_not_go_on_with_is_left_out_by_every_reader(tmp_path: 
     run = RunDir(tmp_path)
     run.write_json(run.config, {})
 
-    async def starts(welcome: Welcome, going_on: Recovered) -> None:
+    async def starts(welcome: ResumePoint, going_on: Recovered) -> None:
         leader, sent = service(tmp_path, welcome)
         await leader._supersede(going_on)
         assert not [m for m in sent if isinstance(m, Log)]
 
-    asyncio.run(starts(Welcome(0, "", 0, ()), Recovered({}, {})))
+    asyncio.run(starts(ResumePoint(0, "", 0, ()), Recovered({}, {})))
     assert not run.trajectories.exists(), "the first start goes back on nothing"
     log = LineLog(run.trajectories)
     log.write_all([trace(0, 0, 0.1), trace(0, 1), trace(1, 0), trace(2, 0), trace(3, 0), trace(4, 0)])
-    asyncio.run(starts(Welcome(1, "c", 1, (3,)), recovered((2, 0))))
+    asyncio.run(starts(ResumePoint(1, "c", 1, (3,)), recovered((2, 0))))
     log.write_all([trace(1, 0, 0.5), trace(4, 0, 0.5), trace(2, 1, 0.5)])
     log._handle.write(b'{"torn')
-    asyncio.run(starts(Welcome(2, "c", 3, (3,)), recovered()))
+    asyncio.run(starts(ResumePoint(2, "c", 3, (3,)), recovered()))
     log.write_all([trace(4, 0, 0.9)])
     live = [(0, 0, 0.1), (0, 1, 0.0), (2, 0, 0.0), (3, 0, 0.0), (1, 0, 0.5), (2, 1, 0.5), (4, 0, 0.9)]
     assert [(line["index"], line["sample"], line["reward"]) for line in series.trajectories(run)] == live

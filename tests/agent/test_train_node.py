@@ -13,15 +13,8 @@ import pytest
 
 from libra_hpc.agent import supervised
 from libra_hpc.process.child import Child
-from libra_hpc.protocol.agents import (
-    Fatal,
-    Log,
-    SnapshotOffered,
-    SnapshotStored,
-    WeightsOffered,
-    WeightsWanted,
-    Welcome,
-)
+from libra_hpc.protocol.agents import Fatal, Log, SnapshotOffered, SnapshotStored, WeightsOffered, WeightsWanted
+from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trainer import (
     Join,
     Joined,
@@ -217,7 +210,7 @@ def test_processes_that_cannot_start_from_a_snapshot_leave_the_checkpoint_to_the
     partial.mkdir(parents=True)
     (partial / folders.STATE_FILE).write_text("{")
     folders.publish(partial, part)
-    scene.node._context.resume_point = Welcome(4, "", 8, (), snapshot=name)
+    scene.node._context.resume_point = ResumePoint(4, "", 8, (), snapshot=name)
 
     async def script() -> None:
         await scene.node.start()

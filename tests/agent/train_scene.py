@@ -13,8 +13,9 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.protocol.agents import FromReplica, Welcome
+from libra_hpc.protocol.agents import FromReplica
 from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.layout import ResumePoint
 from tests.agent.weights_here import WrittenImage
 
 PATIENCE_S = 120.0
@@ -55,7 +56,7 @@ class Scene:
             self.run,
             1,
             lambda rank, message: self.sent.append(message),
-            Welcome(0, "", 0, ()),
+            ResumePoint(0, "", 0, ()),
             folder,
             self.shm,
         )

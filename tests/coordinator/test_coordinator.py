@@ -21,23 +21,26 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol.agents import (
     Fatal,
-    Hello,
+    Heartbeat,
     Log,
     MemberJoined,
     RolloutReport,
     StopAgent,
     StopTraining,
     TrainingDone,
-    Welcome,
 )
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.layout import Layout
+from libra_hpc.protocol.layout import Layout, ResumePoint
 from libra_hpc.protocol.layout_order import encode_order, new_order
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.ranks_stop import RanksStop, decode_end
 from libra_hpc.state.attempt import saved_point
 from tests.policies.pool.layout_orders import FormGeneration, StartEngine, all_orders
 from tests.protocol.step_reports import step_report
+
+
+def first_beat(rank: int, component: str) -> Heartbeat:
+    return Heartbeat(rank, component, {}, {}, -1, host="h", pid=1)
 
 
 class Scene:
@@ -60,7 +63,7 @@ class Scene:
             self.run,
             1,
             lambda rank, message: self.sent.append((rank, message)),
-            Welcome(step, "", 0, ()),
+            ResumePoint(step, "", 0, ()),
             tmp_path,
             tmp_path,
         )
@@ -77,7 +80,7 @@ class Scene:
 
     def hello(self) -> None:
         self.deliver(
-            *((rank, Hello(rank, "h", 1, c)) for rank, c in enumerate(("planner", "train", "hybrid", "rollout")))
+            *((rank, first_beat(rank, name)) for rank, name in enumerate(("planner", "train", "hybrid", "rollout")))
         )
 
     def orders(self, kind: type) -> list[tuple[int, Any]]:
@@ -96,7 +99,7 @@ class Scene:
 
 def test_engines_start_once_all_nodes_are_there_and_the_core_forms_the_first_generation(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    scene.deliver((1, Hello(1, "h", 1, "train")))
+    scene.deliver((1, first_beat(1, "train")))
     assert not scene.asked(StartEngine)
     scene.hello()
     assert [(m.rank, m.kind) for m in scene.asked(StartEngine)] == [(1, "train"), (2, "rollout"), (3, "rollout")]
@@ -369,14 +372,14 @@ def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:
 
 def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    assert saved_point(run) == Welcome(0, "", 0, ())
+    assert saved_point(run) == ResumePoint(0, "", 0, ())
     for step, complete in ((10, True), (20, True), (30, False)):
         run.checkpoint(step).mkdir(parents=True)
         if complete:
             run.write_json(
                 run.checkpoint(step) / "state.json", {"step": step, "low": step * 8, "extra": [step * 8 + 3]}
             )
-    assert saved_point(run) == Welcome(20, str(run.checkpoint(20)), 160, (163,))
+    assert saved_point(run) == ResumePoint(20, str(run.checkpoint(20)), 160, (163,))
 
 
 def test_nothing_is_written_to_a_descriptor_that_the_launcher_did_not_open(

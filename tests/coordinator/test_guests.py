@@ -6,16 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S
-from libra_hpc.protocol.agents import (
-    Fatal,
-    Heartbeat,
-    Hello,
-    LeaveWanted,
-    RolloutReport,
-    StopAgent,
-    TurnsDrained,
-    Welcome,
-)
+from libra_hpc.protocol.agents import Fatal, Heartbeat, LeaveWanted, RolloutReport, StopAgent, TurnsDrained
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.joining import FIRST_GUEST, RANKS_OF_A_START, JoinWanted
 from libra_hpc.protocol.layout import Layout
@@ -40,7 +31,9 @@ def with_guest(tmp_path: Path) -> Scene:
     """... and a guest that serves."""
     scene = opened(tmp_path)
     assert scene.coordinator.nodes.guests.admit(HERE, 0.0) == GUEST
-    scene.deliver((GUEST, Hello(GUEST, "g", 9, "guest")), (GUEST, EngineState(GUEST, "rollout", "ready")))
+    scene.deliver(
+        (GUEST, Heartbeat(GUEST, "guest", {}, {}, -1, host="g", pid=9)), (GUEST, EngineState(GUEST, "rollout", "ready"))
+    )
     return scene
 
 
@@ -51,7 +44,7 @@ def kinds(scene: Scene, *wanted: type) -> list[tuple[int, Any]]:
 def test_a_guest_is_announced_to_those_that_send_to_it_and_gets_new_weights_once_it_serves(tmp_path: Path) -> None:
     scene = with_guest(tmp_path)
     assert scene.orders(Layout)[-1][1].rows[GUEST].guest == ("g", ("10.0.0.9",), 7)
-    assert [rank for rank, _ in kinds(scene, Welcome)][-1] == GUEST
+    assert scene.orders(Layout)[-1][1].start == scene.context.resume_point
     assert kinds(scene, Layout)[-1][1].receivers == (3, GUEST)
     assert GUEST in [rank for rank, _ in kinds(scene, Layout)]
     assert scene.coordinator.nodes.receivers == (3,), "nothing that the planner sees has it"

@@ -24,12 +24,12 @@ from libra_hpc.coordinator.liveness import (
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.policies.pool.readmission import SILENCES
-from libra_hpc.protocol.agents import Fatal, Heartbeat, Hello, StopAgent, StopTraining, TrainingDone
+from libra_hpc.protocol.agents import Fatal, Heartbeat, StopAgent, StopTraining, TrainingDone
 from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.ranks_stop import RanksStop
 from tests.policies.pool.layout_orders import RankBack, RankLost, StartEngine
 
-from .test_coordinator import Scene, run_until_over
+from .test_coordinator import Scene, first_beat, run_until_over
 
 
 def silence(scene: Scene, rank: int, now: list[float], seconds: float) -> None:
@@ -173,7 +173,7 @@ def test_all_ranks_end_when_a_leader_is_lost(tmp_path: Path, now: list[float], l
 def test_all_ranks_restart_when_a_further_node_of_the_core_is_lost(tmp_path: Path, now: list[float]) -> None:
     components = ("planner", "train", "train", "rollout")
     scene = Scene(tmp_path, components=components)
-    scene.deliver(*((rank, Hello(rank, "h", 1, name)) for rank, name in enumerate(components)))
+    scene.deliver(*((rank, first_beat(rank, name)) for rank, name in enumerate(components)))
     silence(scene, 2, now, LEADER_LOST_S + 1)
     run_until_over(scene)
     assert not scene.orders(StopTraining), "nobody has the whole state to save"

@@ -17,7 +17,7 @@ from libra_hpc.files import write_once
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.policies.control.layout_choice import EVERY_S
-from libra_hpc.protocol.agents import Welcome
+from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.layout_order import LONGEST, encode_order, new_order
 from libra_hpc.protocol.plan import PlanDecision
 
@@ -49,7 +49,7 @@ class Job:
             self.run,
             attempt,
             lambda *a, **k: None,
-            Welcome(step, "", 0, ()),
+            ResumePoint(step, "", 0, ()),
             self.run.path,
             self.run.path,
         )

@@ -16,7 +16,7 @@ from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.layout import Layout
+from libra_hpc.protocol.layout import Layout, ResumePoint
 from tests.policies.pool.layout_orders import AwaitMembers, DrainTurns, RestCore, StandbyEngine, StartEngine, all_orders
 
 CONFIG = RunConfig.model_validate({"algorithm": {"eta": 0, "prompts_per_step": 4}, "planner": {"switch_cost_s": 2.0}})
@@ -32,7 +32,7 @@ class Scene:
         components = "planner", "train", "hybrid", "hybrid", "rollout"
         layout = RankLayout(components, core_rolls_out=core_rolls_out)
         send = lambda rank, message: self.sent.append((rank, message))  # noqa: E731
-        start = wire.Welcome(0, "", 0, ())
+        start = ResumePoint(0, "", 0, ())
         context = AgentContext(0, layout, CONFIG, RunDir(tmp_path), 1, send, start, tmp_path, tmp_path)
         self.seen = Observations()
         self.nodes = NodePool(context, lambda kind, **fields: None, self.seen.on_switch, lambda: 0)

@@ -15,7 +15,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.process import retry
-from libra_hpc.protocol.agents import Welcome
+from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state import store
 from libra_hpc.state.attempt import BEGINNING, Event, complete_checkpoint, newest_point, remove_old, saved_point
@@ -28,12 +28,12 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "AGAIN_S", 0.01)
 
 
-def start(run: RunDir, attempt: int = 1, from_step: int | None = None) -> tuple[Welcome, list[Event]]:
+def start(run: RunDir, attempt: int = 1, from_step: int | None = None) -> tuple[ResumePoint, list[Event]]:
     return newest_point(run, RunConfig(), attempt, core=(1,), parts=((), ()), from_step=from_step)
 
 
-def at(run: RunDir, step: int) -> Welcome:
-    return Welcome(step, str(run.checkpoint(step)), 8 * step, (8 * step + 3,))
+def at(run: RunDir, step: int) -> ResumePoint:
+    return ResumePoint(step, str(run.checkpoint(step)), 8 * step, (8 * step + 3,))
 
 
 def names(run: RunDir) -> list[str]:

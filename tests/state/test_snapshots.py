@@ -11,7 +11,8 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.protocol.agents import KeepSnapshot, SnapshotStored, Welcome
+from libra_hpc.protocol.agents import KeepSnapshot, SnapshotStored
+from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.state.attempt import metrics_until, source_of
 from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.snapshot_start import keep_listed, list_snapshot, newer_snapshot
@@ -145,8 +146,8 @@ def run(tmp_path: Path) -> RunDir:
     return found
 
 
-def start(run: RunDir, parts: tuple[tuple[str, ...], ...] = WHOLE, step: int = 10, **changes: Any) -> Welcome:
-    checkpoint = Welcome(step, "/checkpoints/step", 8 * step, ())
+def start(run: RunDir, parts: tuple[tuple[str, ...], ...] = WHOLE, step: int = 10, **changes: Any) -> ResumePoint:
+    checkpoint = ResumePoint(step, "/checkpoints/step", 8 * step, ())
     settings = changes.get("config", config())
     found, passed = newer_snapshot(run, settings, point=checkpoint, core=CORE, parts=parts)
     assert all(why for _, why in passed.damaged)
@@ -156,7 +157,7 @@ def start(run: RunDir, parts: tuple[tuple[str, ...], ...] = WHOLE, step: int = 1
 
 def test_a_newer_snapshot_is_taken_with_its_data_position(run: RunDir) -> None:
     found = start(run)
-    assert found == Welcome(12, "/checkpoints/step", 96, (98,), snapshot=NAME, saved_step=10)
+    assert found == ResumePoint(12, "/checkpoints/step", 96, (98,), snapshot=NAME, saved_step=10)
     assert source_of(found) == ("from step 12, whose snapshot in shared memory is newer than the checkpoint of step 10")
     assert start(run) == found, "it stays listed"
 
@@ -187,7 +188,7 @@ def test_otherwise_the_checkpoint_is_taken_and_the_snapshot_listed_no_longer(
     run: RunDir, parts: tuple[tuple[str, ...], ...], step: int, changes: dict[str, Any]
 ) -> None:
     found = start(run, parts, step, **changes)
-    assert found == Welcome(step, "/checkpoints/step", 8 * step, ())
+    assert found == ResumePoint(step, "/checkpoints/step", 8 * step, ())
     assert source_of(found) == f"from step {step}, the newest checkpoint"
     assert not start(run, WHOLE).snapshot, "its steps were trained again"
 
@@ -203,7 +204,7 @@ def test_the_newest_snapshot_alone_is_listed_and_an_altered_entry_is_none(run: R
 def test_metrics_up_to_the_snapshot_stay_once_each_and_later_ones_go(run: RunDir) -> None:
     lines = [{"t": float(step), "step": step} for step in (*range(1, 12), 13, 14)]
     run.metrics.write_text("".join(f"{msgspec.json.encode(line).decode()}\n" for line in lines))
-    content = metrics_until(run, Welcome(12, "", 96, (98,), snapshot=NAME))
+    content = metrics_until(run, ResumePoint(12, "", 96, (98,), snapshot=NAME))
     assert content is not None
     kept = [msgspec.json.decode(line) for line in content.splitlines()]
     assert [line["step"] for line in kept] == list(range(1, 13))

@@ -16,6 +16,7 @@ from libra_hpc.process.retry import patiently
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.env import ToHost
+from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trace import Restart
 from libra_hpc.rollout.recovery.history import history
 from libra_hpc.rollout.recovery.recovered import Recovered, SavedTrajectory, TrainedPrompts
@@ -40,7 +41,7 @@ STALL_S = 1.0
 """This process woke so much later than planned: nobody could read messages, so that time counts for nobody."""
 
 
-def position(point: wire.Welcome) -> TrainedPrompts:
+def position(point: ResumePoint) -> TrainedPrompts:
     return TrainedPrompts(point.step, point.low, frozenset(point.extra))
 
 
