@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from bench.harness import ROOT
 from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.mesh.mpi_library import mpich_chosen
 from libra_hpc.models.devices import Device, devices
 from libra_hpc.models.devices import device as known_device
 from libra_hpc.models.memory import TrainLayout, TrainMemory, memory_limit, train_memory
@@ -193,9 +194,8 @@ def facts(setting: Setting, figures: Figures) -> None:
             continue
     figures.add("Python", platform.python_version())
     figures.add("cores", float(len(os.sched_getaffinity(0))))
-    # As an agent: the module chooses the library.
-    importlib.import_module("libra_hpc.mesh.world")
-    from mpi4py import MPI
+    with mpich_chosen():
+        from mpi4py import MPI
 
     figures.add("MPI of the agents", " ".join(MPI.Get_library_version().split()[:3]))
     if not MPI.Get_library_version().startswith("MPICH"):

@@ -40,9 +40,11 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import renewed_status
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.door import close_door, open_door
+from libra_hpc.mesh.layout_publisher import Publisher, opened
 from libra_hpc.mesh.mesh import Mesh
+from libra_hpc.mesh.mpi_process import MpiLink, NoWorld
 from libra_hpc.mesh.rank_layout import RankLayout, check_world
-from libra_hpc.mesh.world import Endpoint, NoWorld, World, meet
+from libra_hpc.mesh.world import Endpoint, World, meet
 from libra_hpc.policies.pool.reconcile import Observed, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
 from libra_hpc.process.agent_folders import hold, kept_folder, make_folders, own, owned, remove
 from libra_hpc.process.child import Child
@@ -133,10 +135,16 @@ class Agent:
         self.mesh.on_rejected = self._on_rejected
         self._layout, self._observed = Layout(), Observed()
         """The newest Layout, and what this node did to make its row true."""
-        self._life = 0
-        """See `Heartbeat.life`."""
+        self._life, self._by_mpi, self._ended_world = 0, False, -1
+        """See `Heartbeat`."""
+        self._link, self._link_world = world.link, 0
+        """This node's MPI process, and which ones it has met."""
+        self._pmi: socket.socket | None = None
+        """By which that meets others than those of the start."""
         self._routes = Routes()
         self._routes.add(Layout, self._on_layout)
+        self._routes.add(wire.LinkWanted, self._on_link_wanted)
+        self._routes.add(wire.PmiReply, self._on_pmi_reply)
         self._routes.add(wire.StopAgent, self._on_stop)
 
     async def run(self) -> bool:
@@ -170,10 +178,17 @@ class Agent:
             guards = await asyncio.to_thread(read_guards, self.config, self.run_dir, self.attempt, point.step)
             self.coordinator = Coordinator(self.context, events, guards)
             self.mesh.from_lost, self.mesh.admit = self._on_lost_message, self._admit
+            assert self._link is not None
+            publisher = Publisher(self.mesh, self._secret, self._link, self.context.log)
+            self.context.publisher, self.mesh.on_closed = publisher, publisher.leave_out
+            self._routes.add(wire.PmiLine, publisher.on_pmi)
+            self._spawn(publisher.watch())
             for name in self._early_signals:
                 self.coordinator.on_signal(name)
             self._spawn(self.coordinator.run(), then=self._stop.set)
             self._spawn(self._open_door(self.coordinator.nodes))
+        if self._link is not None:
+            self._serve_link(self._link)
         self._spawn(self.mesh.run())
         self._spawn(self._reap())
         self._spawn(self._heartbeats())
@@ -239,7 +254,59 @@ class Agent:
             # Last: its first message goes to the train leader, which may be this node's.
             self._spawn(self.carrier.start())
 
+    # --- the MPI process
+
+    def _serve_link(self, link: MpiLink) -> None:
+        def received(kind: bytes, content: bytes) -> None:
+            publisher = self.context.publisher if self.context is not None else None
+            if kind == b"F" and (layout := opened(self._secret, content)) is not None:
+                self._watch.seen()
+                self._on_layout(layout, by_mpi=True)
+            elif kind == b"A" and publisher is not None:
+                publisher.on_passed_on()
+            elif kind == b"M" and publisher is not None:
+                publisher.linked(link)
+
+        def ended() -> None:
+            if link is self._link and not self._stop.is_set():
+                log.warning("the MPI process %d has ended: Layouts come by stream", link.pid)
+                self._ended_world = self._link_world
+                if self.context is not None and self.context.publisher is not None:
+                    self.context.publisher.on_ended()
+                self._beat()
+
+        link.serve(received, ended)
+
+    def _on_link_wanted(self, order: wire.LinkWanted) -> None:
+        """Meet the MPI processes of all nodes that live, by lines over the streams."""
+        self._pmi, theirs = socket.socketpair()
+        self._pmi.setblocking(False)
+        with theirs:
+            old, self._link = self._link, MpiLink(theirs, order.index, order.size)
+        self._link_world = order.world
+        if old is not None:
+            old.close()
+        asyncio.get_running_loop().add_reader(self._pmi, self._on_pmi, self._pmi, order.world)
+        self._serve_link(self._link)
+
+    def _on_pmi(self, ours: socket.socket, world: int) -> None:
+        lines = ours.recv(65536).decode().splitlines()
+        for line in lines:
+            self.mesh.send(0, wire.PmiLine(self.rank, world, line))
+        if not lines:
+            asyncio.get_running_loop().remove_reader(ours)
+            ours.close()
+
+    def _on_pmi_reply(self, reply: wire.PmiReply) -> None:
+        if self._pmi is not None and reply.world == self._link_world:
+            with contextlib.suppress(OSError):
+                self._pmi.send(reply.line.encode() + b"\n")
+
+    # --- the end
+
     async def _leave(self) -> None:
+        if self._link is not None:
+            self._link.close()
         parts = (self.rollout_service, self.rollout_node, self.train_node, self.carrier)
         await asyncio.gather(*(part.stop() for part in parts if part is not None))
         if self._door is not None and not self._fence.taken:
@@ -310,6 +377,9 @@ class Agent:
             life=self._life,
             host=socket.gethostname(),
             pid=os.getpid(),
+            layout=self._layout.number,
+            by_mpi=self._by_mpi,
+            ended_world=self._ended_world,
         )
         self.mesh.send(0, beat)
 
@@ -431,11 +501,15 @@ class Agent:
         if self.context is not None:
             self.context.log("undecodable", rank=self.rank, sender=sender, reason=reason)
 
-    def _on_layout(self, layout: Layout) -> None:
+    def _on_layout(self, layout: Layout, by_mpi: bool = False) -> None:
         was = self._layout
+        if by_mpi and layout.number == was.number and not self._by_mpi:
+            # Rank 0 sent it both ways.
+            self._by_mpi = True
+            self._beat()
         if layout.number <= was.number:
             return
-        self._layout = layout
+        self._layout, self._by_mpi = layout, by_mpi
         if self.context is None and layout.start is not None:
             self._enter(layout.start)
         context = self.context
@@ -449,6 +523,7 @@ class Agent:
             self.train_leader.on_layout(layout)
         if self.rank in layout.rows:
             self._reconcile(layout.rows[self.rank])
+        self._beat()
 
     def _on_row(self, rank: int, row: Row, known: Row) -> None:
         """Act upon what is new in the row of any node."""

@@ -120,12 +120,9 @@ class Coordinator:
         """A message of a node of the run."""
         node.seen = time.time()
         match message:
-            case wire.Heartbeat(rank=rank, host=host, pid=pid, role=component):
-                if not node.host:
-                    node.host, node.pid = host, pid
-                    self._event("agent_joined", rank=rank, host=host, pid=pid, component=component)
-                    self._maybe_start()
+            case wire.Heartbeat(rank=rank):
                 self._nodes.on_beat(rank, message)
+                self._maybe_start()
             case wire.TurnsDrained(rank=rank) if is_guest(rank):
                 self._nodes.guests.on_drained(rank)
                 self._nodes.publish()

@@ -123,10 +123,17 @@ class NodePool:
         self.publish(again=True)
 
     def on_beat(self, rank: int, beat: wire.Heartbeat) -> None:
-        """Return a node to the pool if it was lost, and has ended what it had."""
-        self.contacts[rank].beat = beat
+        """Note a node's heartbeat; return it to the pool if it was lost, and has ended what it had."""
+        contact, context = self.contacts[rank], self._context
+        contact.beat = beat
+        if context.publisher is not None:
+            context.publisher.on_beat(rank, beat)
         node = self.pool.nodes.get(rank) if self.pool is not None else None
-        if node is not None and node.state is states.NodeState.LOST and beat.life == node.life:
+        returned = node is not None and node.state is states.NodeState.LOST and beat.life == node.life
+        if returned or not contact.host:
+            contact.host, contact.pid = beat.host, beat.pid
+            self._event("agent_joined", rank=rank, host=beat.host, pid=beat.pid, component=beat.role)
+        if returned:
             self._returning.discard(rank)
             self._event("node_returned", rank=rank)
             self.apply(states.RankBack(rank))
@@ -192,9 +199,8 @@ class NodePool:
         elif not again:
             return
         lost = {rank for rank, node in pool.nodes.items() if node.state is states.NodeState.LOST}
-        for rank in (*self.contacts, *self.guests.contacts):
-            if rank not in lost - self._returning:
-                self._context.send(rank, self.layout)
+        ranks = {*self.contacts, *self.guests.contacts}
+        self._context.publish(self.layout, ranks - (lost - self._returning))
 
     def find_lost(self, gone: Mapping[int, Gone], now: float) -> list[LostNode]:
         """Find the nodes that are lost now and announce them; ``gone`` as in `lost_nodes`.

@@ -82,6 +82,7 @@ def compose_status(
         notices=notices,
         lenders=list(report.lenders),
         spot_nodes=spot_nodes,
+        orders=context.orders,
         speedup=context.config.speedup,
     )
     return as_ended(status) if state in FINAL else status

@@ -12,7 +12,16 @@ from .rundir import RunDir, parse
 
 NEWEST_BYTES = 1 << 17
 """What a screen reads of events every second: some hundred lines."""
-OFTEN = {"decision", "held", "node_state", "resubmitted", "trajectory_failed", "turn_interrupted", "weights_applied"}
+OFTEN = {
+    "decision",
+    "held",
+    "layout_published",
+    "node_state",
+    "resubmitted",
+    "trajectory_failed",
+    "turn_interrupted",
+    "weights_applied",
+}
 """Kinds that come many times a step, or that a screen shows in its own way."""
 
 
@@ -54,6 +63,8 @@ NODES = (
     _fault("node_lost", "A node was lost", "rank reason silent_s", notice=True),
     _fault("node_returned", "A lost node was taken back", "rank"),
     _fault("node_quarantined", "A node was lost or silent so often that the run goes on without it", "rank reason"),
+    EventKind("layout_published", "Rank 0 published a Layout, to so many nodes each way", "number by_mpi by_stream"),
+    EventKind("mpi_world", "MPI reaches these nodes", "members"),
     EventKind("guest_joined", "An agent joined the running job, with engines alone", "rank host pid"),
     EventKind("guest_serves", "Its engines accept turns", "rank seconds"),
     EventKind("guest_leaves", "It wants to leave: its turns go on elsewhere", "rank reason"),

@@ -131,6 +131,8 @@ class Status(msgspec.Struct, frozen=True):
     """How many times faster than the clock a dry run passes; the file has seconds and rates of the clock."""
     spot_nodes: int = -1
     """Nodes of ``borrow.spot`` that the planner wants; -1: it has not decided since the ranks started."""
+    orders: str = ""
+    """How Layouts reach the nodes: by MPI, by stream, or which nodes by stream."""
 
 
 def renewed_status(run: RunDir, attempt: int, **changes: str) -> bytes:

@@ -299,6 +299,8 @@ def _footer(status: Status, rows: Mapping[str, str], *, over: bool, short: bool,
     grid.add_row("planner", decision)
     if status.repartitioned:
         grid.add_row("repartition", Text(status.repartitioned))
+    if status.orders and not over:
+        grid.add_row("orders", Text(status.orders))
     if status.message:
         grid.add_row("message", Text(status.message, style="yellow"))
     _add_warnings(grid, "lately", () if over else status.notices)

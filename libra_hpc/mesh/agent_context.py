@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.lease import Fence
 from libra_hpc.protocol.agents import Log, MeshMessage
 from libra_hpc.protocol.engine_state import EngineState, LenderKind
-from libra_hpc.protocol.layout import ResumePoint
+from libra_hpc.protocol.layout import Layout, ResumePoint
 
+from .layout_publisher import Publisher
 from .rank_layout import RankLayout
 
 Send = Callable[[int, MeshMessage], None]
@@ -51,6 +52,8 @@ class AgentContext:
     """Most MB/s of weights that this node gets from others; 0: no limit."""
     engine_changes: dict[str, Any] = field(default_factory=dict)
     """Fields of `EngineConfig` that a guest's engines have in another way than those of the run."""
+    publisher: Publisher | None = None
+    """Rank 0's; without one Layouts go by stream."""
     fence: Fence = field(default_factory=lambda: Fence(Path()))
     """Whether the run is still that of this start's owner."""
 
@@ -86,6 +89,19 @@ class AgentContext:
 
     def log(self, kind: str, **fields: Any) -> None:
         self.send(0, Log(kind, time.time(), fields))
+
+    @property
+    def orders(self) -> str:
+        """See `Status.orders`."""
+        return self.publisher.summary if self.publisher is not None else ""
+
+    def publish(self, layout: Layout, ranks: Collection[int]) -> None:
+        """Send a Layout to these nodes."""
+        if self.publisher is not None:
+            self.publisher.publish(layout, ranks)
+        else:
+            for rank in ranks:
+                self.send(rank, layout)
 
     def report(self, state: EngineState, *ranks: int, **fields: Any) -> None:
         """Send an engine's state to these ranks, and log it as event ``engine_ready`` or ``engine_lost``."""

@@ -137,7 +137,10 @@ class Outgoing:
         self._on_broken(self._peer)
 
 
-async def accept(world: World, deliver: Deliver, admit: Admit | None = None) -> None:
+async def accept(
+    world: World, deliver: Deliver, admit: Admit | None = None, closed: Callable[[int], None] = lambda rank: None
+) -> None:
+    """Take callers and their messages; ``closed`` gets the rank whose stream has ended."""
     loop = asyncio.get_running_loop()
     streams: set[asyncio.Task[None]] = set()
     # All ranks may call at once.
@@ -151,7 +154,7 @@ async def accept(world: World, deliver: Deliver, admit: Admit | None = None) -> 
                 log.warning("a caller was not accepted: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
-            task = loop.create_task(_receive(world, stream, unproven, deliver, admit))
+            task = loop.create_task(_receive(world, stream, unproven, deliver, admit, closed))
             streams.add(task)
             task.add_done_callback(streams.discard)
             task.add_done_callback(_defect)
@@ -161,8 +164,14 @@ async def accept(world: World, deliver: Deliver, admit: Admit | None = None) -> 
 
 
 async def _receive(
-    world: World, stream: socket.socket, unproven: Unproven, deliver: Deliver, admit: Admit | None
+    world: World,
+    stream: socket.socket,
+    unproven: Unproven,
+    deliver: Deliver,
+    admit: Admit | None,
+    closed: Callable[[int], None],
 ) -> None:
+    source = AT_THE_DOOR
     try:
         reader = _Reader(stream)
         async with asyncio.timeout(PROVE_S):
@@ -186,6 +195,7 @@ async def _receive(
             log.warning("a connection ended: %s", error)
     finally:
         stream.close()
+        closed(source)
 
 
 async def _send(stream: socket.socket, seal: Seal, frame: bytes) -> None:

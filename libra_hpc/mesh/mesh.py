@@ -47,6 +47,8 @@ class Mesh:
         """Gets (rank, message) of a dropped rank; without it they are discarded."""
         self.admit: Admit | None = None
         """Rank 0's answer to agents that want to join."""
+        self.on_closed: Callable[[int], None] = lambda rank: None
+        """Gets the rank whose stream has ended."""
         self.rejected = 0
         """Messages that could not be decoded."""
         self.on_rejected: Callable[[int, str], None] | None = None
@@ -93,7 +95,7 @@ class Mesh:
         return self._links[rank].pending if rank in self._links else 0
 
     async def run(self) -> None:
-        await accept(self._world, self._deliver, self.admit)
+        await accept(self._world, self._deliver, self.admit, lambda rank: self.on_closed(rank))
 
     async def drain(self, seconds: float) -> None:
         """Wait at most ``seconds`` until the kernel has every message to ranks that are not lost."""

@@ -1,7 +1,7 @@
-"""How the agents find each other: MPI numbers them and carries their addresses, once, at the start.
+"""How the agents find each other: MPI numbers them and carries their addresses, at the start.
 
-After `meet` no agent calls MPI again, because no MPI survives a dead member (docs/network.md).  Messages go over
-sockets of our own (`libra_hpc.mesh.links`).
+MPI is in a process beside each agent (`libra_hpc.mesh.mpi_link`), because no MPI survives a dead member
+(docs/network.md).  Messages go over sockets of our own (`libra_hpc.mesh.links`), Layouts by MPI.
 
 - All ranks on one machine, and no guests wanted -> they listen on loopback.  Otherwise on `slurm.interface`, or on
   every interface.
@@ -15,14 +15,12 @@ import contextlib
 import ipaddress
 import os
 import secrets
-import signal
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import mpi4py
 import msgspec
 import psutil
 
@@ -32,23 +30,14 @@ from libra_hpc.process.retry import Patience
 from libra_hpc.protocol.codec import LENGTH
 from libra_hpc.protocol.joining import guest_secret
 
-from .mpi_library import mpich_chosen
+from .mpi_link import RECORD_BYTES
+from .mpi_process import MpiLink, NoWorld
 
-# `meet` does it, under a deadline.
-mpi4py.rc.initialize = False
-
-with mpich_chosen():
-    from mpi4py import MPI
-
-MEET_S = 90
-"""A start takes seconds; nodes that load Python from a cold shared file system come up to a minute apart."""
 REACH_S = 5.0
 """For one address of rank 0 to answer.
 
 Half: a busy switch looks like a wrong address; double: several wrong ones use up `MEET_S`.
 """
-RECORD_BYTES = 4096
-"""Room for what a rank sends the others; a node with 20 addresses uses 500."""
 REACH_AGAIN_S = 60.0
 """For any address of rank 0 to answer where the ranks have met before: a switch restarts in a minute.
 
@@ -69,14 +58,6 @@ class Endpoint(msgspec.Struct, frozen=True):
     """Parts of snapshots on its node."""
 
 
-class NoWorld(OperationError):
-    """The ranks have met but cannot go on; ``rank`` is the own one."""
-
-    def __init__(self, rank: int, problem: str) -> None:
-        super().__init__(problem)
-        self.rank = rank
-
-
 class World(msgspec.Struct, frozen=True):
     """The ranks of one start, from the view of one of them."""
 
@@ -87,6 +68,8 @@ class World(msgspec.Struct, frozen=True):
     """Bound and listening before any rank has its address."""
     guests: dict[int, Endpoint] = {}
     """Agents that joined later, by rank."""
+    link: MpiLink | None = None
+    """The process that met those of the other ranks; None in the world of a guest."""
 
     @property
     def size(self) -> int:
@@ -131,13 +114,10 @@ def meet(
     ``guests``: agents of other machines will join.  ``again``: the run's ranks have met before; rank 0 is waited for.
     Raises `NoWorld` on every rank alike, with the first problem of any.
 
-    A rank that fails inside MPI leaves the others waiting there, where no Python runs: the kernel ends this process
-    with SIGALRM after `MEET_S`, and whoever started it may try again.
+    The same where the ranks have not come together within `MEET_S`: whoever started them may try again.
     """
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(MEET_S)
-    MPI.Init_thread(MPI.THREAD_SINGLE)
-    comm = MPI.COMM_WORLD
+    link = MpiLink()
+    rank, size = link.met()
     addresses = own_addresses(interface)
     if interface and not addresses:
         problem = (
@@ -145,23 +125,19 @@ def meet(
             or f"slurm.interface = {interface!r}: {socket.gethostname()} has no such interface with an address; "
             f"it has {', '.join(sorted(psutil.net_if_addrs()))}"
         )
-    places = _exchange(comm, _Place(_machine(), problem))
-    _raise_first([place.problem for place in places])
+    places = _exchange(link, _Place(_machine(), problem))
+    _raise_first(link, rank, [place.problem for place in places])
     if interface:
         addresses = addresses[:1]
     elif len({place.machine for place in places}) == 1 and not guests:
         addresses = [loopback()]
-    listener = listen(addresses[0] if len(addresses) == 1 else "", comm.Get_size())
-    own = Endpoint(socket.gethostname(), tuple(addresses), listener.getsockname()[1], parts(comm.Get_rank()))
-    endpoints = _exchange(comm, own)
-    secret = bytearray(secrets.token_bytes(SECRET_BYTES))
-    comm.Bcast([secret, MPI.BYTE])
-    reached = _reach(endpoints[0], endpoints[comm.Get_rank()], REACH_AGAIN_S if again else 0.0)
-    _raise_first([one.problem for one in _exchange(comm, _Reached(reached))])
-    world = World(comm.Get_rank(), tuple(endpoints), bytes(secret), listener)
-    MPI.Finalize()
-    signal.alarm(0)
-    return world
+    listener = listen(addresses[0] if len(addresses) == 1 else "", size)
+    own = Endpoint(socket.gethostname(), tuple(addresses), listener.getsockname()[1], parts(rank))
+    endpoints = _exchange(link, own)
+    secret = link.ask(b"B", secrets.token_bytes(SECRET_BYTES))
+    reached = _reach(endpoints[0], endpoints[rank], REACH_AGAIN_S if again else 0.0)
+    _raise_first(link, rank, [one.problem for one in _exchange(link, _Reached(reached))])
+    return World(rank, tuple(endpoints), secret, listener, link=link)
 
 
 def own_addresses(interface: str = "") -> list[str]:
@@ -221,15 +197,14 @@ def _reach(first: Endpoint, own: Endpoint, longest_s: float = 0.0) -> str:
     )
 
 
-def _exchange(comm: MPI.Intracomm, record: Record) -> list[Record]:
+def _exchange(link: MpiLink, record: Record) -> list[Record]:
     body = msgspec.msgpack.encode(record)
     encoded = LENGTH.pack(len(body)) + body
     if len(encoded) > RECORD_BYTES:
         raise OperationError(
             f"the record of {socket.gethostname()} takes {len(encoded)} bytes; there is room for {RECORD_BYTES}"
         )
-    everyone = bytearray(RECORD_BYTES * comm.Get_size())
-    comm.Allgather([encoded.ljust(RECORD_BYTES, b"\0"), MPI.BYTE], [everyone, MPI.BYTE])
+    everyone = link.ask(b"G", encoded)
     decoder = msgspec.msgpack.Decoder(type(record))
     found = []
     for at in range(0, len(everyone), RECORD_BYTES):
@@ -238,10 +213,9 @@ def _exchange(comm: MPI.Intracomm, record: Record) -> list[Record]:
     return found
 
 
-def _raise_first(problems: list[str]) -> None:
+def _raise_first(link: MpiLink, rank: int, problems: list[str]) -> None:
     """Raise on every rank or on none: all see the same problems."""
     for problem in problems:
         if problem:
-            rank = MPI.COMM_WORLD.Get_rank()
-            MPI.Finalize()
-            raise NoWorld(rank, problem)
+            link.finish()
+            raise NoWorld(problem, rank)

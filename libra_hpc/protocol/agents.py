@@ -18,6 +18,30 @@ from .layout import Layout
 from .trainer import FromWorker, Offered, Sample, ToWorker
 
 
+class LinkWanted(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> all: start an MPI process instead of the one there is, which meets those of ``world``."""
+
+    world: int
+    index: int
+    """Its rank among ``size``."""
+    size: int
+
+
+class PmiLine(msgspec.Struct, tag=True, frozen=True):
+    """Agent -> coordinator: a line of MPI's start-up protocol from its MPI process."""
+
+    rank: int
+    world: int
+    line: str
+
+
+class PmiReply(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> agent: a line for its MPI process."""
+
+    world: int
+    line: str
+
+
 class LeaveWanted(msgspec.Struct, tag=True, frozen=True):
     """Guest -> coordinator: let this node go, once its turns go on elsewhere; answered by `StopAgent`."""
 
@@ -40,6 +64,12 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """See `Row.life`: it has ended all that it had in earlier ones."""
     host: str = ""
     pid: int = 0
+    layout: int = 0
+    """Number of the newest Layout it has."""
+    by_mpi: bool = False
+    """Whether MPI brought that."""
+    ended_world: int = -1
+    """The newest world of MPI processes of which its own has ended."""
 
 
 class Log(msgspec.Struct, tag=True, frozen=True):
@@ -370,6 +400,9 @@ class WeightsHere(msgspec.Struct, tag=True, frozen=True):
 
 
 MeshMessage = Union[
+    LinkWanted,
+    PmiLine,
+    PmiReply,
     LeaveWanted,
     Heartbeat,
     Layout,

@@ -34,6 +34,8 @@ VALUE_BYTES = 896
 """Announced length of a value: `REQUEST_BYTES` less 28 for the words of a ``put``, 64 for the longest key
 (``keylen_max``) and 36 for the name of a key-value space, two 32-bit numbers with a point between them."""
 MAXES = b"cmd=maxes "
+ABORT = b"cmd=abort"
+"""Swallowed: Slurm would kill the agents of all ranks for one MPI process."""
 GONE = "LIBRA_HPC_GONE"
 """Environment variable of a rank: path of the files that note an end, less the rank."""
 AT = "at-"
@@ -62,7 +64,8 @@ def relay(plugin: socket.socket, rank: socket.socket) -> None:
                 source, target = (plugin, rank) if key.data is rank else (rank, plugin)
                 try:
                     data = source.recv(65536)
-                    target.sendall(capped(data) if source is plugin else data)
+                    if not data.startswith(ABORT):
+                        target.sendall(capped(data) if source is plugin else data)
                 except (BrokenPipeError, ConnectionResetError):
                     return
                 if not data:

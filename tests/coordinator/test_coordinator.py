@@ -39,8 +39,8 @@ from tests.policies.pool.layout_orders import FormGeneration, StartEngine, all_o
 from tests.protocol.step_reports import step_report
 
 
-def first_beat(rank: int, component: str) -> Heartbeat:
-    return Heartbeat(rank, component, {}, {}, -1, host="h", pid=1)
+def first_beat(rank: int, component: str, life: int = 0) -> Heartbeat:
+    return Heartbeat(rank, component, {}, {}, -1, host="h", pid=1, life=life)
 
 
 class Scene:

@@ -62,7 +62,7 @@ def test_a_silent_node_is_lost_and_taken_back_as_a_new_one_when_it_is_heard_agai
     assert [m.rows[2].life for rank, m in scene.orders(Layout) if rank == 2] == [1]
     scene.deliver((2, Heartbeat(2, "", {}, {}, -1)))
     assert not scene.asked(StartEngine), "its engines of before have to end first"
-    scene.deliver((2, Heartbeat(2, "", {}, {}, -1, life=1)))
+    scene.deliver((2, first_beat(2, "hybrid", life=1)))
     assert scene.asked(RankBack) == [RankBack(2)]
     assert scene.asked(StartEngine) == [StartEngine(2, "rollout")]
     assert scene.orders(Layout)[-1][1].rows[2].state == "starting"
@@ -98,7 +98,7 @@ def test_a_node_that_is_lost_again_and_again_is_quarantined_and_named(tmp_path: 
         waited.append(now[0] - began)
         if taken:
             nodes.request_reset(2)
-            scene.deliver((2, Heartbeat(2, "", {}, {}, -1, life=nodes.layout.rows[2].life)))
+            scene.deliver((2, first_beat(2, "hybrid", nodes.layout.rows[2].life)))
     assert waited == [0.0, 30.0, 60.0, 60.0, 0.0]
     assert not nodes.takes_back(2)
     scene.deliver((1, TrainingDone(scene.context.config.run.steps)))

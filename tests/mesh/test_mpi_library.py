@@ -18,7 +18,11 @@ from libra_hpc.mesh.mpi_library import ABI, LIBMPI, LIBRARY, NEEDED, find_libmpi
 
 PROGRAM = """
 import os
-from libra_hpc.mesh.world import MPI
+import mpi4py
+mpi4py.rc.initialize = False
+from libra_hpc.mesh.mpi_library import mpich_chosen
+with mpich_chosen():
+    from mpi4py import MPI
 print(MPI.Get_library_version().split()[0], os.environ.get("MPI4PY_MPIABI"))
 print(*{line.split()[-1] for line in open("/proc/self/maps") if "/libmpi.so" in line or "/libuc" in line}, sep="\\n")
 """

@@ -57,7 +57,7 @@ def test_ranks_of_one_machine_listen_on_loopback_with_one_port_and_share_a_secre
     assert first["secret"] == second["secret"]
     assert len(str(first["secret"])) == 64
     for facts in (first, second):
-        assert facts["listening"] == [facts["port"]], "MPI's own ports are closed once all have met"
+        assert facts["listening"] == [facts["port"]], "MPI's own ports are in a process beside it"
 
 
 def test_an_interface_that_is_not_there_is_reported_by_every_rank(tmp_path: Path) -> None:

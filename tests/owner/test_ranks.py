@@ -17,8 +17,8 @@ from libra_hpc_cli import jobs
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.owner.claim import encode_lease
-from libra_hpc.owner.ranks import KeyValueSpace
 from libra_hpc.process.lease import lease_file, newest_lease
+from libra_hpc.protocol.start_up import KeyValueSpace
 from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.queue.job_record import read_job, write_job
@@ -104,7 +104,7 @@ def wait_end(run: RunDir) -> JobState:
 
 
 def test_start_up_dialogue() -> None:
-    space = KeyValueSpace(2, "w1")
+    space = KeyValueSpace(2, "w1", "(vector,(0,1,2))")
     assert space.answer(0, "cmd=init pmi_version=1 pmi_subversion=1") == {
         0: "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
     }
@@ -118,7 +118,7 @@ def test_start_up_dialogue() -> None:
 
 
 def test_barrier_opens_for_all_at_once_and_again() -> None:
-    space = KeyValueSpace(2, "w1")
+    space = KeyValueSpace(2, "w1", "(vector,(0,1,2))")
     for _ in range(2):
         assert space.answer(1, "cmd=barrier_in") == {}
         assert space.answer(0, "cmd=barrier_in") == {0: "cmd=barrier_out", 1: "cmd=barrier_out"}

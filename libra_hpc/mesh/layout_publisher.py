@@ -1,0 +1,181 @@
+"""How rank 0 gets a Layout to every node: by MPI, and by stream where MPI does not bring it.
+
+- A Layout -> its frame goes to the own MPI process, which sends it to all that it reaches.
+- A node has not echoed a number for `ECHO_S` -> it gets the newest by stream, and later ones both ways, until an
+  echo shows that MPI brought the newest.
+- A node's MPI process ended, its stream closed, or it is lost -> the own one leaves it out before the next frame.
+- The own process ended, or did not pass a frame on for `ACK_S` -> all nodes get streams.
+- MPI does not reach a node that lives for `RELINK_S` -> new processes on all such nodes, at most every
+  `RELINK_EVERY_S`.
+
+A frame proves itself with the run's secret.  Guests get streams alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+
+from libra_hpc.protocol.agents import Heartbeat, LinkWanted, PmiLine, PmiReply
+from libra_hpc.protocol.agents import mesh as codec
+from libra_hpc.protocol.codec import FrameError
+from libra_hpc.protocol.layout import Layout
+from libra_hpc.protocol.start_up import KeyValueSpace
+
+from .mesh import Mesh
+from .mpi_process import MpiLink
+
+ECHO_S = 0.5
+"""Frames take 2 ms, and 20 to an idle process.  Half: busy nodes get both ways; double: an order comes later."""
+ACK_S = 1.5
+"""Until the own process has passed a frame on; a stopped one is noticed by it."""
+CHECK_S = 0.1
+"""Between two checks of echoes."""
+RELINK_S, RELINK_EVERY_S = 10.0, 60.0
+"""Until new processes start, and between two tries: what broke MPI may break it again."""
+TAG_BYTES = 32
+
+
+def sealed(secret: bytes, layout: Layout) -> bytes:
+    body = codec.encode(layout)
+    return hmac.digest(secret, b"layout" + body, "sha256") + body
+
+
+def opened(secret: bytes, frame: bytes) -> Layout | None:
+    """The Layout of a frame; None where somebody without the secret made it."""
+    tag, body = frame[:TAG_BYTES], frame[TAG_BYTES:]
+    if not hmac.compare_digest(tag, hmac.digest(secret, b"layout" + body, "sha256")):
+        return None
+    try:
+        layout = codec.decode(body)
+    except FrameError:
+        return None
+    return layout if isinstance(layout, Layout) else None
+
+
+class Publisher:
+    """``event(kind, **fields)`` writes to the event log; ``link`` has met those of all ranks."""
+
+    def __init__(self, mesh: Mesh, secret: bytes, link: MpiLink, event: Callable[..., None]) -> None:
+        self._mesh, self._secret, self._event = mesh, secret, event
+        self._world = 0
+        """Number of the present MPI processes: they are replaced together."""
+        self._members: tuple[int, ...] = tuple(range(mesh.size))
+        """Rank of each of them."""
+        self._newest = Layout()
+        self._ranks: Collection[int] = ()
+        """Nodes that get it."""
+        self._owed: dict[int, tuple[int, float]] = {}
+        """The first number that a node has not echoed, and since when."""
+        self._late: set[int] = set()
+        self._whole_at, self._tried_at = time.monotonic(), float("-inf")
+        """When MPI last reached all nodes, and when new processes were last started."""
+        self._space: KeyValueSpace | None = None
+        self.linked(link)
+
+    @property
+    def summary(self) -> str:
+        """How Layouts go, in words."""
+        others = {rank for rank in self._ranks if rank != self._mesh.rank}
+        by_stream = sorted(others - self._reached | self._late & others)
+        some = f"by MPI, to {', '.join(map(str, by_stream))} by stream"
+        return "by MPI" if not by_stream else some if others.difference(by_stream) else "by stream"
+
+    def linked(self, link: MpiLink) -> None:
+        """The MPI processes of all members have met."""
+        self._link: MpiLink | None = link
+        self._reached, self._late = set(self._members) - {self._mesh.rank}, set[int]()
+        self._waiting = deque[float]()
+        """When each frame was given to the own process that it has not passed on."""
+        self._event("mpi_world", members=list(self._members))
+
+    def publish(self, layout: Layout, ranks: Collection[int]) -> None:
+        """Send a Layout, or the same one again, to these nodes."""
+        now, new = time.monotonic(), layout.number > self._newest.number
+        self._newest, self._ranks = layout, ranks
+        for lost in self._reached.difference(ranks):
+            self.leave_out(lost)
+        if self._link is not None and self._reached:
+            self._waiting.append(now)
+            self._link.send(sealed(self._secret, layout))
+        by_stream = [rank for rank in ranks if rank not in self._reached - self._late]
+        for rank in by_stream:
+            self._mesh.send(rank, layout)
+        if new:
+            self._owed = {rank: self._owed.get(rank, (layout.number, now)) for rank in self._reached}
+            counts = {"by_mpi": len(self._reached), "by_stream": len(set(by_stream) - {self._mesh.rank})}
+            self._event("layout_published", number=layout.number, **counts)
+
+    def on_beat(self, rank: int, beat: Heartbeat) -> None:
+        """A node shows which Layout it has, by which way, and whether its MPI process lives."""
+        owed = self._owed.get(rank)
+        if owed is not None and beat.layout >= owed[0]:
+            del self._owed[rank]
+            if beat.layout < self._newest.number:
+                self._owed[rank] = beat.layout + 1, time.monotonic()
+        if beat.by_mpi and beat.layout == self._newest.number:
+            self._late.discard(rank)
+        if beat.ended_world >= self._world:
+            self.leave_out(rank)
+
+    def leave_out(self, rank: int) -> None:
+        """The MPI process of the node is gone, or may be."""
+        if rank in self._reached and self._link is not None:
+            self._reached.discard(rank)
+            self._link.leave_out(self._members.index(rank))
+            self._lost([rank])
+
+    def on_ended(self) -> None:
+        """The own MPI process is gone."""
+        if self._link is not None:
+            self._link, self._reached = None, set()
+            self._lost(self._ranks)
+
+    def on_passed_on(self) -> None:
+        """The own process has sent a frame."""
+        self._waiting.popleft()
+
+    async def watch(self) -> None:
+        """Check, until cancelled."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            self.check(time.monotonic())
+
+    def check(self, now: float) -> None:
+        """Find late echoes, and an own process that hangs."""
+        if self._link is not None and self._waiting and now - self._waiting[0] > ACK_S:
+            self._link.close()
+        for rank, (_, since) in self._owed.items():
+            if rank in self._reached - self._late and now - since > ECHO_S:
+                self._late.add(rank)
+                self._mesh.send(rank, self._newest)
+        if self._reached.issuperset(rank for rank in self._ranks if 0 < rank < self._mesh.size):
+            self._whole_at = now
+        elif now - self._whole_at > RELINK_S and now - self._tried_at > RELINK_EVERY_S:
+            self._relink(now)
+
+    def _lost(self, ranks: Collection[int]) -> None:
+        """These nodes get streams."""
+        for rank in ranks:
+            self._mesh.send(rank, self._newest)
+        self._event("mpi_world", members=sorted({self._mesh.rank, *self._reached}) if self._link else [])
+
+    def _relink(self, now: float) -> None:
+        """Start MPI processes on all nodes that live; they meet by lines that go over the streams."""
+        self._tried_at, self._world = now, self._world + 1
+        self._link, self._reached = None, set()
+        self._members = tuple(rank for rank in sorted(self._ranks) if rank < self._mesh.size)
+        size = len(self._members)
+        self._space = KeyValueSpace(size, f"run-{os.getpid()}-{time.time_ns()}", f"(vector,(0,{size},1))")
+        for index, rank in enumerate(self._members):
+            self._mesh.send(rank, LinkWanted(self._world, index, size))
+
+    def on_pmi(self, request: PmiLine) -> None:
+        """Answer a line of MPI processes that meet."""
+        if request.world == self._world and self._space is not None and request.rank in self._members:
+            for index, line in self._space.answer(self._members.index(request.rank), request.line).items():
+                self._mesh.send(self._members[index], PmiReply(self._world, line))

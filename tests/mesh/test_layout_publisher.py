@@ -1,0 +1,196 @@
+"""Layouts by MPI between real ranks of this machine, over TCP: who gets them how, and what a lost process costs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("mpi4py") is None:
+    pytest.skip("mpi4py is not installed", allow_module_level=True)
+
+from libra_hpc.mesh.layout_publisher import opened, sealed
+from libra_hpc.protocol.layout import Layout, Row
+
+PROGRAM = """
+import asyncio, json, os, signal, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from libra_hpc.agent.agent import Agent
+from libra_hpc.mesh import layout_publisher as module
+from libra_hpc.mesh.mesh import Mesh
+from libra_hpc.mesh.layout_publisher import Publisher
+from libra_hpc.mesh.world import meet
+from libra_hpc.protocol.agents import Heartbeat, LinkWanted, PmiReply, PmiLine
+from libra_hpc.protocol.layout import Layout, Row
+
+module.RELINK_S, out = 0.5, Path(sys.argv[1])
+world = meet()
+
+class Node(Agent):
+    # An agent less its engines: what it has of each Layout, and by which way.
+    def __init__(self):
+        self.rank, self.ways, self.events, self.beats, self.streamed = world.rank, {}, [], {}, 0
+        self.mesh = Mesh(world, self.on)
+        self._secret, self._link, self._link_world, self._pmi = world.secret, world.link, 0, None
+        self._life, self._by_mpi, self._ended_world, self._layout = 0, False, -1, Layout()
+        self._watch, self._stop = SimpleNamespace(seen=lambda: None), asyncio.Event()
+        self.context = SimpleNamespace(publisher=None)
+    def on(self, source, message):
+        match message:
+            case Layout():
+                self.streamed += source != self.rank
+                self._on_layout(message)
+            case LinkWanted():
+                self._on_link_wanted(message)
+            case PmiReply():
+                self._on_pmi_reply(message)
+            case PmiLine():
+                self.context.publisher.on_pmi(message)
+            case Heartbeat():
+                self.beats[message.rank] = message
+                self.context.publisher.on_beat(message.rank, message)
+    def _on_layout(self, layout, by_mpi=False):
+        if layout.number > self._layout.number:
+            self._layout, self._by_mpi = layout, by_mpi
+            self.ways[layout.number] = "mpi" if by_mpi else "stream"
+            self._beat()
+        elif by_mpi and layout.number == self._layout.number and not self._by_mpi:
+            self._by_mpi, self.ways[layout.number] = True, "mpi"
+            self._beat()
+    def _beat(self):
+        self.mesh.send(0, Heartbeat(self.rank, "", {}, {}, -1, layout=self._layout.number, by_mpi=self._by_mpi,
+                                    ended_world=self._ended_world))
+    async def publish(self, *numbers, ranks=(0, 1, 2)):
+        for number in numbers:
+            self.context.publisher.publish(Layout(number, {1: Row("x" * 4000)}), ranks)
+            await self.have(number, ranks)
+    async def have(self, number, ranks=(0, 1, 2)):
+        await self.until(lambda: all(r in self.beats and self.beats[r].layout >= number for r in ranks))
+    async def until(self, condition):
+        async with asyncio.timeout(30):
+            while not condition():
+                await asyncio.sleep(0.01)
+    def pid(self, rank):
+        return int((out / f"link-{rank}").read_text())
+
+async def main():
+    node = Node()
+    (out / f"link-{node.rank}.new").write_text(str(node._link.pid))
+    (out / f"link-{node.rank}.new").rename(out / f"link-{node.rank}")
+    accepting = asyncio.create_task(node.mesh.run())
+    if node.rank == 0:
+        event = lambda kind, **fields: node.events.append([kind, fields])
+        node.context.publisher = Publisher(node.mesh, world.secret, node._link, event)
+        node.mesh.on_closed = node.context.publisher.leave_out
+        watching = asyncio.create_task(node.context.publisher.watch())
+    node._serve_link(node._link)
+    node._beat()
+    await SCRIPT(node) if node.rank == 0 else await node.until(lambda: (out / "0.json").exists())
+    maps = lambda pid: "/libmpi" in Path(f"/proc/{pid}/maps").read_text()
+    facts = {"ways": node.ways, "events": node.events, "streamed": node.streamed, "summary": ""}
+    facts["libmpi"] = [maps("self"), maps(node._link.pid) if node._link.alive else None]
+    facts["summary"] = node.context.publisher.summary if node.context.publisher else ""
+    (out / f"{node.rank}.new").write_text(json.dumps(facts))
+    (out / f"{node.rank}.new").rename(out / f"{node.rank}.json")
+    await node.until(lambda: all((out / f"{rank}.json").exists() for rank in EXPECTED))
+    os._exit(0)
+
+EXPECTED = [0, 1, 2]
+"""
+
+
+def play(tmp_path: Path, script: str, before: str = "") -> list[dict[str, Any]]:
+    """What three ranks saw of a script that rank 0 plays."""
+    body = script.replace("\n", "\n    ")
+    program = f"{PROGRAM}\n{before}\nasync def SCRIPT(node):\n    {body}\nasyncio.run(main())\n"
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, "-m", "libra_hpc.owner.ranks", "--size", "3", "--logs", str(tmp_path), "--"]
+    # Shared memory would hide what a lost process does to the others.
+    environment = {**os.environ, "UCX_TLS": "tcp,self"}
+    done = subprocess.run(
+        [*command, sys.executable, str(tmp_path / "program.py"), str(tmp_path)],
+        env=environment,
+        timeout=120,
+        capture_output=True,
+    )
+    found = [tmp_path / f"{rank}.json" for rank in range(3)]
+    logs = [path.read_text()[-3000:] for path in sorted(tmp_path.glob("agent-*.log"))]
+    assert not done.returncode, logs
+    return [json.loads(path.read_text()) if path.exists() else {} for path in found]
+
+
+def ways(facts: dict[str, Any]) -> dict[int, str]:
+    return {int(number): way for number, way in facts["ways"].items()}
+
+
+def test_without_a_fallback_every_layout_comes_by_mpi_and_none_by_stream(tmp_path: Path) -> None:
+    found = play(tmp_path, "await node.publish(*range(1, 31))", before="module.ECHO_S = float('inf')")
+    for facts in found[1:]:
+        assert ways(facts) == dict.fromkeys(range(1, 31), "mpi")
+        assert facts["streamed"] == 0
+    assert [facts["libmpi"] for facts in found] == [[False, True]] * 3, "only the processes beside the agents load it"
+    assert found[0]["summary"] == "by MPI"
+    published = [fields for kind, fields in found[0]["events"] if kind == "layout_published"]
+    assert published == [{"number": number, "by_mpi": 2, "by_stream": 0} for number in range(1, 31)]
+
+
+def test_a_process_that_is_killed_costs_its_node_alone_mpi_until_all_have_new_ones(tmp_path: Path) -> None:
+    script = """await node.publish(1)
+os.kill(node.pid(2), signal.SIGKILL)
+await node.until(lambda: node.beats[2].ended_world == 0)
+module.RELINK_EVERY_S = float("inf")
+await node.publish(2, 3)
+module.RELINK_EVERY_S = 0.0
+await node.until(lambda: node.context.publisher._world == 1)
+module.RELINK_EVERY_S = float("inf")
+await node.until(lambda: node.events[-1] == ["mpi_world", {"members": [0, 1, 2]}])
+await node.publish(4)"""
+    first, second, third = play(tmp_path, script)
+    assert ways(second) == {1: "mpi", 2: "mpi", 3: "mpi", 4: "mpi"}
+    assert ways(third) == {1: "mpi", 2: "stream", 3: "stream", 4: "mpi"}
+    worlds = [fields["members"] for kind, fields in first["events"] if kind == "mpi_world"]
+    assert worlds == [[0, 1, 2], [0, 1], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_takes_frames_and_sends_none_is_noticed_and_streams_bring_them(
+    tmp_path: Path, victim: int
+) -> None:
+    script = f"""await node.publish(1)
+os.kill(node.pid({victim}), signal.SIGSTOP)
+await node.publish(2)
+await asyncio.sleep(1.6)
+await node.publish(3)
+os.kill(node.pid({victim}), signal.SIGKILL)"""
+    first, second, third = play(tmp_path, script, before="module.RELINK_EVERY_S = float('inf')\nmodule.RELINK_S = 99")
+    assert ways(second) == {1: "mpi", 2: "stream", 3: "stream"}
+    assert ways(third) == ({1: "mpi", 2: "stream", 3: "stream"} if victim == 0 else {1: "mpi", 2: "mpi", 3: "mpi"})
+    assert first["summary"] == ("by stream" if victim == 0 else "by MPI, to 1 by stream")
+
+
+def test_a_killed_agent_costs_the_others_nothing(tmp_path: Path) -> None:
+    script = """await node.publish(1)
+victim = int(Path(f"/proc/{node.pid(2)}/stat").read_text().split()[3])
+os.kill(victim, signal.SIGKILL)
+await node.until(lambda: 2 not in node.context.publisher._reached)
+await node.publish(2, 3, ranks=(0, 1))
+EXPECTED.remove(2)"""
+    first, second, _ = play(tmp_path, script, before="module.RELINK_S = 99\nif world.rank == 1: EXPECTED = [0, 1]")
+    assert ways(second) == {1: "mpi", 2: "mpi", 3: "mpi"}
+    assert first["libmpi"] == [False, True], "the process of rank 0 lives"
+
+
+def test_a_frame_that_somebody_without_the_secret_made_is_no_layout() -> None:
+    layout = Layout(3, {1: Row("rollout", "rollout", starts=2)})
+    frame = sealed(b"secret", layout)
+    assert opened(b"secret", frame) == layout
+    assert opened(b"another", frame) is None
+    assert opened(b"secret", frame[:-1] + bytes([frame[-1] ^ 1])) is None
+    assert opened(b"secret", b"") is None
