@@ -12,7 +12,7 @@ from libra_hpc.user_file import file_of
 from .section import Bytes, FilePath, Mebibytes, Seconds, Section, Steps, Tokens, Valid, one_or_each
 
 Recompute = Literal["none", "selective", "full"]
-ADVANTAGES, LOSSES = ("group_std", "group_mean", "rloo"), ("ppo", "gspo", "cispo")
+ADVANTAGES, LOSSES = ("group_std", "group_mean", "rloo", "none"), ("ppo", "gspo", "cispo")
 """Names of ``algorithm.advantage`` and ``algorithm.loss``."""
 
 
@@ -194,9 +194,9 @@ class AlgorithmSection(Section):
     first trained, within eta; less waiting for slow groups, but every other batch leans towards short ones."""
     advantage: str = "group_std"
     """Advantages within a group: ``group_std`` (GRPO: reward less the mean, over the standard deviation),
-    ``group_mean`` (Dr. GRPO: not divided), ``rloo`` (less the mean of the others), or ``path/to/file.py:function``,
-    which gets the rewards and returns as many numbers. A second argument gets lists of the rewards of turns; then each
-    result may be a list, too."""
+    ``group_mean`` (Dr. GRPO: not divided), ``rloo`` (less the mean of the others), ``none`` (0: a teacher alone), or
+    ``path/to/file.py:function``, which gets the rewards and returns as many numbers. A second argument gets lists of
+    the rewards of turns; then each result may be a list, too."""
     loss: str = "ppo"
     """Loss of a token: ``ppo`` (its own ratio is clipped; GRPO, DAPO), ``gspo`` (the ratio of its sequence), ``cispo``
     (the ratio is a bounded weight), or ``path/to/file.py:function`` like those of ``libra_hpc/trainer/losses.py``."""
@@ -234,7 +234,7 @@ class AlgorithmSection(Section):
     """Where they count: as a term of the ``loss``, or taken from each token's advantage as its ``reward``."""
     reference: str = INITIAL
     """Reference policy, frozen: ``initial`` (the weights of ``model.path``, also in a resumed run), or a Hugging Face
-    folder of a model of the same shape."""
+    folder of a model of the same shape, which may be a teacher (docs/algorithms.md)."""
     reference_kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL estimate between the policy and the reference policy; 0: there is none. Else each training world
     holds its weights in host memory, and a step has one forward pass more."""

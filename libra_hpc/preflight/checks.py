@@ -250,9 +250,14 @@ def rate(config: RunConfig) -> Iterator[UserError]:
 
 
 def objective(config: RunConfig) -> Iterator[UserError]:
-    """KL estimates have a gradient, and masks leave some ratio."""
+    """Something is learned from, KL estimates have a gradient, and masks leave some ratio."""
     algorithm = config.algorithm
-    if algorithm.kl == "k1" and algorithm.kl_in == "loss" and algorithm.kl_coef + algorithm.reference_kl_coef:
+    weight = algorithm.kl_coef + algorithm.reference_kl_coef
+    if algorithm.advantage == "none" and not weight:
+        yield invalid(
+            "algorithm.advantage", "none", "nothing is trained", "another, or algorithm.reference_kl_coef > 0"
+        )
+    if algorithm.kl == "k1" and algorithm.kl_in == "loss" and weight:
         yield invalid("algorithm.kl", "k1", "the mean of its gradient is 0", 'k2, k3, or algorithm.kl_in = "reward"')
     for name in ("mask_tokens", "mask_sequences"):
         bounds: list[float] = getattr(algorithm, name)

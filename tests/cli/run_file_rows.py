@@ -286,6 +286,7 @@ RUN_FILE = [
     ("algorithm.clip=1", "algorithm.clip = 1: out of range; valid: a number > 0 and < 1"),
     ("algorithm.is_truncation=0.5", "algorithm.is_truncation = 0.5: out of range; valid: a number >= 1."),
     ("algorithm.reference_kl_coef=-1", "algorithm.reference_kl_coef = -1: out of range; valid: a number >= 0."),
+    ("algorithm.advantage=none", "algorithm.advantage = 'none': nothing is trained; valid: another, or algorithm.ref"),
     ("algorithm.kl=k4", "algorithm.kl = 'k4': unknown value; valid: k1, k2, k3"),
     ("algorithm.kl_in=los", "algorithm.kl_in = 'los': unknown value; valid: loss, reward (did you mean"),
     ("algorithm.kl=k1; algorithm.kl_coef=0.1", "algorithm.kl = 'k1': the mean of its gradient is 0; valid: k2, k3, or"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -37,8 +38,12 @@ def with_reference(folder: Path) -> AlgorithmSettings:
     return algorithm(temperature=0.8, reference=str(folder), reference_kl_coef=COEF)
 
 
-def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPlace, kl_in: str) -> None:
+    """In the reward as a teacher, whose likelihoods are advantages of tokens."""
     policy, settings = make_model("qwen3", tmp_path / "model", tied=True), with_reference(tmp_path / "other")
+    if kl_in == "reward":
+        settings = msgspec.structs.replace(settings, kl="k1", kl_in="reward")
     other = make_model("qwen3", tmp_path / "other", tied=True)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -57,7 +62,9 @@ def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPla
         behaviour = torch.tensor(np.frombuffer(sample.logprobs, np.float32))[where]
         weight = (lp.detach() - behaviour).exp().clamp(max=settings.is_truncation)
         k3 = (frozen.detach() - lp).exp() - 1 - (frozen.detach() - lp)
-        total = total + (weight * (COEF * k3 - (lp - lp.detach()).exp() * sample.advantage)).sum()
+        advantage = sample.advantage - (COEF * (lp - frozen).detach() if kl_in == "reward" else 0.0)
+        term = -(lp - lp.detach()).exp() * advantage + (COEF * k3 if kl_in == "loss" else 0.0)
+        total = total + (weight * term).sum()
         kl += float((weight * k3.detach()).sum())
     count = loss_tokens(batch)
     (total / count).backward()  # type: ignore[no-untyped-call]

@@ -56,7 +56,12 @@ def rloo(rewards: Sequence[float]) -> list[float]:
     return [scale * value for value in group_mean(rewards)]
 
 
-_NAMED = dict(zip(ADVANTAGES, (group_std, group_mean, rloo), strict=True))
+def no_advantage(rewards: Sequence[float]) -> list[float]:
+    """Rewards are recorded alone: a KL term is all that is trained, with a teacher on-policy distillation."""
+    return [0.0] * len(rewards)
+
+
+_NAMED = dict(zip(ADVANTAGES, (group_std, group_mean, rloo, no_advantage), strict=True))
 
 
 def advantage_named(name: str) -> Advantage:
