@@ -11,7 +11,7 @@ import msgspec
 from libra_hpc.errors import invalid
 
 from .shapes import ModelShape, read_config, shape_from_config
-from .supported import FAMILIES, SLIDING, Family, check_trained, rope_settings, with_defaults
+from .supported import FAMILIES, SLIDING, Family, check_trained, rope_settings, rotated, with_defaults
 from .train_parallel import Degrees, expert_fault
 
 MULTIPLIERS = {
@@ -33,6 +33,8 @@ class Architecture(ModelShape, frozen=True, kw_only=True):
     """`libra_hpc.models.supported.rope_settings`."""
     window_rope: dict[str, Any] | None
     """The same of layers with windows, where it differs."""
+    rotated: tuple[bool, ...]
+    """Whether each layer has a rotary embedding; empty: all have one."""
     max_positions: int
     norm_topk: bool = True
     """Whether the weights of a token's experts sum to 1."""
@@ -78,6 +80,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=rope_settings(config),
         window_rope=rope_settings(config, SLIDING) if family.window_theta else None,
+        rotated=rotated(config),
         max_positions=int(config.get("max_position_embeddings", 4096)),
         norm_topk=bool(config.get("norm_topk_prob", False)),
         routed_scale=float(config["routed_scaling_factor"]) if family.sigmoid_router else 1.0,

@@ -87,6 +87,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     -1: the trainer has no windows for the family."""
     window_theta: float = 0.0
     """Base of the rotary embedding of layers with windows, which is then unscaled by default; 0: that of the others."""
+    rotated: int = 0
+    """Each so-manyth layer has no rotary embedding unless ``no_rope_layers`` (0: none) differ; 0: all have one."""
     window_switch: bool = False
     """``use_sliding_window`` turns ``sliding_window`` on, and is off by default."""
     defaults: dict[str, Any] = {}
@@ -114,7 +116,7 @@ _GEMMA_NORMS = {
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
     "mlp_bda.norm": "post_feedforward_layernorm",
 }
-_GEMMA_OPTIONS = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+_OPTIONS = ("clip_qkv", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 _GEMMA = {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -159,6 +161,7 @@ FAMILIES: dict[str, Family] = {
         window_theta=1e4,
         defaults=_GEMMA,
     ),
+    "glm": Family(qkv_bias_only=True, fused_mlp=True, partial_rotary=True, interleaved_rotary=True, defaults=_GLM),
     "glm4": Family(
         qkv_bias_only=True,
         norms=_GLM_NORMS,
@@ -205,6 +208,12 @@ FAMILIES: dict[str, Family] = {
         window_theta=5e5,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
     ),
+    "olmoe": Family(
+        qk_norm=True,
+        whole_qk_norm=True,
+        experts=True,
+        defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+    ),
     # transformers takes "yarn" in a Phi-3 model for "longrope".
     "phi3": Family(
         fused_qkv=True,
@@ -227,6 +236,11 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(qk_norm=True, experts=True, window_switch=True, defaults=_QWEN_MOE),
     "seed_oss": Family(
         qkv_bias_only=True, defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}
+    ),
+    "smollm3": Family(
+        rotated=4,
+        window_switch=True,
+        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
     ),
 }
 TRAINED = tuple(name for name, family in FAMILIES.items() if not family.untrained)
@@ -306,6 +320,15 @@ def windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     return (window,) * len(layers) if window else ()
 
 
+def rotated(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Whether each layer has a rotary embedding; empty: all have one."""
+    if not (every := _family(config).rotated):
+        return ()
+    every = config.get("no_rope_layer_interval") or every
+    layers = config.get("no_rope_layers") or [(i + 1) % every for i in range(config["num_hidden_layers"])]
+    return tuple(map(bool, layers))
+
+
 def has_qkv_bias(config: Mapping[str, Any]) -> bool:
     config = with_defaults(config)
     family = FAMILIES[config["model_type"]]
@@ -363,7 +386,7 @@ def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
         if act != family.activation:
             yield Refusal(key, act, "the trainer has no such activation", (family.activation,))
     yield from _windows(config, family)
-    for key in ("attention_out_bias" if family.qkv_bias_only else "attention_bias", "mlp_bias", *_GEMMA_OPTIONS):
+    for key in ("attention_out_bias" if family.qkv_bias_only else "attention_bias", "mlp_bias", *_OPTIONS):
         if config.get(key):
             yield Refusal(key, config[key], f"the trainer has no such {key.rpartition('_')[2]}", "false or null")
     yield from _experts(config, family)

@@ -115,6 +115,9 @@ class Served(NamedTuple):
             for kind, tp in (
                 ("gemma3_text", 1),
                 ("glm4_moe", 2),
+                ("glm", 1),
+                ("olmoe", 1),
+                ("smollm3", 1),
                 ("granite", 1),
                 ("ministral3", 1),
                 ("olmo2", 2),

@@ -65,6 +65,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu': the trainer has no such activation; valid: silu"),
     ({"attention_bias": True}, "attention_bias = True"),
     ({"mlp_bias": True}, "mlp_bias = True"),
+    ({"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    (
+        {"model_type": "glm4_moe", "sliding_window": None, "n_group": 2},
+        "n_group = 2: the trainer has no groups of experts; valid: 1.",
+    ),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = {'quant_method': 'fp8'}"),
     # Rotary embeddings, under the old key and in the new section.
     (rope("dynamic", factor=4.0), no_rotary("rope_type", "dynamic", "default, linear, llama3, yarn")),

@@ -45,6 +45,7 @@ MICRO_TOKENS = 96
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 OF_FAMILY: dict[str, dict[str, Any]] = {
+    "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "gemma3_text": {
         "head_dim": 16,
@@ -67,9 +68,11 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     },
     "ministral3": {"head_dim": 16},
     "mistral": {"sliding_window": None},
+    "olmoe": {**EXPERTS},
     "olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen2_moe": {"shared_expert_intermediate_size": 40, "moe_intermediate_size": 24, **EXPERTS},
     "qwen3": {"head_dim": 16},
+    "smollm3": {"no_rope_layers": [0, 1]},
     "seed_oss": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True, "moe_intermediate_size": 24, **EXPERTS},
 }

@@ -36,6 +36,7 @@ CPU = torch.device("cpu")
         pytest.param("qwen3_moe", Layout(tp=2, ep=2, etp=1), marks=pytest.mark.nightly),
         pytest.param("qwen3_moe", Layout(tp=2, etp=2), marks=pytest.mark.nightly),
         pytest.param("qwen3_moe", Layout(pp=2, cp=2, ep=2), marks=pytest.mark.nightly),
+        pytest.param("olmoe", Layout(tp=2, dp=2, ep=2, etp=1), marks=pytest.mark.nightly),
         pytest.param("glm4_moe", Layout(tp=2, dp=2, ep=2, etp=1), marks=pytest.mark.nightly),
         pytest.param("glm4_moe", Layout(pp=2, cp=2, ep=2), marks=pytest.mark.nightly),
         pytest.param("qwen2_moe", Layout(pp=2, cp=2, ep=2), marks=pytest.mark.nightly),

@@ -33,6 +33,7 @@ ONE_GROUP = {"num_key_value_heads": 1}
         ("qwen3", {"tied": True}, Layout(dp=3), "none"),
         pytest.param("gemma3_text", {"tied": True}, Layout(tp=2, pp=2), "selective", marks=pytest.mark.nightly),
         pytest.param("gemma3_text", {}, Layout(tp=2, cp=2), "full", marks=pytest.mark.nightly),
+        pytest.param("smollm3", {"tied": True}, Layout(tp=2, pp=2), "none", marks=pytest.mark.nightly),
         pytest.param("granite", {"tied": True}, Layout(tp=2, pp=2), "selective", marks=pytest.mark.nightly),
         pytest.param("ministral3", {}, Layout(tp=2, dp=2), "none", marks=pytest.mark.nightly),
         pytest.param("olmo2", {}, Layout(tp=2, cp=2), "full", marks=pytest.mark.nightly),

@@ -71,10 +71,12 @@ class PackedAttention(MegatronModule):
         pg_collection: Any = None,
         *,
         windows: tuple[int, ...] = (),
+        turned: tuple[bool, ...] = (),
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
         self.window = windows[layer_number - 1] if windows else 0
+        self.turned = not turned or turned[layer_number - 1]
         self.kernel: Kernel = rectangles
 
     def forward(
@@ -93,8 +95,9 @@ class PackedAttention(MegatronModule):
         """
         assert packed_seq_params is not None, "the trainer always packs"
         assert packed_seq_params.rotary is not None, "the engine sets it before every pass"
-        table = packed_seq_params.rotary[-1 if self.window else 0]
-        query, key = rotated(query, table), rotated(key, table)
+        if self.turned:
+            table = packed_seq_params.rotary[-1 if self.window else 0]
+            query, key = rotated(query, table), rotated(key, table)
         columns = context.Columns(key, value, None)
         if packed_seq_params.tails is not None:
             columns = context.gather(key, value)
@@ -219,7 +222,7 @@ def _layer_spec(shape: Architecture, config: TransformerConfig, norm: type[Norm]
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm if shape.pre_norm else IdentityOp
-    attention.core_attention = partial(PackedAttention, windows=shape.windows)
+    attention.core_attention = partial(PackedAttention, windows=shape.windows, turned=shape.rotated)
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     if shape.whole_qk_norm:
