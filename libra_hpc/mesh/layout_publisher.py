@@ -137,7 +137,8 @@ class Publisher:
 
     def on_passed_on(self) -> None:
         """The own process has sent a frame."""
-        self._waiting.popleft()
+        if self._waiting:
+            self._waiting.popleft()
 
     async def watch(self) -> None:
         """Check, until cancelled."""
@@ -159,8 +160,8 @@ class Publisher:
             self._relink(now)
 
     def _lost(self, ranks: Collection[int]) -> None:
-        """These nodes get streams."""
-        for rank in ranks:
+        """These nodes get streams, as far as they live."""
+        for rank in set(self._ranks).intersection(ranks):
             self._mesh.send(rank, self._newest)
         self._event("mpi_world", members=sorted({self._mesh.rank, *self._reached}) if self._link else [])
 

@@ -135,6 +135,33 @@ def test_a_node_that_was_stopped_is_taken_back(tmp_path: Path, role: str) -> Non
     assert not case.events("recovered")
 
 
+@pytest.mark.chaos
+@pytest.mark.parametrize("rank", [HYBRID, PLANNER])
+def test_a_killed_mpi_process_costs_nothing_and_mpi_comes_back(
+    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Shared memory would hide what a lost process does to the others.
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    case = Chaos(tmp_path, steps=400)
+    case.submit()
+    case.reach(5)
+    agent = case.agent(rank)
+    pids = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
+    (link,) = (pid for pid in pids if b"libra_hpc.mesh.mpi_link" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(link, signal.SIGKILL)
+    case.wait(lambda: len(case.events("mpi_world")) > 1, "the loss")
+    case.wait(lambda: case.status()["orders"] != "by MPI", "streams")
+    case.wait(lambda: len(case.events("mpi_world")) > 2, "new processes")
+    case.wait(lambda: case.status()["orders"] == "by MPI", "the status that shows them")
+    members = [event["members"] for event in case.events("mpi_world")]
+    left = [0, 1, 3, 4] if rank == HYBRID else []
+    assert members == [[0, 1, 2, 3, 4], left, [0, 1, 2, 3, 4]]
+    assert case.events("layout_published")[-1]["by_stream"] == 0
+    case.cli("cancel", str(case.run.path if case.run else ""))
+    sound(case, "cancelled")
+    assert not [*case.events("recovered"), *case.events("node_lost")]
+
+
 SHORT = """
 from libra_hpc.coordinator import liveness
 from libra_hpc.policies.pool import readmission
