@@ -34,9 +34,7 @@ Clip = Annotated[
     Valid("a number > 0 and < 1, or two of them: below and above a ratio of 1"),
 ]
 
-Ratios = Annotated[
-    list[Annotated[float, Field(ge=0)]], Field(max_length=2), Valid("[], or two numbers >= 0, the lower one first")
-]
+Ratios = Annotated[list[Annotated[float, Field(ge=0)]], Field(max_length=2), Valid("[], or [low, high], both >= 0")]
 
 
 class ModelSection(Section):
@@ -208,10 +206,9 @@ class AlgorithmSection(Section):
     is_truncation: float = Field(2.0, ge=1)
     """Upper bound of the truncated importance weight pi_proximal / pi_behaviour."""
     mask_tokens: Ratios = []
-    """Tokens whose ratio pi_proximal / pi_behaviour is below the first or above the second number are not trained on
-    (IcePop, which has ``[0.5, 5.0]``); ``[]``: none."""
+    """Tokens whose ratio pi_proximal / pi_behaviour is outside are not trained on (IcePop)."""
     mask_sequences: Ratios = []
-    """The same of whole sequences, by the product over their tokens (MIS, which has ``[0.0, 2.0]``)."""
+    """Sequences, by the product over their tokens (MIS: ``[0.0, 2.0]``)."""
     truncated: Literal["score", "zero", "mask"] = "score"
     """Trajectories whose context was full: ``score``: the task's reward counts; ``zero``: reward 0; ``mask``: they are
     neither trained on nor in their group's mean."""
@@ -226,20 +223,19 @@ class AlgorithmSection(Section):
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per global batch."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL estimate between the policy and the behaviour policy; 0: none."""
+    """Weight of the KL term to the behaviour policy."""
     kl: Literal["k1", "k2", "k3"] = "k3"
-    """Estimate of the KL terms, weighted as samples are: ``k1`` log(pi / q), ``k2`` half of its square, ``k3`` q / pi
-    - 1 - log(q / pi). What each descends: docs/algorithms.md."""
+    """Estimate of KL terms: ``k1`` log(pi / q), ``k2`` half its square, ``k3`` q / pi - 1 - log(q / pi)."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where they count: as a term of the ``loss``, or taken from each token's advantage as its ``reward``."""
+    """Where they count: a term of the ``loss``, or taken from each token's advantage (``reward``)."""
     reference: str = INITIAL
     """Reference policy, frozen: ``initial`` (the weights of ``model.path``, also in a resumed run), or a Hugging Face
     folder of a model of the same shape, which may be a teacher (docs/algorithms.md)."""
     reference_kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL estimate between the policy and the reference policy; 0: there is none. Else each training world
-    holds its weights in host memory, and a step has one forward pass more."""
+    """Weight of the KL term to the reference policy; above 0 each training world holds its weights in host memory, and
+    a step has one forward pass more."""
     skip_zero_advantage: bool = True
-    """Leave out groups whose rewards are all equal (their gradient is zero, but for that of a KL term)."""
+    """Leave out groups of equal rewards, where no KL term gives them a gradient."""
     guard: Literal["off", "notice", "pause", "stop"] = "pause"
     """What follows when learning breaks (docs/faults.md). A notice comes first. ``pause``: 15 steps later the run saves
     and ends as paused. ``stop``: it saves and fails. ``notice``: it goes on. ``off``: nothing is compared. A good
@@ -281,9 +277,9 @@ class OptimizerSection(Section):
     warmup_steps: int = Field(0, ge=0)
     """Optimizer updates over which the learning rate rises linearly; ``algorithm.minibatches`` of them are a step."""
     decay: Literal["none", "linear", "cosine"] = "none"
-    """How the learning rate falls towards 0 behind the last of the run's updates."""
+    """How the learning rate falls to 0 behind the last update."""
     decay_steps: int = Field(0, ge=0)
-    """The last optimizer updates, over which it does; 0: all after the warm-up."""
+    """Last updates, over which it does; 0: all after the warm-up."""
 
 
 class TrainSection(Section):

@@ -172,10 +172,10 @@ TRAINING = (
     Number("ratio_mean", "", "Mean of pi_theta / pi_behaviour"),
     Number("ratio_truncated", "0..1", "Share of tokens whose importance weight was truncated"),
     Number("clipped", "0..1", "Share of tokens whose ratio pi_theta / pi_proximal was clipped"),
-    Number("masked", "0..1", "Share of tokens outside of `algorithm.mask_tokens` or `mask_sequences`"),
+    Number("masked", "0..1", "Share of tokens that `algorithm.mask_tokens` or `mask_sequences` leave out"),
     Number("behaviour_kl", "nats", "Estimate (k3) of the KL divergence of pi_theta from pi_behaviour"),
     Number("reference_kl", "nats", "Estimate (k3) of the KL divergence of pi_theta from the reference policy, if any"),
-    Number("kl_clamped", "0..1", "Share of tokens 10 nats or more less likely than in a KL term's other policy"),
+    Number("kl_clamped", "0..1", "Share of tokens 10 nats below a KL term's q, cut there"),
     Number("logprob_gap", "nats", "Mean of |log pi_theta_old - log pi_behaviour| in the first minibatch"),
     Number("skipped", "", "Minibatches whose update was left out because it was not finite"),
     Number("loss_tokens", "tokens", "Generated tokens trained on").shown(

@@ -292,7 +292,10 @@ RUN_FILE = [
     ("algorithm.kl=k1; algorithm.kl_coef=0.1", "algorithm.kl = 'k1': the mean of its gradient is 0; valid: k2, k3, or"),
     ("algorithm.mask_tokens=[2, 1]", "algorithm.mask_tokens = [2.0, 1.0]: no ratio is between them; valid: [], or [l"),
     ("algorithm.mask_sequences=[1]", "algorithm.mask_sequences = [1.0]: no ratio is between them; valid: [], or [low,"),
-    ("algorithm.mask_tokens=[-1, 2]", "algorithm.mask_tokens.0 = -1: out of range; valid: [], or two numbers >= 0"),
+    (
+        "algorithm.mask_tokens=[-1, 2]",
+        "algorithm.mask_tokens.0 = -1: out of range; valid: [], or [low, high], both >= 0",
+    ),
     ("algorithm.kl_coef=-1", "algorithm.kl_coef = -1: out of range; valid: a number >= 0."),
     ("algorithm.skip_zero_advantage=1", "algorithm.skip_zero_advantage = 1: wrong type; valid: true or false."),
     ("optimizer.lr=100", "optimizer.lr = 100: out of range; valid: a number > 0 and <= 1."),

@@ -118,7 +118,7 @@ def test_a_loss_over_sequences_equals_one_process_where_context_ranks_share_them
     tmp_path: Path, world: ReplicaPlace
 ) -> None:
     make_model("qwen3", tmp_path / "model")
-    settings = algorithm(loss="gspo", by_sequence=True, clip=(0.001, 0.002))
+    settings = algorithm(loss="gspo", by_sequence=True, clip=(0.001, 0.002), mask_sequences=(0.0, 1.0))
     _, trainer = build(tmp_path / "model", world, settings=settings)
     replica = Replica(tmp_path, "split", tmp_path / "model", cp=2, algorithm=settings)
     replica.ready()
@@ -129,4 +129,5 @@ def test_a_loss_over_sequences_equals_one_process_where_context_ranks_share_them
     done = replica.receive(StepDone)
     assert_same_step(done, alone, 2e-6)
     assert done.clipped == alone.clipped > 0
+    assert 1.0 > done.masked == alone.masked > 0
     assert replica.close() == [0, 0]
