@@ -139,12 +139,10 @@ class Agent:
         """See `Heartbeat`."""
         self._link, self._link_world = world.link, 0
         """This node's MPI process, and which ones it has met."""
-        self._pmi: socket.socket | None = None
-        """By which that meets others than those of the start."""
         self._routes = Routes()
         self._routes.add(Layout, self._on_layout)
         self._routes.add(wire.LinkWanted, self._on_link_wanted)
-        self._routes.add(wire.PmiReply, self._on_pmi_reply)
+        self._routes.add(wire.PmiLine, self._on_pmi)
         self._routes.add(wire.StopAgent, self._on_stop)
 
     async def run(self) -> bool:
@@ -181,7 +179,6 @@ class Agent:
             assert self._link is not None
             publisher = Publisher(self.mesh, self._secret, self._link, self.context.log)
             self.context.publisher, self.mesh.on_closed = publisher, publisher.leave_out
-            self._routes.add(wire.PmiLine, publisher.on_pmi)
             self._spawn(publisher.watch())
             for name in self._early_signals:
                 self.coordinator.on_signal(name)
@@ -279,28 +276,17 @@ class Agent:
 
     def _on_link_wanted(self, order: wire.LinkWanted) -> None:
         """Meet the MPI processes of all nodes that live, by lines over the streams."""
-        self._pmi, theirs = socket.socketpair()
-        self._pmi.setblocking(False)
-        with theirs:
-            old, self._link = self._link, MpiLink(theirs, order.index, order.size)
-        self._link_world = order.world
+        ask = lambda line: self.mesh.send(0, wire.PmiLine(order.world, line, self.rank))  # noqa: E731
+        old, self._link, self._link_world = self._link, MpiLink(order.index, order.size, ask), order.world
         if old is not None:
             old.close()
-        asyncio.get_running_loop().add_reader(self._pmi, self._on_pmi, self._pmi, order.world)
         self._serve_link(self._link)
 
-    def _on_pmi(self, ours: socket.socket, world: int) -> None:
-        lines = ours.recv(65536).decode().splitlines()
-        for line in lines:
-            self.mesh.send(0, wire.PmiLine(self.rank, world, line))
-        if not lines:
-            asyncio.get_running_loop().remove_reader(ours)
-            ours.close()
-
-    def _on_pmi_reply(self, reply: wire.PmiReply) -> None:
-        if self._pmi is not None and reply.world == self._link_world:
-            with contextlib.suppress(OSError):
-                self._pmi.send(reply.line.encode() + b"\n")
+    def _on_pmi(self, message: wire.PmiLine) -> None:
+        if message.rank >= 0 and self.context is not None and self.context.publisher is not None:
+            self.context.publisher.on_pmi(message)
+        elif self._link is not None and message.world == self._link_world:
+            self._link.reply(message.line)
 
     # --- the end
 

@@ -30,7 +30,7 @@ from libra_hpc.mesh.world import World, meet
 from libra_hpc.process.agent_folders import make_folders, remove
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.layout import Layout, ResumePoint, Row
+from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.simulated.dry_run import in_wall_time
 
 from .commands import choose_adapters
@@ -104,7 +104,7 @@ class EvaluationNode:
             config=own.changed(rollout={"warm_start": ""}),
             run=run,
             attempt=1,
-            send=self._mesh.send,
+            send=self._send,
             resume_point=ResumePoint(step, "", 0, ()),
             private=private,
             shared_memory=shared,
@@ -115,15 +115,12 @@ class EvaluationNode:
         self._events: Journal[dict[str, Any]] = Journal(run.events, dict, KEEP_EVENTS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = asyncio.Event()
-        self._starts = 0
-        """Further starts of engines that rank 0 ordered."""
         self._why = ""
         """Why it failed; empty: it did not."""
         self._add_routes()
 
     def _add_routes(self) -> None:
         add, engines, send = self._routes.add, self._engines, self._mesh.send
-        add(Layout, self._on_layout)
         add(wire.Turns, engines.on_turns)
         add(wire.WeightsCurrent, engines.on_current)
         add(wire.StopAgent, lambda stop: self._end(stop.reason))
@@ -190,13 +187,11 @@ class EvaluationNode:
         # A node also reports to its coordinator that all its engines are ready; that message names none.
         if engine.engine:
             self._service.on_message(engine)
-        if engine.state == "lost":
-            self._starts += 1
-            row = Row(active="rollout", starts=self._starts)
-            self._mesh.send(engine.rank, Layout(self._starts, {engine.rank: row}))
 
-    def _on_layout(self, layout: Layout) -> None:
-        if self._context.rank in layout.rows:
+    def _send(self, rank: int, message: wire.MeshMessage) -> None:
+        self._mesh.send(rank, message)
+        if isinstance(message, EngineState) and message.state == "lost":
+            # Nobody else orders the next start.
             self._spawn(self._engines.start())
 
     def _end(self, why: str) -> None:

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 
-from libra_hpc.protocol.agents import Heartbeat, LinkWanted, PmiLine, PmiReply
+from libra_hpc.protocol.agents import Heartbeat, LinkWanted, PmiLine
 from libra_hpc.protocol.agents import mesh as codec
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.layout import Layout
@@ -179,4 +179,4 @@ class Publisher:
         """Answer a line of MPI processes that meet."""
         if request.world == self._world and self._space is not None and request.rank in self._members:
             for index, line in self._space.answer(self._members.index(request.rank), request.line).items():
-                self._mesh.send(self._members[index], PmiReply(self._world, line))
+                self._mesh.send(self._members[index], PmiLine(self._world, line))

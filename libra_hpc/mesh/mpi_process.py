@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import socket
@@ -34,17 +35,22 @@ class NoWorld(OperationError):
 
 
 class MpiLink:
-    def __init__(self, pmi: socket.socket | None = None, index: int = 0, size: int = 0) -> None:
-        """Start the process; ``pmi`` and its place in the world: instead of what this process was started with."""
+    def __init__(self, index: int = 0, size: int = 0, ask: Callable[[str], None] | None = None) -> None:
+        """Start the process; ``ask`` gets its lines of PMI where it does not meet those of this node's start.
+
+        ``index`` and ``size`` are its place then.
+        """
         self._socket, theirs = socket.socketpair()
+        self._pmi, pmi = socket.socketpair()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         environment = dict(os.environ)
-        if pmi is not None:
+        if ask is not None:
             environment |= {"PMI_FD": str(pmi.fileno()), "PMI_RANK": str(index), "PMI_SIZE": str(size)}
+            asyncio.get_running_loop().add_reader(self._pmi, self._on_pmi, ask)
         number = environment.get("PMI_FD", "")
         passed = (theirs.fileno(), *([int(number)] if number.isdigit() else []))
         argv = [sys.executable, "-m", "libra_hpc.mesh.mpi_link", str(theirs.fileno()), str(os.getpid())]
-        with theirs:
+        with theirs, pmi:
             self._process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, pass_fds=passed)
         self._deadline, self._buffer, self._waiting = time.monotonic() + MEET_S, FrameBuffer(), list[bytes]()
         self.alive = True
@@ -109,11 +115,24 @@ class MpiLink:
         """Kill the process, whatever it does."""
         if self.alive:
             self.alive = False
-            if self._socket.gettimeout() == 0.0:
-                asyncio.get_running_loop().remove_reader(self._socket)
+            for ours in (self._socket, self._pmi):
+                with contextlib.suppress(RuntimeError):  # it ended before there was a loop
+                    asyncio.get_running_loop().remove_reader(ours)
+                ours.close()
             self._process.kill()
-            self._socket.close()
             self._ended()
+
+    def reply(self, line: str) -> None:
+        """Answer a line of PMI."""
+        with contextlib.suppress(OSError):
+            self._pmi.send(line.encode() + b"\n")
+
+    def _on_pmi(self, ask: Callable[[str], None]) -> None:
+        lines = self._pmi.recv(65536).decode().splitlines()
+        for line in lines:
+            ask(line)
+        if not lines:
+            asyncio.get_running_loop().remove_reader(self._pmi)
 
     def _send(self, kind: bytes, payload: bytes = b"") -> None:
         packet = LENGTH.pack(1 + len(payload)) + kind + payload

@@ -28,18 +28,12 @@ class LinkWanted(msgspec.Struct, tag=True, frozen=True):
 
 
 class PmiLine(msgspec.Struct, tag=True, frozen=True):
-    """Agent -> coordinator: a line of MPI's start-up protocol from its MPI process."""
-
-    rank: int
-    world: int
-    line: str
-
-
-class PmiReply(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> agent: a line for its MPI process."""
+    """Agent <-> coordinator: a line of MPI's start-up protocol, of the agent's MPI process or its answer."""
 
     world: int
     line: str
+    rank: int = -1
+    """The agent's, in what it sends."""
 
 
 class LeaveWanted(msgspec.Struct, tag=True, frozen=True):
@@ -402,7 +396,6 @@ class WeightsHere(msgspec.Struct, tag=True, frozen=True):
 MeshMessage = Union[
     LinkWanted,
     PmiLine,
-    PmiReply,
     LeaveWanted,
     Heartbeat,
     Layout,

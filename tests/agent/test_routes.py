@@ -107,7 +107,7 @@ def test_a_part_that_is_not_there_gets_nothing() -> None:
 
 def test_every_message_is_for_somebody() -> None:
     """A new message type must be given to a part, or be added to what the agent or the coordinator takes itself."""
-    agents = {Layout, wire.StopAgent, wire.LinkWanted, wire.PmiReply, wire.PmiLine}
+    agents = {Layout, wire.StopAgent, wire.LinkWanted, wire.PmiLine}
     coordinators = {wire.Heartbeat, wire.Log, wire.Fatal, wire.StepReport, wire.RolloutReport}
     coordinators |= {wire.TrainingDone, wire.TurnsDrained, wire.MemberJoined, wire.LeaveWanted, wire.CoreWanted}
     rows = set(Scene().routes._rows)

@@ -75,6 +75,17 @@ def test_the_largest_value_arrives_whole_only_through_the_relay(tmp_path: Path, 
     assert requests[1].endswith(b"\n") is relayed
 
 
+@pytest.mark.parametrize("relayed", [True, False])
+def test_an_abort_of_one_mpi_process_does_not_reach_slurm_which_would_kill_all_agents(
+    tmp_path: Path, relayed: bool
+) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(
+        'import os, socket; socket.socket(fileno=int(os.environ["PMI_FD"])).sendall(b"cmd=abort exitcode=5\\n")'
+    )
+    assert exchange(program, relayed=relayed) == ([] if relayed else [b"cmd=abort exitcode=5\n"], 0)
+
+
 def test_the_relay_leaves_with_a_killed_rank(tmp_path: Path) -> None:
     program = tmp_path / "rank.py"
     program.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
