@@ -31,11 +31,11 @@ class Architecture(ModelShape, frozen=True, kw_only=True):
     norm_eps: float
     rope: dict[str, Any]
     """`libra_hpc.models.supported.rope_settings`."""
-    window_rope: dict[str, Any] | None
-    """The same of layers with windows, where it differs."""
-    rotated: tuple[bool, ...]
-    """Whether each layer has a rotary embedding; empty: all have one."""
     max_positions: int
+    window_rope: dict[str, Any] | None = None
+    """The same of layers with windows, where it differs."""
+    rotated: tuple[bool, ...] = ()
+    """Whether each layer has a rotary embedding; empty: all have one."""
     norm_topk: bool = True
     """Whether the weights of a token's experts sum to 1."""
     routed_scale: float = 1.0

@@ -23,7 +23,7 @@ from libra_hpc.weights.names import ReplicaPlace
 from tests.chaos.harness import SHARING_PAYS, patched
 from tests.example_files import KEYCHAIN_TASK
 from tests.trainer.conftest import world
-from tests.trainer.support import build, make_model
+from tests.trainer.support import OF_FAMILY, build, make_model
 
 from .runs import BATCH, ENGINE_MARKS, Case, trained_once
 
@@ -91,11 +91,11 @@ def trained_alone(run: RunDir, policy: Path, place: ReplicaPlace, out: Path) -> 
     checkpoint.write_policy(engine, policy, out)
 
 
-def of_experts(folder: Path, dense: Path) -> Path:
-    """A barely warm-started policy with experts and the tokenizer of ``dense``."""
+def of_family(kind: str, folder: Path, dense: Path) -> Path:
+    """A barely warm-started policy of a family, with the tokenizer of ``dense``."""
     config = json.loads((dense / "config.json").read_text())
     same = {key: config[key] for key in SAME_KEYS}
-    make_model("qwen3_moe", folder, head_dim=32, **same)
+    make_model(kind, folder, **({"head_dim": 32} if "head_dim" in OF_FAMILY[kind] else {"hidden_size": 128}), **same)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(dense / name, folder)
     code = f"""
@@ -109,13 +109,19 @@ warm_start({str(folder)!r}, {str(folder)!r}, batches({str(folder)!r}, task, 0, 1
 
 
 @pytest.mark.parametrize(
-    ("core", "experts"),
-    [(True, True), *(pytest.param(core, False, marks=pytest.mark.nightly) for core in (False, True))],
+    ("core", "kind"),
+    [
+        (True, "qwen3_moe"),
+        *(
+            pytest.param(core, kind, marks=pytest.mark.nightly)
+            for core, kind in ((False, ""), (True, ""), (True, "olmo3"), (True, "qwen2_moe"))
+        ),
+    ],
 )
 def test_a_run_in_time_sharing_has_the_weights_of_one_process(
-    policy: Path, tmp_path: Path, world: ReplicaPlace, core: bool, experts: bool
+    policy: Path, tmp_path: Path, world: ReplicaPlace, core: bool, kind: str
 ) -> None:
-    policy = of_experts(tmp_path / "experts", policy) if experts else policy
+    policy = of_family(kind, tmp_path / "family", policy) if kind else policy
     case = Case(tmp_path, policy, "local", steps=STEPS)
     run = shared(case, *(["components.train.roll_out=true"] if core else []))
     trained_once(run, STEPS)

@@ -84,7 +84,7 @@ LENGTHS = [60, 50, 48]
 RECOMPUTE: list[Recompute] = ["none", "selective", "full"]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "glm4", "olmo2", "granite", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "glm4", "olmo2", "granite", "gemma3_text", "qwen2_moe"])
 def test_recomputation_changes_no_gradient_and_stores_less(kind: str, tmp_path: Path) -> None:
     make_model(kind, tmp_path / "m")
     batch = _pack(LENGTHS)

@@ -57,7 +57,7 @@ def rectangles(
     for begin, end, rows, width, index in layout.blocks:
         q, k, v = (_rectangle(x[begin:end], rows, width, index) for x in (query, key, value))
         # Padding follows each sequence, so the causal mask hides it.
-        mask = context.band(width, width, window).to(q.device) if 0 < window < width else None
+        mask = context.band(width, width, window, q.device) if 0 < window < width else None
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )

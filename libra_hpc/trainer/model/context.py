@@ -85,9 +85,9 @@ def gather(key: torch.Tensor, value: torch.Tensor) -> Columns:
     return Columns(*_Gather.apply(key, value, group))  # type: ignore[no-untyped-call]
 
 
-def band(rows: int, width: int, window: int) -> torch.Tensor:
+def band(rows: int, width: int, window: int, device: torch.device) -> torch.Tensor:
     """Columns that each row sees, bool [rows, width]; the last row sees the last column."""
-    mask = torch.ones(rows, width, dtype=torch.bool).tril(width - rows)
+    mask = torch.ones(rows, width, dtype=torch.bool, device=device).tril(width - rows)
     return mask.triu(width - rows + 1 - window) if window else mask
 
 
@@ -98,7 +98,7 @@ def attend(query: torch.Tensor, whole: torch.Tensor, tail: Tail, scale: float | 
     rows, width = q.shape[0], columns.shape[0]
     # Without a window no mask is stored on a GPU; on the CPU the class has no kernel.
     lower = q.is_cuda and not 0 < window < width
-    mask = causal_lower_right(rows, width) if lower else band(rows, width, window).to(q.device)
+    mask = causal_lower_right(rows, width) if lower else band(rows, width, window, q.device)
     q, key, value = (x.transpose(0, 1)[None] for x in (q, key, value))
     out = F.scaled_dot_product_attention(
         q, key, value, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != key.shape[1]
