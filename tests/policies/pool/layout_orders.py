@@ -61,7 +61,7 @@ class AwaitMembers(NamedTuple):
 def layout_of(pool: Pool) -> Layout:
     newest = pool.forming or pool.membership
     rows = {rank: node.row for rank, node in pool.nodes.items()}
-    return Layout(0, rows, newest.generation, newest.ranks, pool.rests)
+    return Layout(rows=rows, generation=newest.generation, members=newest.ranks, rest=pool.rests)
 
 
 def observed(row: Row) -> pure.Observed:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from libra_hpc.policies.pool import states
 from libra_hpc.policies.pool.reconcile import (
@@ -94,8 +95,7 @@ class Run:
     def publish(self) -> None:
         layout = layout_of(self.pool)
         if (layout.rows, layout.generation) != (self.layout.rows, self.layout.generation):
-            number = self.layout.number + 1
-            self.layout = Layout(number, layout.rows, layout.generation, layout.members)
+            self.layout = replace(layout, number=self.layout.number + 1)
         self.frames += [(rank, self.layout) for rank in (0, *self.nodes)]
 
     def apply(self, event: Any) -> None:

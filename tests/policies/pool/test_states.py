@@ -133,12 +133,8 @@ def test_the_core_dies_and_the_others_wait_until_it_is_rebuilt() -> None:
 
 def test_a_node_leaves_training_also_while_the_core_is_rebuilt() -> None:
     pool = after(running("train"), lost(1, "train"), MoveOrdered(3, "rollout"), does=[StartEngine(1, "train")])
-    pool = after(
-        pool,
-        ready(1, "train"),
-        MemberOf(1, 3),
-        does=[FormGeneration(3, (1,)), StandbyEngine(3, "train"), StartEngine(3, "rollout")],
-    )
+    does = [FormGeneration(3, (1,)), StandbyEngine(3, "train"), StartEngine(3, "rollout")]
+    after(pool, ready(1, "train"), MemberOf(1, 3), does=does)
 
 
 def test_a_rollout_engine_that_died_is_drained_and_started_again() -> None:
