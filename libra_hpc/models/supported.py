@@ -108,6 +108,13 @@ _GLM_MOE = {
     "norm_topk_prob": True,
     "use_qk_norm": False,
 }
+_ERNIE = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+}
 _GLM_NORMS = PRE_NORMS | {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 _GEMMA_NORMS = {
@@ -116,7 +123,7 @@ _GEMMA_NORMS = {
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
     "mlp_bda.norm": "post_feedforward_layernorm",
 }
-_OPTIONS = ("clip_qkv", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+_OPTIONS = ("use_bias", "clip_qkv", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 _GEMMA = {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -151,6 +158,7 @@ _GLM = {
     "partial_rotary_factor": 0.5,
 }
 FAMILIES: dict[str, Family] = {
+    "ernie4_5": Family(interleaved_rotary=True, defaults=_ERNIE),
     "gemma3_text": Family(
         qk_norm=True,
         norms=_GEMMA_NORMS,

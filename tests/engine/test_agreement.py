@@ -113,6 +113,7 @@ class Served(NamedTuple):
         *(
             pytest.param((kind, tp, False), marks=pytest.mark.nightly)
             for kind, tp in (
+                ("ernie4_5", 1),
                 ("gemma3_text", 1),
                 ("glm4_moe", 2),
                 ("glm", 1),

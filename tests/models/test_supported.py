@@ -65,6 +65,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "hidden_act = 'gelu': the trainer has no such activation; valid: silu"),
     ({"attention_bias": True}, "attention_bias = True"),
     ({"mlp_bias": True}, "mlp_bias = True"),
+    ({"use_bias": True}, "use_bias = True: the trainer has no such bias; valid: false or null."),
     ({"clip_qkv": 8.0}, "clip_qkv = 8.0"),
     (
         {"model_type": "glm4_moe", "sliding_window": None, "n_group": 2},

@@ -47,6 +47,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
+    "ernie4_5": {"head_dim": 16},
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": 8,

@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 linear": ("qwen2", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}}),
     "qwen3 tied": ("qwen3", {"tied": True}),
     "qwen3 yarn": ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 500.0}}),
+    "ernie4_5": ("ernie4_5", {"tied": True}),
     "gemma3_text": ("gemma3_text", {}),
     "gemma3_text, tied and scaled": (
         "gemma3_text",
