@@ -229,8 +229,8 @@ class AlgorithmSection(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     """Where they count: a term of the ``loss``, or taken from each token's advantage (``reward``)."""
     reference: str = INITIAL
-    """Reference policy, frozen: ``initial`` (the weights of ``model.path``, also in a resumed run), or a Hugging Face
-    folder of a model of the same shape, which may be a teacher (docs/algorithms.md)."""
+    """Reference policy, frozen: ``initial`` (the weights of ``model.path``, also in a resumed run), or the folder of a
+    model of the same shape. That may be a teacher (docs/algorithms.md)."""
     reference_kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL term to the reference policy; above 0 each training world holds its weights in host memory, and
     a step has one forward pass more."""

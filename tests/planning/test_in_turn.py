@@ -47,7 +47,7 @@ def test_a_batch_in_turn_takes_both_stages_and_a_pair_of_switches(eta: int) -> N
         alone = next(one for one in plans if not one.in_turn and one.nodes == plan.nodes)
         assert plan.train.time.total < alone.train.time.total or plan.nodes == 3
         engines, settings = scene(made, space, plan)
-        work = made.work.batch(batches_of(1, settings) * made.batch.trajectories, made.options.group, 0)
+        work = made.work.batch(batches_of(1, settings) * made.batch.trajectories, made.group, 0)
         found = play(work, engines, made.policy, settings)
         least = plan.train.time.total + plan.in_turn.switch_s
         assert found.batch_s > least

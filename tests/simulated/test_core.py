@@ -24,7 +24,7 @@ from libra_hpc.weights.image import Image
 from libra_hpc.weights.pieces import WHOLE, offer_path, payload_path
 from tests.simulator.toys import Linear
 
-from .mpi_process import pace
+from .link import pace
 
 SPEEDUP = 4.0
 LATE = 1e6

@@ -28,7 +28,7 @@ from libra_hpc.weights.image import Image
 from libra_hpc.weights.pieces import offer_path, payload_path, piece_values, read_offer
 from tests.trainer.settings import worker_config
 
-from .mpi_process import Link, pace, workload
+from .link import Link, pace, workload
 
 pytestmark = pytest.mark.slow
 
