@@ -132,13 +132,13 @@ RUN_FILE = [
     ("model.path=wide", "wide': its tokenizer has ids up to 1,000,000, and its config.json a vocab_size of "),
     ("model.path=no-weights", "no-weights': the folder has no safetensors; valid: "),
     ("model.path=torn", "torn': its config.json is not valid JSON"),
-    ("model.path=gpt2", "model_type = 'gpt2': this version cannot train this architecture; valid: gemma3_text, glm,"),
+    ("model.path=gpt2", "model_type = 'gpt2': this version cannot train this architecture; valid: ernie4_5,"),
     ("model.path=moe", "model_type = 'mixtral': a mixture of experts"),
     ("algorithm.reference_kl_coef=0.1; algorithm.reference=nowhere", "nowhere': no such folder; valid: initial, or a "),
     ("algorithm.reference_kl_coef=0.1; algorithm.reference=player", "player': by the config.json of model.path (num_"),
     ("rollout.warm_start=nowhere", "nowhere does not exist; valid: a run directory, or a"),
     ("algorithm.eta=1\nvalue2 = 3", r"algorithm.eta = '1\nvalue2 = 3': wrong type"),
-    ("model.path=gpt2; train.tp=3", "model_type = 'gpt2': this version cannot train this architecture; valid: gemma3_"),
+    ("model.path=gpt2; train.tp=3", "model_type = 'gpt2': this version cannot train this architecture; valid: ernie4_5"),
     ("task.name=data; task.data=loop; task.reward=good.py:f", "task.data = 'loop': no such file or folder"),
     *(
         (
