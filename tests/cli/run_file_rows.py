@@ -138,7 +138,7 @@ RUN_FILE = [
     ("algorithm.reference_kl_coef=0.1; algorithm.reference=player", "player': by the config.json of model.path (num_"),
     ("rollout.warm_start=nowhere", "nowhere does not exist; valid: a run directory, or a"),
     ("algorithm.eta=1\nvalue2 = 3", r"algorithm.eta = '1\nvalue2 = 3': wrong type"),
-    ("model.path=gpt2; train.tp=3", "model_type = 'gpt2': this version cannot train this architecture; valid: ernie4_5"),
+    ("model.path=gpt2; train.tp=3", "model_type = 'gpt2': this version cannot train this architecture; valid: ernie4"),
     ("task.name=data; task.data=loop; task.reward=good.py:f", "task.data = 'loop': no such file or folder"),
     *(
         (
