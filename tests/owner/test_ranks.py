@@ -37,8 +37,12 @@ if sys.argv[2] == "stumble":
     run, rank = pathlib.Path(sys.argv[1]), os.environ["PMI_RANK"]
     with (run / f"starts-{rank}").open("a") as starts:
         starts.write("x")
-        if starts.tell() < int(sys.argv[3]):
-            os._exit(15)
+        number = starts.tell()
+    # One that ends has the others killed, which may not have begun.
+    while sum(path.stat().st_size >= number for path in run.glob("starts-*")) < 4:
+        time.sleep(0.01)
+    if number < int(sys.argv[3]):
+        os._exit(15)
 from mpi4py import MPI
 def alive(pid):
     try:
