@@ -133,7 +133,7 @@ class Agent:
         self._rendezvous: Path | None = None
         """Train leader only: its folder of rendezvous files."""
         self.mesh.on_rejected = self._on_rejected
-        self._layout, self._observed = Layout(), Observed()
+        self._newest, self._observed = Layout(), Observed()
         """The newest Layout, and what this node did to make its row true."""
         self._life, self._by_mpi, self._ended_world = 0, False, -1
         """See `Heartbeat`."""
@@ -363,7 +363,7 @@ class Agent:
             life=self._life,
             host=socket.gethostname(),
             pid=os.getpid(),
-            layout=self._layout.number,
+            layout=self._newest.number,
             by_mpi=self._by_mpi,
             ended_world=self._ended_world,
         )
@@ -488,14 +488,14 @@ class Agent:
             self.context.log("undecodable", rank=self.rank, sender=sender, reason=reason)
 
     def _on_layout(self, layout: Layout, by_mpi: bool = False) -> None:
-        was = self._layout
+        was = self._newest
         if by_mpi and layout.number == was.number and not self._by_mpi:
             # Rank 0 sent it both ways.
             self._by_mpi = True
             self._beat()
         if layout.number <= was.number:
             return
-        self._layout, self._by_mpi = layout, by_mpi
+        self._newest, self._by_mpi = layout, by_mpi
         if self.context is None and layout.start is not None:
             self._enter(layout.start)
         context = self.context
@@ -570,7 +570,7 @@ class Agent:
         parts = (self.rollout_node, self.train_node, self.carrier)
         await asyncio.gather(*(part.reset() for part in parts if part is not None))
         # It lost the others while they lost it.
-        for rank in (0, *(rank for rank, row in self._layout.rows.items() if row.active is not None)):
+        for rank in (0, *(rank for rank, row in self._newest.rows.items() if row.active is not None)):
             self.mesh.remember(rank)
         self._life = max(self._life, life)
         self._beat()

@@ -21,7 +21,7 @@ from typing import Any
 
 from libra_hpc.process.dump import DUMP_SIGNAL, STRAY
 from libra_hpc.process.reaper import die_with
-from libra_hpc.protocol.codec import LENGTH
+from libra_hpc.protocol.codec import LENGTH, read_frame
 
 from .mpi_library import mpich_chosen
 
@@ -90,18 +90,10 @@ def _carry(agent: socket.socket, comm: Any, mpi: Any) -> None:
 
 def _packet(agent: socket.socket) -> bytes:
     """The agent's next request; ends this process where the agent has closed."""
-    (size,) = LENGTH.unpack(_exactly(agent, LENGTH.size))
-    return _exactly(agent, size)
-
-
-def _exactly(agent: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = agent.recv(size - len(data))
-        if not more:
-            os._exit(0)
-        data += more
-    return data
+    try:
+        return read_frame(agent.recv)
+    except EOFError:
+        os._exit(0)
 
 
 def _reply(agent: socket.socket, kind: bytes, payload: bytes) -> None:

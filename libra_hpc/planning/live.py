@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from libra_hpc.config.run import RunConfig
@@ -42,19 +43,18 @@ def live_player(
         report_s=report_s,
         keep_kv=rollout.kv_after_update == "keep",
     )
-    engines = run_engines(config)
+    engines = _engines(config)
     packs = PORTION_PACKS * core.dp * core.pp if config.streamed else 0
     play = LivePlay(engines, rollout.policy, settings, packs=packs, micro_tokens=core.micro_tokens)
-    return Player(config.planner, play, _layouts(config, table), repartition_after)
+    return Player(config.planner, play, _layouts(config, engines, table), repartition_after)
 
 
-def _layouts(config: RunConfig, table: StepLookup) -> OtherLayouts | None:
+def _layouts(config: RunConfig, engines: Sequence[tuple[int, int]], table: StepLookup) -> OtherLayouts | None:
     """None where no layout can be found for the run."""
-    engines = run_engines(config)
     # Under other policies than this one, long trajectories do not go to large TP.
     if len(engines) > 1 and config.rollout.policy != "cmlfq":
         return None
-    if config.run.engine == "real" and config.slurm.device == "cpu":
+    if without_tables(config):
         return None
     try:
         return OtherLayouts(config, table, {tp for tp, _ in engines})
@@ -62,7 +62,12 @@ def _layouts(config: RunConfig, table: StepLookup) -> OtherLayouts | None:
         return None
 
 
-def run_engines(config: RunConfig) -> tuple[tuple[int, int], ...]:
+def without_tables(config: RunConfig) -> bool:
+    """Whether the nodes are in no table of devices."""
+    return config.run.engine == "real" and config.slurm.device == "cpu"
+
+
+def _engines(config: RunConfig) -> tuple[tuple[int, int], ...]:
     """(TP, engines) of every hybrid and rollout node in rank order; one entry where they are alike."""
     nodes = config.components.hybrid.nodes + config.components.rollout.nodes
     each = tuple(config.rollout.on_node(i) for i in range(nodes))

@@ -20,10 +20,10 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.control.plays import hold
-from libra_hpc.protocol.codec import LENGTH, Codec, FrameError
+from libra_hpc.protocol.codec import Codec, FrameError, read_frame
 from libra_hpc.protocol.plan import PlanDecision, PlanSnapshot
 
-from .live import live_player
+from .live import live_player, without_tables
 
 LIMIT_S = 60.0
 """Half: plays of a thousand GPUs on a busy node are dropped; double: a move comes two minutes late."""
@@ -99,7 +99,8 @@ class PlayerProcess:
             )
             _write(process.stdin, QUESTIONS.frame(self._setup))
         _write(process.stdin, QUESTIONS.frame(question))
-        return ANSWERS.decode(_read(process.stdout))
+        assert process.stdout is not None
+        return ANSWERS.decode(read_frame(process.stdout.read))
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -114,8 +115,7 @@ def _nothing_to_decide(config: RunConfig) -> str:
         return "the planner is disabled"
     parts = config.components
     movable = parts.hybrid.nodes or parts.train.roll_out or config.borrow.spot.nodes
-    measured_alone = config.run.engine == "real" and config.slurm.device == "cpu"
-    return "there is no hybrid node to move" if measured_alone and not movable else ""
+    return "there is no hybrid node to move" if without_tables(config) and not movable else ""
 
 
 def main() -> None:
@@ -126,31 +126,15 @@ def main() -> None:
     with os.fdopen(os.dup(0), "rb", 0) as questions, os.fdopen(os.dup(1), "wb", 0) as answers:
         os.dup2(2, 1)  # Nothing that a policy prints may stand between the frames.
         try:
-            setup = QUESTIONS.decode(_read(questions))
+            setup = QUESTIONS.decode(read_frame(questions.read))
             assert isinstance(setup, PlaySetup)
             player = live_player(RunConfig.model_validate(setup.config), setup.repartition_after)
             while True:
-                question = QUESTIONS.decode(_read(questions))
+                question = QUESTIONS.decode(read_frame(questions.read))
                 assert isinstance(question, Question)
                 _write(answers, ANSWERS.frame(player.decide(question.snapshot, question.now)))
         except EOFError:
             return
-
-
-def _read(stream: Any) -> bytes:
-    """The body of the next frame."""
-    (size,) = LENGTH.unpack(_exactly(stream, LENGTH.size))
-    return _exactly(stream, size)
-
-
-def _exactly(stream: Any, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        chunk = stream.read(size - len(data))
-        if not chunk:
-            raise EOFError("it closed its pipe")
-        data += chunk
-    return bytes(data)
 
 
 def _write(stream: Any, data: bytes) -> None:

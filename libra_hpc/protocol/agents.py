@@ -314,15 +314,11 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     resubmitted: int = 0
     joint_version: int = 0
     """Newest weights that every live engine of the run had."""
-    gate_blocked: float = 0.0
-    """Share of time since the last report in which the staleness gate admitted nothing."""
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     """``generated_tokens`` and what follows, to ``buckets``, is without the engines of guests."""
     busy_s: float = 0.0
     """Busy seconds of all engines since the start."""
-    decode_s: float = 0.0
-    """Seconds per decoded token of one sequence, mean over engines; 0.0: unknown."""
     buckets: tuple[tuple[int, int, int, int, float], ...] = ()
     """(tp, engines, in flight, trajectories, KV use)"""
     lengths: tuple[Length, ...] = ()

@@ -15,7 +15,7 @@ import struct
 import sys
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -96,6 +96,22 @@ class FrameBuffer:
         if start:
             del self._data[:start]
         return out
+
+
+def read_frame(read: Callable[[int], bytes | None]) -> bytes:
+    """The body of a blocking stream's next frame; ``read``: at most so many bytes. Raises `EOFError` at its end."""
+    (size,) = LENGTH.unpack(_exactly(read, LENGTH.size))
+    return _exactly(read, size)
+
+
+def _exactly(read: Callable[[int], bytes | None], size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        chunk = read(size - len(data))
+        if not chunk:
+            raise EOFError("it closed its pipe")
+        data += chunk
+    return bytes(data)
 
 
 class EngineSocket(Generic[T]):

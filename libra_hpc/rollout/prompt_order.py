@@ -54,11 +54,8 @@ class PromptOrder:
         self._next_step = step + 1
         self.groups: dict[int, GroupState] = {}
         """Admitted and not yet reported as trained, by prompt index."""
-        self._blocked_since: float | None = None
-        self._blocked_s = 0.0
-        self._share_read_at: float | None = None
 
-    def admit(self, now: float, most: int | None = None) -> list[GroupState]:
+    def admit(self, most: int | None = None) -> list[GroupState]:
         """Groups that start now, at most ``most``; a group recovered whole is finished at once."""
         started: list[GroupState] = []
         while self.gate.capacity > 0 and self._left > 0 and (most is None or len(started) < most):
@@ -67,12 +64,6 @@ class PromptOrder:
             if index not in self._trained:
                 self._left -= 1
                 started.append(self._start(index))
-        blocked = self.gate.blocked and self._left > 0
-        if blocked and self._blocked_since is None:
-            self._blocked_since = now
-        elif not blocked and self._blocked_since is not None:
-            self._blocked_s += now - self._blocked_since
-            self._blocked_since = None
         return started
 
     def _start(self, index: int) -> GroupState:
@@ -157,12 +148,3 @@ class PromptOrder:
         """Give credit for ``version``, under which every engine samples: the staleness bound is of the first token."""
         while self.gate.version < version:
             self.gate.publish(self.gate.version + 1)
-
-    def blocked_share(self, now: float) -> float:
-        """Share of the time since the last call in which only the gate blocked the next prompt."""
-        blocked = self._blocked_s + (now - self._blocked_since if self._blocked_since is not None else 0.0)
-        self._blocked_s = 0.0
-        if self._blocked_since is not None:
-            self._blocked_since = now
-        since, self._share_read_at = self._share_read_at, now
-        return min(1.0, blocked / (now - since)) if since is not None and now > since else 0.0

@@ -111,7 +111,7 @@ class RolloutLeader:
             self._attempts.book.unable(now)
             return
         most = self._attempts.evaluate(len(self._trained_episodes()), now)
-        for group in self._order.admit(now, most):
+        for group in self._order.admit(most):
             for sample in group.missing:
                 trajectory = group.begun.get(sample) or Trajectory(group.index, sample, 0)
                 trajectory.admitted = group.version
@@ -334,11 +334,9 @@ class RolloutLeader:
             outstanding_groups=order.gate.outstanding if order else 0,
             resubmitted=self.resubmitted,
             joint_version=order.gate.version if order else 0,
-            gate_blocked=order.blocked_share(now) if order else 0.0,
             generated_tokens=engines.generated,
             prefilled_tokens=engines.prefilled,
             busy_s=engines.busy_s,
-            decode_s=engines.decode_s(),
             buckets=engines.buckets(episodes),
             lengths=lengths,
             open_groups=open_groups(self._trained_episodes(), now, engines.decode_s()),

@@ -73,11 +73,6 @@ class TrainingStage:
         return len(self._groups) - self._unfinished
 
     @property
-    def blocked(self) -> bool:
-        """Whether the staleness bound alone keeps the next group out."""
-        return self._gate is not None and self._gate.blocked and self._next < len(self._order)
-
-    @property
     def idle(self) -> bool:
         return not self._busy
 

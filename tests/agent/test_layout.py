@@ -39,7 +39,7 @@ class Scene:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         agent = Agent.__new__(Agent)
-        agent.rank, agent._layout, agent._observed, agent._life = 2, Layout(), Observed(), 0
+        agent.rank, agent._newest, agent._observed, agent._life = 2, Layout(), Observed(), 0
         agent._by_mpi = False
         agent.context: Any = SimpleNamespace(receivers=(), good_step=-1)
         for name in ("mesh", "train_leader", "rollout_service", "rollout_node", "train_node", "carrier"):

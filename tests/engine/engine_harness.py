@@ -326,11 +326,6 @@ class EngineUnderTest:
         self.send(*requests)
         return self.wait_stats(since, lambda report: report.generated_tokens > before.generated_tokens)
 
-    def hang_up(self) -> None:
-        assert self._connection is not None
-        self._connection.close()
-        self._listener.close()
-
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")[-4000:]
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from libra_hpc.config.rollout import PlannerSection
-from libra_hpc.errors import UserError
+from libra_hpc.errors import OperationError, UserError
 from libra_hpc.protocol.plan import PlanDecision, PlanSnapshot, TrajectoryFact
 
 from .coming_work import coming_work, records
@@ -53,7 +53,8 @@ LEAST_BATCHES = 12
 """Batches of the shortest horizon, unless the run ends before: batches of large runs take many minutes."""
 
 Layouts = Callable[[PlayWork, int, float], Sequence[OtherLayout]]
-"""(work, training nodes, their seconds of a batch) -> layouts of all nodes. Raises `UserError` where nothing fits."""
+"""(work, training nodes, their seconds of a batch) -> layouts of all nodes. Raises `UserError` where nothing
+fits, `OperationError` where it cannot be played."""
 
 
 class _Asked(NamedTuple):
@@ -187,8 +188,8 @@ class Player:
         seconds = plays.at(here)
         try:
             layouts = self._layouts(plays.work, here.train, seconds.train)
-        except UserError:
-            return held  # Nothing fits these lengths; the run itself reports it.
+        except (UserError, OperationError) as error:
+            return replace(held, reason=f"{held.reason}; other layouts cannot be played: {error}")
         new = [one for one in layouts if one.words not in self._proposed]
         if not new:
             return held

@@ -19,7 +19,7 @@ from libra_hpc.protocol.layout import Row
 
 
 class StartEngines(msgspec.Struct, frozen=True):
-    """StartEngines or wake the engines of a kind; answered by `EngineState` ``ready``."""
+    """Start or wake the engines of a kind; answered by `EngineState` ``ready``."""
 
     kind: EngineKind
     world: int = 0

@@ -168,9 +168,3 @@ def ideal(train_s: float, rollout_s: float, length: float = 50.0) -> Shape:
 
 
 SETTINGS = PlannerSection(switch_cost_s=5.0, min_dwell_s=10.0)
-
-
-def trajectory(index: int, kind: tuple[int, int], group: int, at: float = 0.0) -> TrajectoryFact:
-    """Of one turn; ``kind``: tokens of the prompt and generated ones."""
-    prompt, generated = kind
-    return TrajectoryFact(index, at, generated, prompt + generated, turns=1, tool_s=0.0, group=group, prompt=prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import fmean
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.config.rollout import PlannerSection
+from libra_hpc.errors import OperationError, UserError
 from libra_hpc.policies.control.layout_choice import OtherLayout
 from libra_hpc.policies.control.move_choice import HOUR
 from libra_hpc.policies.control.plays import PlayWork, Seconds
@@ -231,6 +233,13 @@ def test_a_layout_from_before_any_measurement_is_searched_again_once_and_then_fo
     assert proposed[0].changes == {"train.tp": 2}
     assert "at the next step boundary, layout 1 instead of 1+1 nodes" in proposed[0].reason
     assert proposed[0].numbers["after_s"] == pytest.approx(proposed[0].numbers["batch_s"] / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("error", [UserError("nothing fits."), OperationError("it hangs.")])
+def test_layouts_that_cannot_be_played_are_a_hold_that_names_the_cause(error: Exception) -> None:
+    plant = without_movable_nodes(Mock(side_effect=error))
+    assert plant.moves == []
+    assert any(f"; other layouts cannot be played: {error}" in decision.reason for decision in plant.decisions)
 
 
 def test_a_layout_that_a_repartition_chose_stays_until_the_work_changes() -> None:
