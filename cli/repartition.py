@@ -1,7 +1,7 @@
 """`libra-hpc repartition`: order another rank layout of a running job, which restarts inside its allocation.
 
 The order is checked here, and again by rank 0, because the run goes on meanwhile.  It is a file in the run directory
-(`libra_hpc.protocol.layout_order`); its answer is an event (`libra_hpc.coordinator.orders`).
+(`libra_hpc.protocol.repartition_order`); its answer is an event (`libra_hpc.coordinator.orders`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import Status
 from libra_hpc.files import write_once
 from libra_hpc.preflight.rank_roles import describe, ranks, repartitioned
-from libra_hpc.protocol.layout_order import LayoutOrder, encode_order, new_order
+from libra_hpc.protocol.repartition_order import RepartitionOrder, encode_order, new_order
 
 from . import jobs
 from .follow import follow, job_line, wait_silently
@@ -93,7 +93,7 @@ def check_running(run: RunDir) -> None:
     raise invalid("RUN", run.name, why, "a run whose job is running, and that waits for no other layout")
 
 
-def send(run: RunDir, values: dict[str, Any]) -> LayoutOrder:
+def send(run: RunDir, values: dict[str, Any]) -> RepartitionOrder:
     """Write the order; raises `UserError` when another one exists or the run directory cannot be written."""
     order = new_order(attempt(run), time.time(), values)
     try:
@@ -104,7 +104,7 @@ def send(run: RunDir, values: dict[str, Any]) -> LayoutOrder:
     raise invalid("RUN", run.name, "another layout was ordered at the same moment")
 
 
-def await_answer(run: RunDir, order: LayoutOrder, *, quiet: bool) -> int:
+def await_answer(run: RunDir, order: RepartitionOrder, *, quiet: bool) -> int:
     """Follow the run until its first step in the new layout; returns the last step before.
 
     Raises `OperationError` when the order is refused or the run ends.
@@ -162,7 +162,7 @@ def _ranks(before: RunConfig, after: RunConfig) -> list[dict[str, Any]]:
     ]
 
 
-def _answer(run: RunDir, order: LayoutOrder) -> dict[str, Any] | None:
+def _answer(run: RunDir, order: RepartitionOrder) -> dict[str, Any] | None:
     """The event that answers the order: ``repartitioned`` with a step, or ``repartition_refused`` with a reason."""
     answers = [
         event

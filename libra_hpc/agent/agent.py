@@ -42,7 +42,7 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.door import close_door, open_door
 from libra_hpc.mesh.layout_publisher import Publisher, opened
 from libra_hpc.mesh.mesh import Mesh
-from libra_hpc.mesh.mpi_process import MpiLink, NoWorld
+from libra_hpc.mesh.mpi_link import MpiLink, NoWorld
 from libra_hpc.mesh.rank_layout import RankLayout, check_world
 from libra_hpc.mesh.world import Endpoint, World, meet
 from libra_hpc.policies.pool.reconcile import Observed, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.protocol.layout_order import LONGEST, LayoutOrder, decode_order
+from libra_hpc.protocol.repartition_order import LONGEST, RepartitionOrder, decode_order
 
 REFUSED = "repartition_refused"
 
@@ -31,7 +31,7 @@ class Orders:
         self._answered = set(answered)
         self._unreadable: bytes | None = None
 
-    def waiting(self) -> LayoutOrder | None:
+    def waiting(self) -> RepartitionOrder | None:
         """The order that waits for its answer.  A file that is no order is refused here, once."""
         try:
             if not self._path.is_file():
@@ -55,7 +55,7 @@ class Orders:
             return None
         return order
 
-    def refuse(self, order: LayoutOrder, reason: str) -> None:
+    def refuse(self, order: RepartitionOrder, reason: str) -> None:
         self.answer(order.id, REFUSED, by="operator", reason=reason, changes=order.values)
 
     def answer(self, order: str, kind: str, **fields: object) -> None:

@@ -109,7 +109,7 @@ class RunDir:
     status = _Part("status.json")
     """Latest `Status` snapshot."""
     order = _Part("repartition.json")
-    """An order for another layout (`libra_hpc.protocol.layout_order`) that rank 0 has not answered yet."""
+    """An order for another layout (`libra_hpc.protocol.repartition_order`) that rank 0 has not answered yet."""
     stop = _Part("stop.json")
     """A request to save and stop, for the attempt that runs."""
     result = _Part("result.json")

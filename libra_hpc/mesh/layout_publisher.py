@@ -27,7 +27,7 @@ from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.start_up import KeyValueSpace
 
 from .mesh import Mesh
-from .mpi_process import MpiLink
+from .mpi_link import MpiLink
 
 ECHO_S = 0.5
 """Frames take 2 ms, and 20 to an idle process.  Half: busy nodes get both ways; double: an order comes later."""

@@ -1,153 +1,104 @@
-"""The agent's end of its MPI process (`libra_hpc.mesh.mpi_link`): the meeting, then frames as they come.
+"""The MPI process of one agent: it meets the others, then carries frames of rank 0 to all.
 
-- The process ends, or takes nothing -> `MpiLink.alive` is False, and ``ended`` is called once; the agent lives on.
-- It does not answer during the meeting within `MEET_S` -> it is killed, and `NoWorld` is raised.
-- PMI -> its lines come by the descriptor in ``PMI_FD``, from Slurm, from local ranks, or from rank 0 (`Publisher`).
+Started by `MpiLink` as a child of the agent, which never loads MPI itself.
+
+- ``G`` record -> all records, by allgather.  ``B`` value -> that of rank 0, by broadcast.  ``Q`` -> it finalizes.
+- ``L`` -> from then on ``F`` frame at rank 0 goes to each peer by `Isend`, and ``A`` is the answer to its agent.
+- A frame comes from rank 0 -> ``F`` frame to the agent; nothing here reads it.
+- ``D`` index -> no more is sent to this peer: sending to a dead one ends this process (UCX) or hangs it (libfabric).
+- Its agent ends -> the kernel ends it, also while it hangs inside MPI.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import select
+import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from typing import Any
 
-from libra_hpc.errors import OperationError
-from libra_hpc.protocol.codec import LENGTH, FrameBuffer
+from libra_hpc.process.dump import DUMP_SIGNAL, STRAY
+from libra_hpc.process.reaper import die_with
+from libra_hpc.protocol.codec import LENGTH, read_frame
 
-MEET_S = 90
-"""A start takes seconds; nodes that load Python from a cold shared file system come up to a minute apart."""
-BUFFER_BYTES = 4 << 20
-"""Frames that wait for a process that is stopped; it is killed before there are as many."""
+from .mpi_library import mpich_chosen
+
+RECORD_BYTES = 4096
+"""Room for what a rank sends the others; a node with 20 addresses uses 500."""
+TAG = 7
+IDLE_S, BUSY_S = 0.02, 0.002
+"""Between two probes, the shorter for `RECENT_S` after a frame: idle 0.5 % of a core. Half: twice that."""
+RECENT_S = 1.0
+PROBES = 8
+"""In a row: one reads only a part of a message."""
 
 
-class NoWorld(OperationError):
-    """The ranks cannot go on together; ``rank`` is the own one, -1 where they have not met."""
+def main() -> None:
+    """Command line."""
+    agent, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    die_with(parent)
+    # It is in the agent's group, whose signals are for the agent.
+    for ignored in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, DUMP_SIGNAL, *STRAY):
+        signal.signal(ignored, signal.SIG_IGN)
+    import mpi4py
 
-    def __init__(self, problem: str, rank: int = -1) -> None:
-        super().__init__(problem)
-        self.rank = rank
+    mpi4py.rc.initialize = False
+    with mpich_chosen():
+        from mpi4py import MPI
+    MPI.Init_thread(MPI.THREAD_SINGLE)
+    comm = MPI.COMM_WORLD
+    _reply(agent, b"M", LENGTH.pack(comm.Get_rank()) + LENGTH.pack(comm.Get_size()))
+    while (request := _packet(agent))[:1] != b"L":
+        match request[:1], request[1:]:
+            case b"G", record:
+                everyone = bytearray(RECORD_BYTES * comm.Get_size())
+                comm.Allgather([record.ljust(RECORD_BYTES, b"\0"), MPI.BYTE], [everyone, MPI.BYTE])
+                _reply(agent, b"G", bytes(everyone))
+            case b"B", value:
+                shared = bytearray(value)
+                comm.Bcast([shared, MPI.BYTE])
+                _reply(agent, b"B", bytes(shared))
+            case _:
+                MPI.Finalize()
+                os._exit(0)
+    _carry(agent, comm, MPI)
 
 
-class MpiLink:
-    def __init__(self, index: int = 0, size: int = 0, ask: Callable[[str], None] | None = None) -> None:
-        """Start the process; ``ask`` gets its lines of PMI where it does not meet those of this node's start.
+def _carry(agent: socket.socket, comm: Any, mpi: Any) -> None:
+    """Carry frames until the agent closes."""
+    first = comm.Get_rank() == 0
+    peers, sends, status, last = set(range(1, comm.Get_size())), list[Any](), mpi.Status(), 0.0
+    while True:
+        recent = bool(sends) or time.monotonic() - last < RECENT_S
+        if select.select([agent], [], [], BUSY_S if recent else IDLE_S)[0]:
+            request, last = _packet(agent), time.monotonic()
+            if request[:1] == b"D":
+                peers.discard(LENGTH.unpack(request[1:])[0])
+            else:
+                sends += [comm.Isend([request[1:], mpi.BYTE], dest=peer, tag=TAG) for peer in peers]
+                _reply(agent, b"A", b"")
+        sends = [send for send in sends if not send.Test()]
+        for _ in range(0 if first else PROBES):
+            if comm.Iprobe(0, TAG, status):
+                frame = bytearray(status.Get_count(mpi.BYTE))
+                comm.Recv([frame, mpi.BYTE], 0, TAG)
+                _reply(agent, b"F", bytes(frame))
+                last = time.monotonic()
 
-        ``index`` and ``size`` are its place then.
-        """
-        self._socket, theirs = socket.socketpair()
-        self._pmi, pmi = socket.socketpair()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        environment = dict(os.environ)
-        if ask is not None:
-            environment |= {"PMI_FD": str(pmi.fileno()), "PMI_RANK": str(index), "PMI_SIZE": str(size)}
-            asyncio.get_running_loop().add_reader(self._pmi, self._on_pmi, ask)
-        number = environment.get("PMI_FD", "")
-        passed = (theirs.fileno(), *([int(number)] if number.isdigit() else []))
-        argv = [sys.executable, "-m", "libra_hpc.mesh.mpi_link", str(theirs.fileno()), str(os.getpid())]
-        with theirs, pmi:
-            self._process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, pass_fds=passed)
-        self._deadline, self._buffer, self._waiting = time.monotonic() + MEET_S, FrameBuffer(), list[bytes]()
-        self.alive = True
-        self._ended: Callable[[], None] = lambda: None
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+def _packet(agent: socket.socket) -> bytes:
+    """The agent's next request; ends this process where the agent has closed."""
+    try:
+        return read_frame(agent.recv)
+    except EOFError:
+        os._exit(0)
 
-    # --- the meeting
 
-    def met(self) -> tuple[int, int]:
-        """Rank and size of the world, once all are there."""
-        place = self._answer(b"M")
-        return LENGTH.unpack_from(place)[0], LENGTH.unpack_from(place, LENGTH.size)[0]
+def _reply(agent: socket.socket, kind: bytes, payload: bytes) -> None:
+    agent.sendall(LENGTH.pack(1 + len(payload)) + kind + payload)
 
-    def ask(self, kind: bytes, payload: bytes) -> bytes:
-        """Take part in a collective."""
-        self._send(kind, payload)
-        return self._answer(kind)
 
-    def finish(self) -> None:
-        """End the process with those of all others."""
-        self._send(b"Q")
-        try:
-            self._answer(b"Q")
-        except NoWorld:
-            self.close()
-
-    def _answer(self, kind: bytes) -> bytes:
-        while not self._waiting:
-            left_s = self._deadline - time.monotonic()
-            if left_s <= 0.0 or not select.select([self._socket], [], [], left_s)[0]:
-                self.close()
-                raise NoWorld(f"the ranks did not meet within {MEET_S} s")
-            data = self._socket.recv(1 << 20)
-            if not data:
-                self.close()
-                raise NoWorld("the MPI process of this rank ended while the ranks met; its output is above")
-            self._waiting += self._buffer.feed(data)
-        answer = self._waiting.pop(0)
-        assert answer[:1] == kind
-        return answer[1:]
-
-    # --- frames
-
-    def serve(self, received: Callable[[bytes, bytes], None], ended: Callable[[], None]) -> None:
-        """Begin to carry frames; ``received`` gets the kind and content of each packet."""
-        self._ended = ended
-        self._send(b"L")
-        self._socket.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._socket, self._on_readable, received)
-
-    def send(self, frame: bytes) -> None:
-        self._send(b"F", frame)
-
-    def leave_out(self, index: int) -> None:
-        """Send nothing to this member any more."""
-        self._send(b"D", LENGTH.pack(index))
-
-    def close(self) -> None:
-        """Kill the process, whatever it does."""
-        if self.alive:
-            self.alive = False
-            for ours in (self._socket, self._pmi):
-                with contextlib.suppress(RuntimeError):  # it ended before there was a loop
-                    asyncio.get_running_loop().remove_reader(ours)
-                ours.close()
-            self._process.kill()
-            self._ended()
-
-    def reply(self, line: str) -> None:
-        """Answer a line of PMI."""
-        with contextlib.suppress(OSError):
-            self._pmi.send(line.encode() + b"\n")
-
-    def _on_pmi(self, ask: Callable[[str], None]) -> None:
-        lines = self._pmi.recv(65536).decode().splitlines()
-        for line in lines:
-            ask(line)
-        if not lines:
-            asyncio.get_running_loop().remove_reader(self._pmi)
-
-    def _send(self, kind: bytes, payload: bytes = b"") -> None:
-        packet = LENGTH.pack(1 + len(payload)) + kind + payload
-        try:
-            if self.alive and self._socket.send(packet) < len(packet):
-                self.close()
-        except OSError:
-            self.close()
-
-    def _on_readable(self, received: Callable[[bytes, bytes], None]) -> None:
-        try:
-            data = self._socket.recv(1 << 20)
-        except OSError:
-            data = b""
-        if not data:
-            self.close()
-        for packet in self._buffer.feed(data):
-            received(packet[:1], packet[1:])
+if __name__ == "__main__":
+    main()

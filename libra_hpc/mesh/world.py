@@ -1,6 +1,6 @@
 """How the agents find each other: MPI numbers them and carries their addresses, at the start.
 
-MPI is in a process beside each agent (`libra_hpc.mesh.mpi_link`), because no MPI survives a dead member
+MPI is in a process beside each agent (`libra_hpc.mesh.mpi_process`), because no MPI survives a dead member
 (docs/network.md).  Messages go over sockets of our own (`libra_hpc.mesh.links`), Layouts by MPI.
 
 - All ranks on one machine, and no guests wanted -> they listen on loopback.  Otherwise on `slurm.interface`, or on
@@ -30,8 +30,8 @@ from libra_hpc.process.retry import Patience
 from libra_hpc.protocol.codec import LENGTH
 from libra_hpc.protocol.joining import guest_secret
 
-from .mpi_link import RECORD_BYTES
-from .mpi_process import MpiLink, NoWorld
+from .mpi_link import MpiLink, NoWorld
+from .mpi_process import RECORD_BYTES
 
 REACH_S = 5.0
 """For one address of rank 0 to answer.

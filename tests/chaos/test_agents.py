@@ -147,7 +147,7 @@ def test_a_killed_mpi_process_costs_nothing_and_mpi_comes_back(
     case.reach(5)
     agent = case.agent(rank)
     pids = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
-    (link,) = (pid for pid in pids if b"libra_hpc.mesh.mpi_link" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    (link,) = (pid for pid in pids if b"libra_hpc.mesh.mpi_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(link, signal.SIGKILL)
     case.wait(lambda: len(case.events("mpi_world")) > 1, "the loss")
     case.wait(lambda: case.status()["orders"] != "by MPI", "streams")

@@ -16,7 +16,7 @@ from libra_hpc.errors import SlurmUnreachable, UserError
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import FINAL
-from libra_hpc.protocol.layout_order import decode_order
+from libra_hpc.protocol.repartition_order import decode_order
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from tests.facts import synthetic
 

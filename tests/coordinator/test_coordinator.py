@@ -31,9 +31,9 @@ from libra_hpc.protocol.agents import (
 )
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import Layout, ResumePoint
-from libra_hpc.protocol.layout_order import encode_order, new_order
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.ranks_stop import RanksStop, decode_end
+from libra_hpc.protocol.repartition_order import encode_order, new_order
 from libra_hpc.state.attempt import saved_point
 from tests.policies.pool.layout_orders import FormGeneration, StartEngine, all_orders
 from tests.protocol.step_reports import step_report

@@ -18,8 +18,8 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.policies.control.layout_choice import EVERY_S
 from libra_hpc.protocol.layout import ResumePoint
-from libra_hpc.protocol.layout_order import LONGEST, encode_order, new_order
 from libra_hpc.protocol.plan import PlanDecision
+from libra_hpc.protocol.repartition_order import LONGEST, encode_order, new_order
 
 CONFIG = RunConfig.model_validate(
     {

@@ -227,7 +227,7 @@ async def script(mesh):
 def test_a_world_that_never_meets_ends(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import os\nfrom libra_hpc.mesh import mpi_process, world\nmpi_process.MEET_S = 3\n"
+        "import os\nfrom libra_hpc.mesh import mpi_link, world\nmpi_link.MEET_S = 3\n"
         "if os.environ['PMI_RANK'] == '1':\n    os._exit(15)\nworld.meet()\nos._exit(0)\n"
     )
     assert ranks(3, tmp_path, program).stdout == "exit codes by rank: 1 15 1\n"

@@ -26,7 +26,7 @@ from libra_hpc.preflight.named_files import read_model_config
 from libra_hpc.protocol.agents import mesh
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.engine import to_engine
-from libra_hpc.protocol.layout_order import decode_order
+from libra_hpc.protocol.repartition_order import decode_order
 from libra_hpc.rollout.recovery.history import records
 from libra_hpc.slurm.queue.job_record import read_job
 from libra_hpc.tasks.tool_outcome import classify

@@ -17,7 +17,7 @@ LONGEST = 65536
 Value = int | bool | str | list[int]
 
 
-class LayoutOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RepartitionOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Repartition the run: change the rank layout at the next step boundary."""
 
     id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{12}$")]
@@ -30,18 +30,18 @@ class LayoutOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """New values by dotted key of the run file."""
 
 
-_decoder = msgspec.json.Decoder(LayoutOrder)
+_decoder = msgspec.json.Decoder(RepartitionOrder)
 
 
-def new_order(attempt: int, t: float, values: dict[str, Value]) -> LayoutOrder:
-    return LayoutOrder(secrets.token_hex(6), attempt, t, values)
+def new_order(attempt: int, t: float, values: dict[str, Value]) -> RepartitionOrder:
+    return RepartitionOrder(secrets.token_hex(6), attempt, t, values)
 
 
-def encode_order(order: LayoutOrder) -> bytes:
+def encode_order(order: RepartitionOrder) -> bytes:
     return msgspec.json.encode(order) + b"\n"
 
 
-def decode_order(data: bytes) -> LayoutOrder:
+def decode_order(data: bytes) -> RepartitionOrder:
     """Parse an order; raises ``msgspec.DecodeError`` when it is none."""
     try:
         return _decoder.decode(data)
