@@ -104,7 +104,7 @@ class TrainRun:
             case wire.StepReport(metrics=metrics):
                 before = self.points[-1][1] if self.points else 0
                 self.points.append((time.monotonic(), before + int(metrics["trained_tokens"])))
-            case wire.TrainingDone():
+            case wire.TrainReport(done=int()):
                 self.done.set()
 
     def _agent(self, message: Any) -> None:

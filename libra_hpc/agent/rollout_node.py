@@ -238,7 +238,7 @@ class RolloutNode(EngineNode[VllmEngine]):
                     serving=engine.state == "ready",
                 )
                 if engine.state == "ready":
-                    self._context.send_to_rollout_leader(wire.EngineVersion(self._context.rank, engine.name, version))
+                    self._announce(engine, message)
                 elif engine.state == "loading":
                     self._catch_up(engine)
             case EngineState():
@@ -253,6 +253,20 @@ class RolloutNode(EngineNode[VllmEngine]):
                     self._end_unable(engine, version, what)
                     return
         self._watch.sign(engine.name, now)
+
+    def _announce(self, engine: VllmEngine, applied: WeightsApplied) -> None:
+        served = wire.EngineVersion(
+            self._context.rank,
+            engine.name,
+            applied.version,
+            wire_s=self._carrier.wire_s,
+            image_s=self._carrier.image_s,
+            stage_s=applied.stage_s,
+            pause_s=applied.seconds,
+            recomputed=applied.recomputed,
+        )
+        self._context.send_to_rollout_leader(served)
+        self._context.send(0, served)
 
     def _answer(self, name: str, generated: Generated) -> None:
         if not self._outbox:

@@ -130,8 +130,8 @@ class Coordinator:
                 pass  # rank 0 got it as well
             case wire.Log(kind=kind, t=t, fields=fields):
                 self._records.record(kind, t, fields)
-                self._observations.on_event(kind, fields, node.seen)
-                self._on_checkpoint_event(kind, t, fields)
+            case wire.EngineVersion():
+                self._observations.on_version(message, node.seen)
             case wire.StepReport():
                 self._on_step(message)
             case wire.RolloutReport():
@@ -139,17 +139,22 @@ class Coordinator:
                 self._share()
             case EngineState() | wire.TurnsDrained():
                 self._nodes.apply(message)
-            case wire.CoreWanted():
-                self._sharing.core_to_train(time.time(), at_once=self._stopping)
+            case wire.TrainReport():
+                self._on_training(message, node.seen)
             case wire.MemberJoined(rank=rank, generation=generation):
                 self._event("member_joined", **msgspec.structs.asdict(message))
                 self._nodes.apply(states.StateArrived(rank))
                 self._nodes.apply(states.MemberOf(rank, generation))
-            case wire.TrainingDone(step=step):
-                self._step, self._trained = step, True
-                self._end_training()
             case wire.Fatal():
                 self._on_fatal(message)
+
+    def _on_training(self, report: wire.TrainReport, now: float) -> None:
+        self._limit.on_saves(report.saving, report.save_s, now)
+        if report.core_wanted:
+            self._sharing.core_to_train(now, at_once=self._stopping)
+        if report.done is not None:
+            self._step, self._trained = report.done, True
+            self._end_training()
 
     def _end_training(self) -> None:
         """End the run, once the last step is evaluated where the run file asks for that."""
@@ -159,14 +164,6 @@ class Coordinator:
                 self._ending.message = f"step {self._step} is saved; it is evaluated now"
                 return
         self._ending.finished(self._step, self._repartitioner.ordered)
-
-    def _on_checkpoint_event(self, kind: str, t: float, fields: dict[str, Any]) -> None:
-        if kind == "checkpoint_saved" and isinstance(seconds := fields.get("seconds"), float):
-            self._limit.on_save(seconds)
-        elif kind == "checkpoint_started":
-            self._limit.on_save_started(t)
-        elif kind == "checkpoint_failed":
-            self._limit.on_save_failed()
 
     def _on_fatal(self, fatal: wire.Fatal) -> None:
         lost = fatal.restart or self._repartitioner.ordered

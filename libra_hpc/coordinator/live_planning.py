@@ -3,7 +3,7 @@
 - ``to_train``, ``to_rollout`` -> the nodes move. The coordinator carries out a repartition: that stops training.
 - ``time_share`` -> from then on `StepSharing` moves hybrid nodes within each step, until ``split``.
 - In time-sharing, a report of the rollout or a committed step -> the moves of `moves_within_step`.
-- The train leader needs the core while that rolls out (`CoreWanted`) -> it goes back to training.
+- The train leader needs the core while that rolls out (`TrainReport.core_wanted`) -> it goes back to training.
 - The train leader waits at each step for the hybrid nodes that work (`Layout.awaited`), at most `LIMIT` switches.
 - The run stops -> it waits for none.
 

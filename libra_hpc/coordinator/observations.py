@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from libra_hpc.facts.series import Record
-from libra_hpc.protocol.agents import RolloutReport
+from libra_hpc.protocol.agents import EngineVersion, RolloutReport
 from libra_hpc.protocol.plan import (
     GroupFact,
     NodeFact,
@@ -63,8 +63,8 @@ class Observations:
         self._report_at = 0.0
         self._report_nodes: tuple[int, ...] = ()
         self._finished = 0
-        self._updates: list[Mapping[str, Any]] = []
-        """Weights that serving engines got since the last step."""
+        self._updates: list[tuple[EngineVersion, float | None]] = []
+        """Weights that engines got since the last step, with the seconds since their commit, where that is known."""
         self._stepped: tuple[float, int] | None = None
         """When the last step was committed, else the first report came, and the tokens generated until then."""
 
@@ -115,21 +115,20 @@ class Observations:
             self.trajectories.append(trajectory)
             self._finished += 1
 
-    def on_event(self, kind: str, applied: Mapping[str, Any], now: float) -> None:
-        """Note pauses from ``weights_applied`` of engines that served before: others had no pause."""
-        if kind == "weights_applied" and applied["serving"]:
-            commits = [line["t"] for line in self.lines if line["step"] == applied["version"]]
-            self._updates.append({**applied, "update_s": now - commits[-1]} if commits else applied)
+    def on_version(self, applied: EngineVersion, now: float) -> None:
+        """An engine that takes turns has new weights."""
+        commits = [line["t"] for line in self.lines if line["step"] == applied.version]
+        self._updates.append((applied, now - commits[-1] if commits else None))
 
     def update_costs(self) -> dict[str, float]:
         """What new weights cost the engines since the last call: of the slowest engine, and all tokens."""
         updates, self._updates = self._updates, []
         if not updates:
             return {}
-        names = {"wire_s": "wire_s", "image_s": "image_s", "stage_s": "stage_s", "seconds": "pause_s"}
-        longest = {name: max(applied[field] for applied in updates) for field, name in names.items()}
-        known = [applied["update_s"] for applied in updates if "update_s" in applied]
-        dropped = sum(applied["recomputed"] for applied in updates)
+        names = ("wire_s", "image_s", "stage_s", "pause_s")
+        longest = {name: max(getattr(applied, name) for applied, _ in updates) for name in names}
+        known = [seconds for _, seconds in updates if seconds is not None]
+        dropped = sum(applied.recomputed for applied, _ in updates)
         return {**longest, "dropped_kv_tokens": dropped, **({"update_s": max(known)} if known else {})}
 
     def on_switch(self, direction: Literal["to_train", "to_rollout"], seconds: float, now: float) -> None:

@@ -75,16 +75,12 @@ class TimeLimit:
         else:
             self._steps.append(seconds)
 
-    def on_save_started(self, now: float) -> None:
-        self.saving_since = now
-
-    def on_save_failed(self) -> None:
-        self.saving_since = None
-
-    def on_save(self, seconds: float) -> None:
-        self.saving_since = None
-        self.save_s = max(self.save_s, seconds) if self._saved else seconds
-        self._saved = True
+    def on_saves(self, saving: bool, save_s: float, now: float) -> None:
+        """Whether a checkpoint is being written, and the seconds of the newest complete one; 0: there is none."""
+        self.saving_since = (now if self.saving_since is None else self.saving_since) if saving else None
+        if save_s:
+            self.save_s = max(self.save_s, save_s) if self._saved else save_s
+            self._saved = True
 
     def heeds_notice(self, now: float) -> bool:
         """Whether Slurm's notice stops the run; otherwise `stop` does, later."""

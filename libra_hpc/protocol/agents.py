@@ -109,10 +109,6 @@ class FromReplica(msgspec.Struct, tag=True, frozen=True):
     message: FromWorker
 
 
-class CoreWanted(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> coordinator: there is something to do for the core, whose trainers are in standby."""
-
-
 class SnapshotStored(msgspec.Struct, tag=True, frozen=True):
     """Train node -> train leader: ``rank`` has node ``part_of``'s part of the snapshot, its own or a copy."""
 
@@ -170,10 +166,17 @@ class StopTraining(msgspec.Struct, tag=True, frozen=True):
     """Finish once this step is committed; 0: at once, also while the leader waits for a batch."""
 
 
-class TrainingDone(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> coordinator: the last step is committed and saved."""
+class TrainReport(msgspec.Struct, tag=True, frozen=True):
+    """Train leader -> coordinator, at every change: what it does beside its steps."""
 
-    step: int
+    saving: bool = False
+    """Whether a checkpoint is being written."""
+    save_s: float = 0.0
+    """Seconds of the newest complete checkpoint; 0: this start has none."""
+    core_wanted: bool = False
+    """Whether there is something to do for the core, whose trainers are in standby."""
+    done: int | None = None
+    """The last step, once it is committed and saved."""
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
@@ -255,11 +258,18 @@ class EngineLoad(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineVersion(msgspec.Struct, tag=True, frozen=True):
-    """Rollout node -> rollout leader: the engine now samples from ``version``."""
+    """Rollout node -> rollout leader and coordinator: the engine, which takes turns, now samples from ``version``."""
 
     rank: int
     engine: str
     version: int
+    wire_s: float = 0.0
+    """Seconds until the version was whole on the node; the next three follow each other."""
+    image_s: float = 0.0
+    stage_s: float = 0.0
+    pause_s: float = 0.0
+    recomputed: int = 0
+    """See `WeightsApplied`."""
 
 
 Length = tuple[int, int, int, float, int, int]
@@ -401,14 +411,13 @@ MeshMessage = Union[
     Fatal,
     ToReplica,
     FromReplica,
-    CoreWanted,
     MemberJoined,
     SnapshotStored,
     KeepSnapshot,
     SnapshotWanted,
     SnapshotOffered,
     StopTraining,
-    TrainingDone,
+    TrainReport,
     StepReport,
     GroupDone,
     Batch,

@@ -73,6 +73,8 @@ class Saves:
         self._complete = complete
         self.failure = ""
         """Why the last save failed; empty after a success."""
+        self.save_s = 0.0
+        """Seconds of the last checkpoint that was completed; 0: none was."""
         self._asked = 0
         self._now: _Save | None = None
         self._stopped_s = 0.0
@@ -143,8 +145,8 @@ class Saves:
         else:
             self.retry.succeeded()
             self.saved_step, self._complete = step, True
-            seconds = self._clock() - save.began
-            self._log("checkpoint_saved", step=step, seconds=seconds, stopped_s=self._stopped_s)
+            self.save_s = self._clock() - save.began
+            self._log("checkpoint_saved", step=step, seconds=self.save_s, stopped_s=self._stopped_s)
         self.failure, self._now = reason, None
         self._changed()
 

@@ -8,7 +8,7 @@ It runs in the agent of the first node of the core and holds no weights. One loo
 - A checkpoint is due -> the core copies its state and goes on training (`libra_hpc.train_leader.saves`).
 - A snapshot is due -> every node of the core takes its part (`libra_hpc.state.snapshots`).
 - The core is to rest and nothing is left to do -> its trainers go into standby, until the next generation.
-- Something is to be done meanwhile -> the coordinator is asked for that generation (`CoreWanted`).
+- Something is to be done meanwhile -> the coordinator is asked for that generation (`TrainReport.core_wanted`).
 - The coordinator is lost -> it is formed without being asked for, and the run is saved.
 - A step failed and the core committed it -> it counts as committed; else it is done again on the same batch.
 - The core was rebuilt from a snapshot -> the last `TrainLeader.retain` batches are replayed to the committed step.
@@ -26,13 +26,12 @@ from libra_hpc.process.lease import Fence
 from libra_hpc.protocol.agents import (
     Batch,
     Committed,
-    CoreWanted,
     MemberJoined,
     MeshMessage,
     SnapshotStored,
     StepReport,
     ToReplica,
-    TrainingDone,
+    TrainReport,
     WeightsOffered,
 )
 from libra_hpc.protocol.layout import Layout
@@ -113,7 +112,7 @@ class TrainLeader(StepRequests):
             storage_s=config.deadlines.storage_s,
             clock=clock,
             log=self._log,
-            changed=self._wake.set,
+            changed=self._saves_changed,
         )
         self._snapshots = Snapshots(
             core,
@@ -273,7 +272,7 @@ class TrainLeader(StepRequests):
             if not await self._train(self._batches[self.step + 1], self._clock() - waiting):
                 return
         if await self._save_last():
-            self._send(0, TrainingDone(self.step))
+            self._report(done=self.step)
 
     def _batch_or_change(self) -> bool:
         return self.step + 1 in self._batches or self._change()
@@ -302,7 +301,7 @@ class TrainLeader(StepRequests):
             if self._alone and not self._ordered_newer():
                 self.on_generation(max(self.generation, self._ordered[0]) + 1, self._core)
             if not self._ordered_newer():
-                self._send(0, CoreWanted())
+                self._report(core_wanted=True)
                 await self._until(self._ordered_newer, ASK_AGAIN_S)
         self._rests = False
         return await super()._order_or_retry()
@@ -434,6 +433,14 @@ class TrainLeader(StepRequests):
 
     def _ask_to_save(self) -> None:
         self._to_core(self._saves.ask(self.step, self.order, self._reports))
+        self._report()
+
+    def _saves_changed(self) -> None:
+        self._wake.set()
+        self._report()
+
+    def _report(self, core_wanted: bool = False, done: int | None = None) -> None:
+        self._send(0, TrainReport(self._saves.writing, self._saves.save_s, core_wanted, done))
 
     async def _save(self) -> str | None:
         """Save this step, again when the core dies and is rebuilt; "" saved, None the run cannot go on, else why not.

@@ -109,7 +109,7 @@ def test_every_message_is_for_somebody() -> None:
     """A new message type must be given to a part, or be added to what the agent or the coordinator takes itself."""
     agents = {Layout, wire.StopAgent, wire.LinkWanted, wire.PmiLine}
     coordinators = {wire.Heartbeat, wire.Log, wire.Fatal, wire.StepReport, wire.RolloutReport}
-    coordinators |= {wire.TrainingDone, wire.TurnsDrained, wire.MemberJoined, wire.LeaveWanted, wire.CoreWanted}
+    coordinators |= {wire.TrainReport, wire.TurnsDrained, wire.MemberJoined, wire.LeaveWanted}
     rows = set(Scene().routes._rows)
     assert rows | agents | coordinators == set(get_args(wire.MeshMessage))
     assert not rows & agents

@@ -27,7 +27,7 @@ from libra_hpc.protocol.agents import (
     RolloutReport,
     StopAgent,
     StopTraining,
-    TrainingDone,
+    TrainReport,
 )
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import Layout, ResumePoint
@@ -121,7 +121,7 @@ def test_a_finished_run_leaves_its_end_and_stops_everyone(tmp_path: Path) -> Non
     scene.hello()
     scene.deliver(
         (1, step_report(1, reward=0.5, trained_tokens=10, loss_tokens=5, train_nodes=1, train_s=0.1)),
-        (1, TrainingDone(1)),
+        (1, TrainReport(done=1)),
     )
     run_until_over(scene)
     assert scene.end == RanksStop("completed", "step 1 is saved", 1)
@@ -139,7 +139,7 @@ def test_a_request_to_stop_saves_first_and_has_time_for_it(tmp_path: Path) -> No
         scene.run.stop.write_text("{}")
         while not scene.orders(StopTraining):
             await asyncio.sleep(0.01)
-        scene.deliver((1, TrainingDone(7)))
+        scene.deliver((1, TrainReport(done=7)))
         await running
 
     asyncio.run(asyncio.wait_for(asked(), 20.0))
@@ -152,7 +152,7 @@ def test_a_run_ends_once_its_last_step_is_evaluated(tmp_path: Path, how: str) ->
     limits = {"floor_s": 0.1, "first_s": 0.1} if how == "hangs" else {}
     scene = Scene(tmp_path, config=RunConfig.model_validate(sections | {"deadlines": limits}))
     scene.hello()
-    scene.deliver((3, RolloutReport(evaluates=True)), (1, TrainingDone(1)))
+    scene.deliver((3, RolloutReport(evaluates=True)), (1, TrainReport(done=1)))
 
     async def play() -> None:
         running = asyncio.create_task(scene.coordinator.run())
@@ -183,7 +183,7 @@ def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) ->
         scene.coordinator.on_signal("SIGTERM")
     scene.deliver((3, Log("signal_ignored", 2.0, {**ignored, "rank": 3})))
     assert [rank for rank, _ in scene.orders(StopTraining)] == [1]
-    scene.deliver((1, TrainingDone(7)))
+    scene.deliver((1, TrainReport(done=7)))
     run_until_over(scene)
     assert scene.end == RanksStop("cancelled", "step 7 is saved", 7)
     said = [(event["kind"], event.get("rank")) for event in read_lines(scene.run.events) if "signal" in event]
@@ -201,7 +201,7 @@ def test_a_run_near_its_time_limit_finishes_its_step_and_stops(tmp_path: Path, m
         while not scene.orders(StopTraining):
             await asyncio.sleep(0.01)
         scene.coordinator.on_signal("SIGUSR1")
-        scene.deliver((1, TrainingDone(2)))
+        scene.deliver((1, TrainReport(done=2)))
         await running
 
     asyncio.run(asyncio.wait_for(play(), 20.0))
@@ -276,7 +276,7 @@ def after_a_repartition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config:
         task = asyncio.create_task(scene.coordinator.run())
         while not any(e["kind"] == "decision" for e in read_lines(scene.run.events)):
             await asyncio.sleep(0.01)
-        scene.deliver((1, TrainingDone(reached)))
+        scene.deliver((1, TrainReport(done=reached)))
         await asyncio.wait_for(task, 30)
 
     asyncio.run(play())
@@ -341,7 +341,7 @@ def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Pa
         assert not scene.orders(StopTraining)
         scene.deliver((2, EngineState(2, "rollout", "ready", seconds=1.0)))
         await until(lambda: scene.orders(StopTraining))
-        scene.deliver((1, TrainingDone(3)))
+        scene.deliver((1, TrainReport(done=3)))
         await task
 
     asyncio.run(asyncio.wait_for(play(), 30))
@@ -355,7 +355,7 @@ def test_an_order_that_comes_too_late_is_refused(tmp_path: Path) -> None:
     scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 7}}))
     scene.hello()
     scene.run.order.write_bytes(encode_order(new_order(1, 1.0, {"train.tp": 2})))
-    scene.deliver((1, TrainingDone(7)))
+    scene.deliver((1, TrainReport(done=7)))
     run_until_over(scene)
     (refused,) = [e for e in read_lines(scene.run.events) if e["kind"] == "repartition_refused"]
     assert refused["reason"] == "the run is over: completed, step 7 is saved."

@@ -12,7 +12,7 @@ from libra_hpc.coordinator.records import NOTICE_S, NOTICES, Notices
 from libra_hpc.facts.estimate import StageEstimate, StepAccuracy
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
-from libra_hpc.protocol.agents import Fatal, MemberJoined, RolloutReport, TrainingDone
+from libra_hpc.protocol.agents import Fatal, MemberJoined, RolloutReport, TrainReport
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.plan import PlanDecision
 from tests.protocol.step_reports import step_report
@@ -43,7 +43,7 @@ def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_sho
             shown = decode_status(scene.run.status.read_bytes())
             assert shown.estimate == StageEstimate(1.5, 2.0, 2.0)
             assert shown.accuracy == StepAccuracy(3, 2.0, 2.5, pytest.approx(0.2))
-    scene.deliver((1, TrainingDone(6)))
+    scene.deliver((1, TrainReport(done=6)))
     run_until_over(scene)
     assert [row["expected_s"] for row in read_lines(scene.run.metrics)] == [None, 2.0, 2.0, 2.0, None, None]
     assert decode_status(scene.run.status.read_bytes()).estimate is None
@@ -108,7 +108,7 @@ def test_the_checkpoint_of_the_last_step_may_wait_for_room_as_long_as_for_storag
     scene.hello()
     scene.coordinator._check_progress(time.time())
     assert found == [least_s]
-    scene.deliver((1, TrainingDone(60)))
+    scene.deliver((1, TrainReport(done=60)))
     run_until_over(scene)
 
 

@@ -16,7 +16,7 @@ from libra_hpc.coordinator.guard_watch import GuardWatch, read_guards
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.policies.learning.guards import HOLD
-from libra_hpc.protocol.agents import StopTraining, TrainingDone
+from libra_hpc.protocol.agents import StopTraining, TrainReport
 from libra_hpc.protocol.layout import Layout
 from tests.protocol.step_reports import step_report
 
@@ -61,7 +61,7 @@ def test_a_broken_policy_ends_the_run_with_the_cause_and_the_way_on(
     scene = scene_with(tmp_path, guard, 40, 50, 60, 70)
     last = play(scene, iter(range(1, 200)))
     assert BREAKS + HOLD < last < BREAKS + 3 * HOLD
-    scene.deliver((1, TrainingDone(last + 1)))
+    scene.deliver((1, TrainReport(done=last + 1)))
     end(scene)
     assert (scene.end.why, decode_status(scene.run.status.read_bytes()).state) == (why, state)
     sentence = scene.end.sentence

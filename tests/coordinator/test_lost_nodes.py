@@ -24,7 +24,7 @@ from libra_hpc.coordinator.liveness import (
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.policies.pool.readmission import SILENCES
-from libra_hpc.protocol.agents import Fatal, Heartbeat, StopAgent, StopTraining, TrainingDone
+from libra_hpc.protocol.agents import Fatal, Heartbeat, StopAgent, StopTraining, TrainReport
 from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.ranks_stop import RanksStop
 from tests.policies.pool.layout_orders import RankBack, RankLost, StartEngine
@@ -101,7 +101,7 @@ def test_a_node_that_is_lost_again_and_again_is_quarantined_and_named(tmp_path: 
             scene.deliver((2, first_beat(2, "hybrid", nodes.layout.rows[2].life)))
     assert waited == [0.0, 30.0, 60.0, 60.0, 0.0]
     assert not nodes.takes_back(2)
-    scene.deliver((1, TrainingDone(scene.context.config.run.steps)))
+    scene.deliver((1, TrainReport(done=scene.context.config.run.steps)))
     run_until_over(scene)
     sentence = "node 2 is quarantined: lost 5 times in an hour"
     assert [e["reason"] for e in read_lines(scene.run.events) if e["kind"] == "node_quarantined"] == [sentence]
@@ -120,7 +120,7 @@ def test_a_node_that_is_off_for_12_s_and_on_for_5_s_is_quarantined_with_one_even
         scene.deliver((2, Heartbeat(2, "", {}, {}, -1)))
     assert scene.asked(RankLost) == [RankLost(2)]
     assert not scene.coordinator.nodes.takes_back(2)
-    scene.deliver((1, TrainingDone(scene.context.config.run.steps)))
+    scene.deliver((1, TrainReport(done=scene.context.config.run.steps)))
     run_until_over(scene)
     kinds = [event["kind"] for event in read_lines(scene.run.events)]
     assert (kinds.count("node_quarantined"), kinds.count("node_lost")) == (1, 1)
@@ -164,7 +164,7 @@ def test_all_ranks_end_when_a_leader_is_lost(tmp_path: Path, now: list[float], l
         assert [(rank, m.reason) for rank, m in scene.orders(StopTraining)] == [(1, "recovery")], (
             "no step is lost where training can save"
         )
-        scene.deliver((1, TrainingDone(7)))
+        scene.deliver((1, TrainReport(done=7)))
     run_until_over(scene)
     assert scene.end.why == "lost"
     assert scene.end.sentence.startswith(f"node {leader}, which leads {stage}, was lost (no heartbeat for")

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from libra_hpc.coordinator.observations import Observations
 from libra_hpc.facts.columns import COLUMNS
-from libra_hpc.protocol.agents import OpenGroup, RolloutReport
+from libra_hpc.protocol.agents import EngineVersion, OpenGroup, RolloutReport
 from libra_hpc.protocol.plan import GroupFact
 
 
@@ -88,16 +88,15 @@ def test_a_long_step_has_the_speed_of_its_whole_rollout() -> None:
 def test_a_steps_new_weights_cost_what_the_slowest_serving_engine_took() -> None:
     seen = Observations()
     seen.on_step({"t": 100.0, "step": 7, "trajectories": 8}, 100.0)
-    one = {"version": 7, "seconds": 0.002, "stage_s": 0.3, "recomputed": 40, "wire_s": 0.1, "image_s": 0.2}
+    one = EngineVersion(3, "3.0", 7, pause_s=0.002, stage_s=0.3, recomputed=40, wire_s=0.1, image_s=0.2)
     assert seen.update_costs() == {}
-    seen.on_event("weights_applied", {**one, "serving": True}, 100.6)
-    seen.on_event("weights_applied", {**one, "seconds": 0.001, "stage_s": 0.4, "serving": True}, 100.8)
-    seen.on_event("weights_applied", {**one, "seconds": 9.0, "serving": False}, 109.0)
+    seen.on_version(one, 100.6)
+    seen.on_version(replace(one, pause_s=0.001, stage_s=0.4), 100.8)
     costs = seen.update_costs()
     assert costs.pop("update_s") == pytest.approx(0.8), "since the commit of its step"
     expected = {"wire_s": 0.1, "image_s": 0.2, "stage_s": 0.4, "pause_s": 0.002, "dropped_kv_tokens": 80}
     assert costs == expected
     assert costs.keys() <= {column.name for column in COLUMNS}
     assert seen.update_costs() == {}, "of the last step alone"
-    seen.on_event("weights_applied", {**one, "version": 0, "serving": True}, 110.0)
+    seen.on_version(replace(one, version=0), 110.0)
     assert "update_s" not in seen.update_costs(), "its commit is not known"

@@ -19,7 +19,7 @@ def limit(steps: tuple[float, ...] = (400.0, 260.0), save_s: float = 95.0, **slu
     made = TimeLimit(SlurmSection(**slurm), 0.0, {JOB_END: str(int(END)), KILL_WAIT: "30"})
     for seconds in steps:
         made.on_step(seconds)
-    made.on_save(save_s)
+    made.on_saves(False, save_s, 0.0)
     return made
 
 
@@ -45,13 +45,14 @@ def test_the_last_save_waits_for_the_end_of_a_write_that_is_in_flight() -> None:
     for ended in (False, True):
         writing = limit((10.0,))
         assert writing.stop(7, now, now) is None
-        writing.on_save_started(now - 5.0)
+        writing.on_saves(True, 0.0, now - 5.0)
         if ended:
-            writing.on_save_failed()
+            writing.on_saves(False, 0.0, now)
         stop = writing.stop(7, now, now)
         assert (stop is None) == ended
     assert stop is None
-    writing.on_save_started(now - 80.0)
+    writing.on_saves(True, 0.0, now - 80.0)
+    writing.on_saves(True, 0.0, now - 1.0)
     assert writing.stop(7, now, now) is None, "it ends before the step does"
 
 
@@ -65,8 +66,8 @@ def test_the_slow_first_step_counts_only_until_there_is_another() -> None:
 def test_a_save_that_was_never_measured_has_a_share_of_the_time() -> None:
     unknown = TimeLimit(SlurmSection(), 0.0, {JOB_END: "3600"})
     assert unknown.save_s == 120.0
-    unknown.on_save(3.0)
-    unknown.on_save(2.0)
+    unknown.on_saves(False, 3.0, 0.0)
+    unknown.on_saves(False, 2.0, 0.0)
     assert unknown.save_s == 3.0
     assert TimeLimit(SlurmSection(), 0.0, {JOB_END: "60"}).save_s == 6.0
 

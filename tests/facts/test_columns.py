@@ -24,7 +24,7 @@ from libra_hpc.facts.status import decode_status
 from libra_hpc.facts.summary import render_summary, summarise
 from libra_hpc.facts.view import StatusScreen
 from libra_hpc.pictures.report_page import Standing, page
-from libra_hpc.protocol.agents import TrainingDone
+from libra_hpc.protocol.agents import TrainReport
 from tests.coordinator.test_coordinator import Scene, run_until_over
 from tests.docs import columns_page
 from tests.protocol.step_reports import step_report
@@ -62,7 +62,7 @@ def test_a_declared_column_is_shown_everywhere(tmp_path: Path, monkeypatch: pyte
     scene.hello()
     for step, value in ((1, 2.0), (2, 5.0)):
         scene.deliver((1, step_report(step, probe=value, step_s=1.0)))
-    scene.deliver((1, TrainingDone(2)))
+    scene.deliver((1, TrainReport(done=2)))
     run_until_over(scene)
     run = scene.run
     run.write_json(run.config, RunConfig().model_dump())

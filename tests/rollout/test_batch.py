@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import msgspec
@@ -12,7 +11,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.columns import COLUMNS, UPDATED
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.policies.learning.advantages import LengthRules, advantage_named
-from libra_hpc.protocol.agents import Log, OpenGroup, StepReport, TrainingDone
+from libra_hpc.protocol.agents import EngineVersion, OpenGroup, StepReport, TrainReport
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generated
 from libra_hpc.rollout.group_state import GroupState, batch_stats
@@ -122,9 +121,8 @@ async def test_a_line_has_every_column(tmp_path: Path) -> None:
     first, report = world.of(StepReport)
     scene = Scene(tmp_path, config=RunConfig())
     scene.hello()
-    costs = {"seconds": 0.001, "stage_s": 0.2, "recomputed": 40, "wire_s": 0.1, "image_s": 0.1}
-    applied = {"rank": 3, "engine": "3.0", "version": 1, **costs, "serving": True}
-    scene.deliver((1, first), (3, Log("weights_applied", time.time(), applied)), (1, report), (1, TrainingDone(2)))
+    applied = EngineVersion(3, "3.0", 1, pause_s=0.001, stage_s=0.2, recomputed=40, wire_s=0.1, image_s=0.1)
+    scene.deliver((1, first), (3, applied), (1, report), (1, TrainReport(done=2)))
     await asyncio.wait_for(scene.coordinator.run(), 30)
     without, line = read_lines(scene.run.metrics)
     # Nothing is replayed without experts, and there is no reference policy.

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from libra_hpc.protocol.agents import Committed, CoreWanted, GroupDone
+from libra_hpc.protocol.agents import Committed, GroupDone
 from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.trainer import Join, OfferWeights, Standby, TrainPortion
 
@@ -36,7 +36,7 @@ async def test_the_core_rests_after_its_offer_and_is_back_for_the_next_generatio
     await until(lambda: world.asked(Standby))
     assert world.asked(Standby) == [(1, Standby())]
     await asyncio.sleep(0.02)
-    assert not world.of(CoreWanted), "nothing is to be done"
+    assert not world.core_wanted, "nothing is to be done"
     world.leader.on_generation(2, (1,))
     world.leader.on_batch(batch(2))
     await world.finish()
@@ -47,15 +47,15 @@ async def test_the_core_rests_after_its_offer_and_is_back_for_the_next_generatio
 async def test_a_batch_or_a_stop_asks_for_the_core_that_rests() -> None:
     world = await resting()
     world.leader.on_batch(batch(2))
-    await until(lambda: world.of(CoreWanted))
+    await until(lambda: world.core_wanted)
     assert len(world.of(Committed)) == 1
     world.leader.on_generation(2, (1,))
     await until(lambda: len(world.of(Committed)) == 2)
     world.leader.on_layout(Layout(rest=True))
     await until(lambda: len(world.asked(Standby)) == 2)
-    asked = len(world.of(CoreWanted))
+    asked = len(world.core_wanted)
     world.leader.on_stop("enough")
-    await until(lambda: len(world.of(CoreWanted)) > asked)
+    await until(lambda: len(world.core_wanted) > asked)
     world.leader.on_generation(3, (1,))
     await world.finish()
     assert world.saved[-1][0] == 2
@@ -79,7 +79,7 @@ async def test_lost_offers_ask_for_the_core_that_rests() -> None:
     world.leader.on_reply(1, OfferFailed(1, "the carrier was lost"))
     world.now += 60.0
     world.leader.on_reply(1, object())  # type: ignore[arg-type]
-    await until(lambda: world.of(CoreWanted))
+    await until(lambda: world.core_wanted)
     offers = len(world.asked(OfferWeights))
     world.leader.on_generation(2, (1,))
     await until(lambda: len(world.asked(OfferWeights)) > offers)
@@ -91,7 +91,7 @@ async def test_no_portion_goes_to_a_core_that_rests() -> None:
         world.leader.on_group(GroupDone(2, group))
     await asyncio.sleep(0.02)
     assert not world.asked(TrainPortion)
-    assert not world.of(CoreWanted), "the coordinator decides when it is back"
+    assert not world.core_wanted, "the coordinator decides when it is back"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

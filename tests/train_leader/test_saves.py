@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from libra_hpc.protocol.agents import Committed, Fatal, StepReport, ToReplica, TrainingDone
+from libra_hpc.protocol.agents import Committed, Fatal, StepReport, ToReplica, TrainReport
 from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.trainer import OfferFailed, OfferWeights, SaveCheckpoint, Saved, TakeSnapshot
 from libra_hpc.train_leader import saves
@@ -64,7 +64,7 @@ async def test_a_stopped_run_tries_its_last_checkpoint_four_times(monkeypatch: p
     world.leader.on_stop("SIGTERM")
     await until(lambda: len(world.tried) >= 2)
     world.replicas[1].full = not freed
-    await until(lambda: world.of(TrainingDone) or world.of(Fatal))
+    await until(lambda: world.done or world.of(Fatal))
     if freed:
         assert [step for step, *_ in world.saved] == [1]
     else:
@@ -87,7 +87,7 @@ async def test_a_run_at_its_end_waits_for_room_as_long_as_the_run_directory_may_
     assert not world.of(Fatal)
     # A save that was asked for before there was room fails, and is tried again while there is time.
     world.replicas[1].full, world.now = not freed, 899.0 if freed else 900.0
-    await until(lambda: world.of(TrainingDone) or world.of(Fatal))
+    await until(lambda: world.done or world.of(Fatal))
     assert [step for step, *_ in world.saved] == [1] * freed
     assert [fatal.reason for fatal in world.of(Fatal)] == ["the last step could not be saved: no room"] * (not freed)
 
@@ -108,9 +108,12 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_w
     replica.slow = True
     await world.step(1, 2, 3)
     assert world.tried == [1]
+    assert world.of(TrainReport) == [TrainReport(saving=True)], "the time limit counts with it"
     world.leader.on_layout(Layout(recorded=2))
+    world.now += 3.0
     replica.saved()
     await until(lambda: world.tried == [1, 3])
+    assert world.of(TrainReport)[1:] == [TrainReport(save_s=3.0), TrainReport(saving=True, save_s=3.0)]
     await world.step(4)
     world.leader.on_stop("SIGTERM")
     await asyncio.sleep(0.01)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from libra_hpc.protocol.agents import Batch, Committed, Group, StepReport, TrainingDone
+from libra_hpc.protocol.agents import Batch, Committed, Group, StepReport
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Sample
 from tests.protocol.step_reports import batch_stats
@@ -58,7 +58,7 @@ async def test_a_stop_after_a_step_waits_for_its_batch() -> None:
     await world.step(1)
     world.leader.on_stop("time limit", after=2)
     await asyncio.sleep(0.01)
-    assert not world.of(TrainingDone)
+    assert not world.done
     for step in (2, 3):
         world.leader.on_batch(batch(step))
     await world.finish()

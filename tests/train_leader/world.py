@@ -10,7 +10,7 @@ from typing import Any
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol import agents
 from libra_hpc.protocol import trainer as wire
-from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, Log, MemberJoined, ToReplica, TrainingDone
+from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, Log, MemberJoined, ToReplica, TrainReport
 from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Join, Sample, SaveCheckpoint
@@ -174,6 +174,14 @@ class World:
     def of(self, kind: type) -> list[Any]:
         return [message for _, message in self.sent if isinstance(message, kind)]
 
+    @property
+    def done(self) -> list[TrainReport]:
+        return [report for report in self.of(TrainReport) if report.done is not None]
+
+    @property
+    def core_wanted(self) -> list[TrainReport]:
+        return [report for report in self.of(TrainReport) if report.core_wanted]
+
     def asked(self, kind: type) -> list[tuple[int, Any]]:
         """Orders of a kind, with the rank that got each."""
         found = [(rank, m.message) for rank, m in self.sent if isinstance(m, ToReplica)]
@@ -202,7 +210,7 @@ class World:
         await until(lambda: len(self.of(MemberJoined)) == count)
 
     async def finish(self) -> None:
-        await until(lambda: self.of(TrainingDone))
+        await until(lambda: self.done)
 
     async def fatal(self) -> Fatal:
         await until(lambda: self.of(Fatal))
