@@ -191,7 +191,6 @@ TRAINING = (
     Number("train_tokens_per_s", "tokens/s", "`tokens` over `train_s`").shown(
         ENDED, mean, "train speed: {:,.0f} tokens/s"
     ),
-    Number("router_agreement", "0..1", "Share of replayed choices of experts that the trainer would have made too"),
 )
 """From the train leader, of the replicas' answers; a step that was found committed lacks them."""
 

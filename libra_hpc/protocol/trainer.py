@@ -33,11 +33,6 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     """float32[n]"""
     advantage: float
     """All of its tokens have it; where turns have different ones, the largest of them."""
-    experts: bytes = b""
-    """Experts that the rollout engine chose, [n, layers, k]; empty: unknown.
-
-    uint8 for fewer than 256 experts, else uint16; all bits set: unknown for this token.
-    """
     trajectory_tokens: int = 0
     """Loss tokens of all samples of its trajectory; 0: it is the only one."""
     advantages: bytes = b""
@@ -202,10 +197,6 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     optimizer_s: float
     skipped: int = 0
     """Minibatches whose gradient or sums were not finite: their updates were left out."""
-    replayed: int = 0
-    """Choices of experts (token, layer, place) that were replayed from the rollout, over all ranks and passes."""
-    agreed: int = 0
-    """Choices out of ``replayed`` that the router would have made too."""
     reference_kl: float | None = None
     """Mean k3 estimate of KL(pi_theta || pi_reference) over loss tokens; None without a reference policy."""
     masked: float = 0.0

@@ -18,7 +18,7 @@ def train_metrics(replies: list[StepDone], tokens: int, wall_s: float) -> dict[s
     work = max(r.compute_s + r.optimizer_s for r in replies) + reduce_s
     # Loss, ratios and entropy travel with the gradients: the core has them of all.
     core = replies[0]
-    replayed, loss_tokens = sum(r.replayed for r in replies), sum(r.loss_tokens for r in replies)
+    loss_tokens = sum(r.loss_tokens for r in replies)
     means = {
         "entropy": core.entropy,
         "ratio_mean": core.ratio_mean,
@@ -43,7 +43,6 @@ def train_metrics(replies: list[StepDone], tokens: int, wall_s: float) -> dict[s
         "train_wall_s": wall_s,
         "reduce_s": reduce_s,
         "train_tokens_per_s": tokens / work if work > 0 else 0.0,
-        **({"router_agreement": sum(r.agreed for r in replies) / replayed} if replayed else {}),
     }
 
 

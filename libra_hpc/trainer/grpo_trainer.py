@@ -64,8 +64,6 @@ class GrpoTrainer:
         self._sums = torch.zeros(TOKENS + 1, dtype=torch.float32, device=engine.device)
         self._tokens = self._loss_tokens = 0
         """Tokens of the present step, all ranks of this world together."""
-        self._agreed = self._replayed = 0
-        """Choices of experts of the present step, all ranks of this world together."""
         self._ahead = NOTHING
         self._filled = self._targets = 0
         """Tokens and loss tokens of the packs of the present minibatch, this rank alone."""
@@ -101,7 +99,7 @@ class GrpoTrainer:
         replicas.waited_s = 0.0
         optimizer_s = 0.0
         sums: list[tuple[list[float], int]] = []
-        skipped = self._tokens = self._loss_tokens = self._agreed = self._replayed = 0
+        skipped = self._tokens = self._loss_tokens = 0
         proximal, reference = self._proximal(batches), self._reference_logprobs(batches)
         first = ahead == NOTHING
         last = max((i for i, total in enumerate(divisors) if total), default=0)
@@ -146,8 +144,6 @@ class GrpoTrainer:
             reduce_s=replicas.waited_s,
             optimizer_s=optimizer_s,
             skipped=skipped,
-            replayed=self._replayed,
-            agreed=self._agreed,
             reference_kl=None if self._reference is None else means[REFERENCE_KL],
             masked=means[MASKED],
             kl_clamped=means[CLAMPED],
@@ -201,7 +197,7 @@ class GrpoTrainer:
     def _pack(self, samples: tuple[Sample, ...]) -> list[Pack]:
         place = self._engine.split
         own = spread(samples, place.dp, self._attention)[place.dp_rank]
-        examples = [decode(s, self._engine.shape) for s in own]
+        examples = [decode(s) for s in own]
         return pack(examples, self._micro_tokens, self._engine.device, place)
 
     def _proximal(self, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
@@ -212,10 +208,7 @@ class GrpoTrainer:
         if self._reference is None:
             return [None] * len(batches)
         with self._reference.weights():
-            found = self._logprobs(batches)
-        # Its routers' choices are not those of the policy.
-        self._engine.take_routing_counts()
-        return found
+            return self._logprobs(batches)
 
     def _logprobs(self, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
         """Return every pack's log-probabilities under the present weights; none before the last stage."""
@@ -290,12 +283,11 @@ class GrpoTrainer:
         except PeerLost as lost:
             failure = lost
         place = self._engine.split
-        # One collective: the sums that the last stage has, routing, shares of the squared norm, processes that failed.
-        total = torch.zeros(len(self._sums) + 6, dtype=torch.float64, device=self._engine.device)
+        # One collective: the sums that the last stage has, shares of the squared norm, processes that failed.
+        total = torch.zeros(len(self._sums) + 4, dtype=torch.float64, device=self._engine.device)
         if place.tp_rank == 0 and place.pp_rank == place.pp - 1:
-            total[:-6] = self._sums
-            total[-6], total[-5] = self._filled, self._targets
-        total[-4], total[-3] = self._engine.take_routing_counts()
+            total[:-4] = self._sums
+            total[-4], total[-3] = self._filled, self._targets
         if failure is None:
             total[-2] = self._engine.squared_norm()
         total[-1] = float(failure is not None)
@@ -303,11 +295,9 @@ class GrpoTrainer:
             # A process that waits here for one whose exchange with a replica hangs is not to blame.
             with self._replicas.waiting():
                 dist.all_reduce(total)
-        *sums, tokens, loss_tokens, agreed, replayed, squared, failed = total.tolist()
+        *sums, tokens, loss_tokens, squared, failed = total.tolist()
         self._tokens += int(tokens)
         self._loss_tokens += int(loss_tokens)
-        self._agreed += int(agreed)
-        self._replayed += int(replayed)
         if failed:
             self._replicas.leave()
             raise failure or PeerLost("another process of this replica lost its peers")

@@ -34,7 +34,7 @@ from libra_hpc.weights.names import ReplicaPlace, own_entries
 
 from .adamw import adamw, learning_rate
 from .device import Store, backend, give_back, take_again
-from .model import compat, moe
+from .model import compat
 from .settings import OptimizerSettings
 
 Loss = Callable[[Head, Pack], torch.Tensor]
@@ -203,10 +203,6 @@ class TrainEngine:
         count = torch.tensor(len(packs), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         return packs + [padding(self.device, self.split)] * (int(count) - len(packs))
-
-    def take_routing_counts(self) -> tuple[int, int]:
-        """Return this rank's replayed choices since the last call: those that its routers share, and all."""
-        return moe.take_counts(self.ddp.module) if self.shape.experts else (0, 0)
 
     @torch.no_grad()
     def forward(self, packs: list[Pack], loss: Loss) -> None:

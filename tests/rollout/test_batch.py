@@ -125,8 +125,8 @@ async def test_a_line_has_every_column(tmp_path: Path) -> None:
     scene.deliver((1, first), (3, applied), (1, report), (1, TrainReport(done=2)))
     await asyncio.wait_for(scene.coordinator.run(), 30)
     without, line = read_lines(scene.run.metrics)
-    # Nothing is replayed without experts, and there is no reference policy.
-    every = {column.name for column in COLUMNS} - {"router_agreement", "reference_kl"}
+    # There is no reference policy.
+    every = {column.name for column in COLUMNS} - {"reference_kl"}
     assert set(line) == every
     assert set(without) == every - {column.name for column in UPDATED}
     assert report.metrics.items() <= line.items()

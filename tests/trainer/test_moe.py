@@ -1,29 +1,23 @@
-"""Mixture of experts: expert parallelism against one process, replayed routing, names of experts."""
+"""Mixture of experts: expert parallelism against one process, names of experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import check_experts, read_shape
 from libra_hpc.models.tensors import hf_shapes
-from libra_hpc.protocol.codec import unpack_i32
-from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
-from libra_hpc.train_leader.step_metrics import train_metrics
 from libra_hpc.trainer.model.packing import decode, pack
 from libra_hpc.trainer.shards import spread
 from libra_hpc.weights.names import ReplicaPlace, own_entries
 
-from .batches import samples, train_step
-from .support import Layout, Replica, assert_equals_one_process, build, join_all, make_model
+from .batches import train_step
+from .support import Layout, assert_equals_one_process, make_model
 
-LAYERS, TOP_K, EXPERTS = 2, 2, 8
+LAYERS, EXPERTS = 2, 8
 CPU = torch.device("cpu")
 
 
@@ -86,84 +80,3 @@ def test_degrees_that_do_not_fit_are_refused(tmp_path: Path, degrees: dict[str, 
     make_model("qwen3_moe", tmp_path)
     with pytest.raises(UserError, match=complaint):
         check_experts(read_shape(tmp_path), **degrees)
-
-
-def replayed(step: TrainStep, experts: Callable[[int, int], torch.Tensor]) -> TrainStep:
-    """The step with ``experts(sample's number, tokens)``, [tokens, layers, k], of every sample; 255: unknown."""
-
-    def with_experts(number: int, sample: Sample) -> Sample:
-        given = experts(number, len(sample.loss_mask)).to(torch.uint8)
-        return msgspec.structs.replace(sample, experts=given.numpy().tobytes())
-
-    (batch,) = step.minibatches
-    return msgspec.structs.replace(step, minibatches=(tuple(with_experts(*one) for one in enumerate(batch)),))
-
-
-def random_experts(number: int, tokens: int) -> torch.Tensor:
-    """Different random experts; none for the last token, which no engine computes."""
-    generator = torch.Generator().manual_seed(number)
-    found = torch.rand(tokens, LAYERS, EXPERTS, generator=generator).topk(TOP_K, dim=-1).indices
-    found[-1] = 255
-    return found
-
-
-def routed(model: Any, tokens: list[int]) -> torch.Tensor:
-    """The experts that transformers' model chooses, [tokens, layers, k]."""
-    out = model(torch.tensor([tokens]), output_router_logits=True)
-    return torch.stack([logits.topk(TOP_K, dim=-1).indices for logits in out.router_logits], dim=1)
-
-
-def test_the_routing_of_the_rollout_is_replayed(tmp_path: Path, world: ReplicaPlace) -> None:
-    reference = make_model("qwen3_moe", tmp_path / "model")
-    batch = train_step(1, 0).minibatches[0]
-    with torch.no_grad():
-        own = [routed(reference, unpack_i32(sample.tokens)) for sample in batch]
-    _, plain = build(tmp_path / "model", world)
-    want = plain.step(train_step(1, 0))
-    assert want.replayed == 0
-
-    # What the router chooses by itself changes nothing.
-    _, trainer = build(tmp_path / "model", world)
-    done = trainer.step(replayed(train_step(1, 0), lambda number, tokens: own[number]))
-    assert done.replayed == done.agreed == done.tokens * LAYERS * TOP_K
-    assert (done.loss, done.grad_norm) == pytest.approx((want.loss, want.grad_norm), rel=1e-6)
-
-    # Other experts change the loss. The gradient reaches the router through the weights of these experts.
-    engine, trainer = build(tmp_path / "model", world)
-    done = trainer.step(replayed(train_step(1, 0), random_experts))
-    assert done.replayed == (done.tokens - len(batch)) * LAYERS * TOP_K
-    assert 0.1 < done.agreed / done.replayed < 0.5
-    assert abs(done.loss - want.loss) > 1e-3
-    router = engine.named_parameters()["decoder.layers.1.mlp.router.weight"]
-    assert router.main_grad.abs().max() > 0  # type: ignore[attr-defined]
-    metrics = train_metrics([done, msgspec.structs.replace(done, agreed=0)], tokens=1, wall_s=1.0)
-    assert metrics["router_agreement"] == pytest.approx(done.agreed / done.replayed / 2)
-
-
-@pytest.mark.engine
-def test_ranks_replay_their_own_tokens(tmp_path: Path, world: ReplicaPlace) -> None:
-    """Tensor and context ranks have parts of a pack, and recomputation sees the same experts."""
-    make_model("qwen3_moe", tmp_path / "model")
-    step = replayed(train_step(1, 0), random_experts)
-    layout = Layout(tp=2, cp=2, ep=2, etp=1)
-    replica = Replica(tmp_path, "split", tmp_path / "model", recompute="full", **layout._asdict())
-    _, trainer = build(tmp_path / "model", world)
-    want = trainer.step(step)
-    replica.ready()
-    join_all([replica], 0, tmp_path / "meet")
-    done = replica.ask(step, StepDone)
-    assert done.loss == pytest.approx(want.loss, abs=2e-6)
-    assert done.grad_norm == pytest.approx(want.grad_norm, rel=2e-5)
-    # Recomputation counts again.
-    assert (done.agreed, done.replayed) == (2 * want.agreed, 2 * want.replayed)
-    assert replica.close() == [0] * layout.ranks
-
-
-@pytest.mark.parametrize(("experts", "complaint"), [(b"\0\1", "2 chosen experts"), (b"\x08", "beyond the model's 8")])
-def test_chosen_experts_that_do_not_fit_are_refused(tmp_path: Path, experts: bytes, complaint: str) -> None:
-    make_model("qwen3_moe", tmp_path)
-    (sample,) = samples(1, 1)
-    if len(experts) == 1:
-        experts *= len(sample.loss_mask) * LAYERS * TOP_K
-    with pytest.raises(ValueError, match=complaint):
-        decode(msgspec.structs.replace(sample, experts=experts), read_shape(tmp_path))

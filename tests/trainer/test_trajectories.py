@@ -18,7 +18,6 @@ from libra_hpc.weights.names import ReplicaPlace
 from .batches import in_threes, loss_tokens, train_step
 from .settings import algorithm
 from .support import build, make_model
-from .test_moe import LAYERS, TOP_K, replayed, routed
 
 TEMPERATURE, LONGEST = 0.8, 64
 
@@ -54,10 +53,6 @@ def test_a_trajectory_of_three_samples_weighs_as_one(
     step = in_threes(train_step(1, 0))
     (batch,) = step.minibatches
     step = msgspec.structs.replace(step, divisors=(divisor(batch, aggregate, LONGEST),))
-    if kind == "qwen3_moe":
-        with torch.no_grad():
-            chosen = [routed(model, unpack_i32(sample.tokens)) for sample in batch]
-        step = replayed(step, lambda number, tokens: chosen[number])
     settings = algorithm(temperature=TEMPERATURE, by_sequence=aggregate == "sequence")
     _, trainer = build(tmp_path / "model", world, settings=settings)
     done = trainer.step(step)
@@ -66,5 +61,3 @@ def test_a_trajectory_of_three_samples_weighs_as_one(
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     assert (done.loss, done.grad_norm) == pytest.approx((want.item(), norm.item()), rel=1e-4)
     assert done.loss_tokens == loss_tokens([*batch])
-    if kind == "qwen3_moe":
-        assert done.replayed == done.agreed == done.tokens * LAYERS * TOP_K

@@ -8,15 +8,10 @@ Without CUDA, calls of Megatron-Core's token dispatcher raise; with CUDA nothing
 - ``torch.cuda.Stream()`` for copies to the host -> no stream
 - those copies -> the host's tensors as they are
 - collectives of unequal parts over the tensor ranks of experts, which gloo lacks -> such of equal ones
-
-Replay: where a sample has the experts that the rollout engine chose, the router uses them with its own probabilities
-(arXiv 2510.11370). The gradient of the router goes through these probabilities.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +21,6 @@ from libra_hpc.models.architecture import Architecture
 from libra_hpc.weights.names import ReplicaPlace
 
 from .mcore import GPTModel, MoEAlltoAllTokenDispatcher, mappings, moe_utils
-from .packing import NO_CHOICE
 
 _EQUAL = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 """Megatron-Core's own functions, right for equal parts."""
@@ -94,38 +88,6 @@ def _reduce_scatter(whole: torch.Tensor, group: Any, sizes: list[int] | None = N
     return torch.split(total, sizes)[group.rank()]
 
 
-class Replay:
-    """Experts chosen elsewhere, in the place of Megatron-Core's ``RouterReplay``.
-
-    That one replays whole batches in the order of the passes; this one is set by the layer, so recomputation sees the
-    same choice, and a token may be without one.
-    """
-
-    def __init__(self) -> None:
-        self.chosen: torch.Tensor | None = None
-        """Experts of the tokens of this pass, integer [t, k]; `NO_CHOICE`: the router's own."""
-        self.counts = torch.zeros(2, dtype=torch.int64)
-        """Replayed choices that the router would have made too, and all replayed ones."""
-
-    def get_replay_topk(
-        self,
-        scores: torch.Tensor,
-        topk: int,
-        num_groups: int | None,
-        group_topk: int | None,
-        compute: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the router: values and indices [t, k] of the experts of each token."""
-        values, own = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self.chosen is None:
-            return values, own
-        given = self.chosen[:, :1] != NO_CHOICE
-        used = torch.where(given, self.chosen, own)
-        agreed = given & (used[:, :, None] == own[:, None, :]).any(-1)
-        self.counts = self.counts.to(scores.device) + torch.stack((agreed.sum(), given.sum() * topk))
-        return scores.gather(1, used), used
-
-
 def _layers(model: GPTModel) -> list[Any]:
     """Layers of experts; those before may be dense."""
     return [layer for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
@@ -138,30 +100,3 @@ def add_biases(model: GPTModel) -> None:
         router.expert_bias = torch.nn.Parameter(torch.zeros(router.config.num_moe_experts))
         # Megatron-Core would make it float32, out of the buffer of parameters.
         router._maintain_float32_expert_bias = lambda: None
-
-
-def replay_routing(model: GPTModel, place: ReplicaPlace) -> None:
-    """Let the routers of ``model`` use ``experts`` of the pack's layout."""
-    for layer in _layers(model):
-        replay = layer.mlp.router.router_replay = Replay()
-        layer.forward = partial(_replaying, layer.forward, replay, layer.layer_number - 1, place)
-
-
-def take_counts(model: GPTModel) -> tuple[int, int]:
-    """Return this rank's replayed choices that its routers would have made too, and all; they count from zero again."""
-    replays = [layer.mlp.router.router_replay for layer in _layers(model)]
-    agreed, replayed = sum((replay.counts for replay in replays), torch.zeros(2, dtype=torch.int64)).tolist()
-    for replay in replays:
-        replay.counts = torch.zeros_like(replay.counts)
-    return agreed, replayed
-
-
-def _replaying(
-    forward: Callable[..., Any], replay: Replay, layer: int, place: ReplicaPlace, *args: Any, **kwargs: Any
-) -> Any:
-    experts = kwargs["packed_seq_params"].experts
-    if experts is not None:
-        # Tensor ranks share the tokens (sequence parallelism).
-        experts = experts[:, layer].chunk(place.tp)[place.tp_rank]
-    replay.chosen = experts
-    return forward(*args, **kwargs)

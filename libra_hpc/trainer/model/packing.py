@@ -7,14 +7,12 @@ each sequence begins and ends.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from libra_hpc.models.architecture import Architecture
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -22,8 +20,6 @@ from .context import Tail, pieces
 from .mcore import PackedSeqParams
 from .rotary import RotaryTable
 
-NO_CHOICE = -1
-"""Expert number of a token whose routing the rollout engine did not return."""
 PADDED_COST = 1.5
 """Most padded attention cost of a block, relative to what its sequences need (quadratic in length).
 
@@ -44,8 +40,6 @@ class Example(NamedTuple):
     """float32[n], behaviour log-probabilities, 0 outside the mask."""
     advantages: torch.Tensor
     """float32[n]"""
-    experts: torch.Tensor | None = None
-    """int64[n, layers, k], the experts that the rollout engine chose; `NO_CHOICE` where it returned none."""
     trajectory_tokens: int = 0
     """See `Sample.trajectory_tokens`."""
 
@@ -88,8 +82,6 @@ class PackedLayout(PackedSeqParams):
     blocks: tuple[Block, ...] = ()
     tails: tuple[Tail, ...] | None = None
     """None: no context parallelism."""
-    experts: torch.Tensor | None = None
-    """int64[t, layers, k], as in `Example`; None: no example has any."""
     rotary: list[RotaryTable] | None = None
     """`trainer.model.rotary.Rotary.tables`, set by the engine for one pass."""
 
@@ -120,10 +112,10 @@ class Pack(NamedTuple):
     """Tokens without padding, which fills a pack up to equal shares of the ranks."""
 
 
-def decode(sample: Sample, shape: Architecture | None = None) -> Example:
-    """Turn a wire sample into tensors; ``shape`` is needed for chosen experts.
+def decode(sample: Sample) -> Example:
+    """Turn a wire sample into tensors.
 
-    Raises `ValueError` when its arrays differ in length, its first token is marked for loss, or an expert is unknown.
+    Raises `ValueError` when its arrays differ in length or its first token is marked for loss.
     """
     tokens = torch.frombuffer(bytearray(sample.tokens), dtype=torch.int32).long()
     mask = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8).bool()
@@ -131,20 +123,7 @@ def decode(sample: Sample, shape: Architecture | None = None) -> Example:
     one = example(sample.uid, tokens=tokens, mask=mask, logprobs=logprobs, advantage=sample.advantage)
     if sample.advantages:
         one = one._replace(advantages=torch.frombuffer(bytearray(sample.advantages), dtype=torch.float32))
-    experts = _experts(sample, len(tokens), shape) if shape and sample.experts else None
-    return one._replace(experts=experts, trajectory_tokens=sample.trajectory_tokens)
-
-
-def _experts(sample: Sample, count: int, shape: Architecture) -> torch.Tensor:
-    small = shape.experts < 256
-    unknown = (1 << (8 if small else 16)) - 1
-    flat = torch.frombuffer(bytearray(sample.experts), dtype=torch.uint8 if small else torch.uint16).long()
-    size = (count, shape.layers, shape.experts_per_token)
-    if flat.numel() != math.prod(size):
-        raise ValueError(f"sample {sample.uid}: {flat.numel()} chosen experts, {math.prod(size)} are needed")
-    if bool(((flat >= shape.experts) & (flat != unknown)).any()):
-        raise ValueError(f"sample {sample.uid}: an expert beyond the model's {shape.experts}")
-    return flat.masked_fill(flat == unknown, NO_CHOICE).view(size)
+    return one._replace(trajectory_tokens=sample.trajectory_tokens)
 
 
 def example(uid: str, tokens: torch.Tensor, mask: torch.Tensor, logprobs: torch.Tensor, advantage: float) -> Example:
@@ -215,7 +194,6 @@ def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -
         pieces=_pieces(lengths, own, device),
         blocks=blocks,
         tails=None if place.cp == 1 else tails,
-        experts=_chosen(group, rest, rows, device),
     )
     return Pack(
         tokens=tokens[rows][None].to(device),
@@ -230,16 +208,6 @@ def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -
         trajectories=torch.tensor([float(s.trajectory_tokens or s.mask.sum()) for s in group]).to(device),
         filled=int((rows < count).sum()),
     )
-
-
-def _chosen(group: list[Example], rest: int, rows: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-    known = next((s.experts for s in group if s.experts is not None), None)
-    if known is None:
-        return None
-    parts = [
-        known.new_full((len(s.tokens), *known.shape[1:]), NO_CHOICE) if s.experts is None else s.experts for s in group
-    ]
-    return torch.cat([*parts, known.new_full((rest, *known.shape[1:]), NO_CHOICE)])[rows].to(device)
 
 
 def _pieces(lengths: list[int], own: tuple[range, ...], device: torch.device) -> tuple[Piece, ...]:
