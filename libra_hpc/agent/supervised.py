@@ -22,7 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.budget import RestartBudget
-from libra_hpc.process.child import Child
+from libra_hpc.process.child import Child, send_all
 from libra_hpc.process.deadlines import stall_of
 from libra_hpc.process.log_limit import MOST_BYTES, cut
 from libra_hpc.process.visible_devices import MAX_STARTS
@@ -119,8 +119,7 @@ class Supervised:
                 child.kill()  # another has ended meanwhile
 
     def send(self, message: Any) -> None:
-        for child in self.children:
-            child.send(message)
+        send_all(self.children, message)
 
     async def stop(self, farewell: Any = None) -> None:
         """End all processes, asked by ``farewell`` where that is given."""

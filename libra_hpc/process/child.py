@@ -38,6 +38,14 @@ def _ignore_job_signals() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
+def send_all(children: Sequence[Child], message: Any) -> None:
+    """Send one message to all of these that live, encoded once: a batch has tens of megabytes."""
+    live = [child for child in children if not child.ended]
+    frame = live[0]._outbound.frame(message) if live else b""
+    for child in live:
+        child._send(frame)
+
+
 class Child:
     """One engine process.
 
@@ -112,9 +120,9 @@ class Child:
 
         What a child does not read waits: the owner ends one that gives no sign of life.
         """
-        if self.ended:
-            return
-        frame = self._outbound.frame(message)
+        send_all([self], message)
+
+    def _send(self, frame: bytes) -> None:
         if self._writer is None:
             self._queue.append(frame)
         elif not self._writer.is_closing():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.process.child import Child
+from libra_hpc.process.child import Child, send_all
 from libra_hpc.process.visible_devices import engine_environment
 from libra_hpc.protocol.engine import Abort, from_engine, to_engine
 
@@ -38,6 +38,15 @@ def test_messages_to_a_child_that_ended_before_it_connected_are_dropped(tmp_path
         asyncio.run(work())
     finally:
         shutil.rmtree(folder)
+
+
+def test_a_message_to_several_children_is_encoded_once() -> None:
+    children = [Child(name, Path(name), to_engine, from_engine, print, print) for name in "abc"]
+    children[0].ended = True
+    send_all(children, Abort("all"))
+    frames = [child._queue for child in children]
+    assert [len(queue) for queue in frames] == [0, 1, 1]
+    assert frames[1][0] is frames[2][0]
 
 
 @pytest.mark.parametrize(
