@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 
 from bench.harness import Rates, rate
+from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import unpack_i32
 
@@ -110,7 +112,7 @@ def megatron(config: RunConfig, payload: bytes) -> float:
 
 def main() -> None:
     """``bare.py vllm|megatron CONFIG_JSON PAYLOAD``"""
-    part, config, payload = sys.argv[1], RunConfig.model_validate_json(sys.argv[2]), Path(sys.argv[3]).read_bytes()
+    part, config, payload = sys.argv[1], validate(json.loads(sys.argv[2])), Path(sys.argv[3]).read_bytes()
     print({"vllm": vllm, "megatron": megatron}[part](config, payload), flush=True)
 
 

@@ -18,7 +18,7 @@ from bench.gpu_model import memory_field, random_model
 from bench.weights import Versions
 from libra_hpc.annexes.calibrate.measure_steps import Calibrator, MeasurementPlan
 from libra_hpc.annexes.calibrate.measure_training import MeasurementReplica, random_samples
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.engine.offline import OfflineEngine
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.engine.update.staged_update import POLL_S
@@ -203,5 +203,5 @@ def start_replica(setting: Setting, model: Path, folder: Path) -> MeasurementRep
         "slurm": {"device": setting.device},
         "train": {"tp": 1, "pp": 1, "threads": 1, "micro_tokens": STEP_TOKENS},
     }
-    config = RunConfig.model_validate(sections)
+    config = validate(sections)
     return MeasurementReplica(config, folder, core_dp=1, elastic=True, random_weights=False)

@@ -22,6 +22,7 @@ from bench.rollout_side import PLANNER, TRAINER, LocalMesh, RolloutSide
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.train_node import TrainNode
+from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.protocol import agents as wire
@@ -33,7 +34,7 @@ from tests.example_files import KEYCHAIN_TASK
 
 def configuration(model: Path, batches: int) -> RunConfig:
     """The quickstart's shape with an open staleness gate, so that rollout never waits for training."""
-    return RunConfig.model_validate(
+    return validate(
         {
             "run": {"steps": batches},
             "model": {"path": str(model), "dtype": "float32"},
@@ -137,7 +138,7 @@ def once(config: RunConfig, folder: Path, batches: int) -> dict[str, tuple[float
         """One of the bare loops in a process of its own, which releases its memory."""
         path = folder / part
         path.write_bytes(msgspec.msgpack.encode(payload))
-        return float(child("-m", "bench.bare", part, config.model_dump_json(), str(path)))
+        return float(child("-m", "bench.bare", part, msgspec.json.encode(config.as_data()).decode(), str(path)))
 
     run = RunDir.create(folder, "loop")
     rollout = RolloutRun(config, run)

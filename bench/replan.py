@@ -28,6 +28,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from bench.harness import by_row, cells, options, report, seeds
@@ -41,7 +42,7 @@ FEW = Site(core=(5, 5), model="qwen3-8b", token_s=16 * 0.5e-4)
 """``token_s``: 8.2e9 weights, 6 FLOPs each at half the peak of 4 A800, for 60 % of the groups; sixteen tokens."""
 ALL = replace(FEW, core=(1, 1))
 MIDDLE = SITE.nodes // 2
-MINUTELY = SETTINGS.model_copy(update={"interval_s": 60.0})
+MINUTELY = msgspec.structs.replace(SETTINGS, interval_s=60.0)
 """A third of the evaluations, for repartitions."""
 WORSE = 1.25
 """Static splits are tried outwards from the even one until two in a row take this much longer than the best."""

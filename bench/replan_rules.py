@@ -165,7 +165,7 @@ def run_file(site: Site, settings: PlannerSection) -> RunConfig:
         "algorithm": {"prompts_per_step": site.prompts, "group_size": site.group, "eta": site.eta},
         "train": {"tp": site.tp, "recompute": True},
         "rollout": {"tp": site.tp, "max_num_seqs": site.slots, "policy": POLICY, "max_model_len": site.max_model_len},
-        "planner": settings.model_dump(),
+        "planner": msgspec.to_builtins(settings),
     }
     return validate(data)
 

@@ -22,6 +22,7 @@ import msgspec
 from bench.harness import ROOT
 from bench.rollout_side import NODE, RolloutSide
 from libra_hpc.agent.hosting.rollout_service import RolloutService
+from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.engine.steplog import StepLogHeader, read_steps
 from libra_hpc.errors import OperationError
@@ -97,7 +98,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         self, work: Path, *, groups: int, group_size: int, open_groups: int, policy: str, seed: int = 0
     ) -> RunConfig:
         task = f"{ROOT}/bench/replay_task.py:Replay"
-        return RunConfig.model_validate(
+        return validate(
             {
                 "run": {"steps": 1, "seed": seed},
                 "model": {"path": str(self.model), "dtype": "float32" if self.device == "cpu" else "bfloat16"},

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from rich.table import Table
 
 from libra_hpc.config.learn import INITIAL, TaskTable
@@ -134,7 +135,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         raise invalid("run.dir", config.run.dir, "not given", "a writable folder on a file system all nodes share")
     reference = config.algorithm.reference
     parts = {
-        name: [one.model_copy(update={"task": absolute(f"task.{name}", one.task), **_own_files(one)}) for one in tasks]
+        name: [replace(one, task=absolute(f"task.{name}", one.task), **_own_files(one)) for one in tasks]
         for name, tasks in (("train", config.task.train), ("eval", config.task.eval))
     }
     return config.changed(

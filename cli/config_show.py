@@ -70,7 +70,7 @@ def show(
     if toml:
         print_line(as_toml(found, dotted(site_profile())))
     else:
-        print_json(found.model_dump())
+        print_json(found.as_data())
 
 
 @app.command("explain")

@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from libra_hpc.config.load import load_resolved
@@ -162,10 +163,10 @@ def evaluation_config(config: RunConfig, task: str, samples: int | None, policy:
             "--task", wrong[0], "no such [[task.eval]]", list(known) or "a name of one; the run file has none"
         )
     parts = [
-        known[name].model_copy(update={"samples": samples or known[name].samples}) for name in dict.fromkeys(wanted)
+        msgspec.structs.replace(known[name], samples=samples or known[name].samples) for name in dict.fromkeys(wanted)
     ]
     tp, engines = config.rollout.on_node(config.components.hybrid.nodes)
-    one = config.components.rollout.model_copy(update={"nodes": nodes})
+    one = msgspec.structs.replace(config.components.rollout, nodes=nodes)
     return config.changed(
         model={"path": str(policy) if config.run.engine == "real" else config.model.path},
         task={"eval": parts},
@@ -187,7 +188,7 @@ def new_folder(config: RunConfig, parent: Path, policies: dict[int, str]) -> Run
     parent.mkdir(parents=True, exist_ok=True)
     names = ("+".join(part.name for part in config.task.eval), "+".join(map(str, policies)))
     place = RunDir.create(parent, "-step-".join(name[:NAME_CHARS] for name in names), MODES[config.run.share])
-    place.write_config(config.model_dump())
+    place.write_config(config.as_data())
     place.write_json(place.policies, policies)
     return place
 

@@ -144,7 +144,7 @@ class Attempt(NamedTuple):
 
     def resumed(self, overrides: Sequence[str]) -> RunConfig:
         """The configuration with overrides; name, folder and split cannot change."""
-        data = self.config.model_dump()
+        data = self.config.as_data()
         for override in overrides:
             apply_override(data, override)
         config = with_absolute_paths(validate(data))
@@ -247,7 +247,7 @@ def queue(checked: CheckedRun, run: RunDir, number: int, after: str = "", from_s
         # The job has the umask of the command that queued it.
         with readable(checked.config.run.share):
             run.toml.chmod(OWNER_ONLY)
-            run.write_config(checked.config.model_dump())
+            run.write_config(checked.config.as_data())
             for sentence in user_files.keep(run, checked.config, number):
                 print_note(f"warning: {sentence}")
             if checked.plan is not None:

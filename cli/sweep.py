@@ -130,7 +130,7 @@ def planned(
     Raises `UserError` where the sweep of that name has other keys or another run file.
     """
     keys = list(combinations[0].values)
-    shared = flat(configs[0].model_dump())
+    shared = flat(configs[0].as_data())
     shared = {key: value for key, value in shared.items() if key != "run.name" and not inside(key, keys)}
     runs = [PlannedRun(config.run.name, one.values) for config, one in zip(configs, combinations, strict=True)]
     if earlier is None:

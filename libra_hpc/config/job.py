@@ -1,33 +1,36 @@
-"""Sections of the run file about the job: identity, Slurm, node components, deadlines, trackers."""
+"""Sections of the run file about the job: identity, Slurm, compute nodes, components, deadlines, trackers."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from msgspec import Meta, field
 
 from .section import FilePath, Seconds, Section, Steps, Valid
 
-NAME, NAME_LENGTH = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", 64
+NAME, NAME_LENGTH = r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z", 64
 """Names of runs and sweeps, which are parts of file names."""
 NAME_WORDS = "letters, digits, '_', '.' and '-', a letter or digit first, at most 64 characters"
+VariableName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
+ShellLine = Annotated[str, Meta(pattern=r"^[^\r\n\x00]+\Z")]
+Folder = Annotated[str, Meta(pattern=r"^[^\r\n\x00,]+\Z")]
 
 
-class RunSection(Section):
+class RunSection(Section, frozen=True):
     """``[run]``: identity and length of the run."""
 
-    name: Annotated[str, Valid(NAME_WORDS)] = Field("run", pattern=NAME, max_length=NAME_LENGTH)
+    name: Annotated[str, Valid(NAME_WORDS), Meta(pattern=NAME, max_length=NAME_LENGTH)] = "run"
     """Name of the run. Its run directory is ``<dir>/<name>-<number>``."""
     dir: FilePath = "runs"
     """Parent of run directories, on a file system all nodes share."""
-    seed: int = Field(0, ge=0)
+    seed: Annotated[int, Meta(ge=0)] = 0
     """Seed of the data order and of sampling."""
-    steps: Steps = Field(100, ge=1)
+    steps: Annotated[Steps, Meta(ge=1)] = 100
     """Optimizer steps (global batches) to train."""
     share: Literal["private", "group", "all"] = "private"
     """Who may read the run directory: ``private`` its owner (mode 0700), ``group`` the owner's group (0750), ``all``
     everybody (0755)."""
-    transcripts_gb: float = Field(4.0, ge=0, allow_inf_nan=False)
+    transcripts_gb: Annotated[float, Meta(ge=0)] = 4.0
     """Room (GB) for transcripts, the text of the policy (`libra-hpc show`); beyond it the oldest steps are removed. 0:
     none are written."""
     engine: Literal["real", "simulated"] = "real"
@@ -35,7 +38,7 @@ class RunSection(Section):
     (``[simulated]``); every other process is real."""
 
 
-class SlurmSection(Section):
+class SlurmSection(Section, frozen=True):
     """``[slurm]``: how the job is queued."""
 
     executor: Literal["auto", "slurm", "local"] = "auto"
@@ -45,12 +48,12 @@ class SlurmSection(Section):
     """Which wheels and collective backend the engines use."""
     time_limit: str = "01:00:00"
     """Slurm time limit, ``[days-]hours:minutes:seconds``."""
-    notice_s: Seconds = Field(0.0, ge=0)
+    notice_s: Annotated[Seconds, Meta(ge=0)] = 0.0
     """Time before the time limit at which the run begins to save and stop. 0: it stops in time by itself, from the
     measured times of steps and checkpoints."""
-    grace_s: Seconds = Field(0.0, ge=0)
+    grace_s: Annotated[Seconds, Meta(ge=0)] = 0.0
     """Time between SIGTERM and SIGKILL, in which a cancelled or preempted run saves. 0: Slurm's ``KillWait``."""
-    requeues: int = Field(0, ge=0)
+    requeues: Annotated[int, Meta(ge=0)] = 0
     """Most times that the job is queued again after its time limit, until ``run.steps`` are trained
     (`libra-hpc submit --until-done`). Preemptions count too. 0: it ends, because every start is charged."""
     preempted: Literal["requeue", "stop"] = "requeue"
@@ -61,12 +64,14 @@ class SlurmSection(Section):
     """Slurm quality of service; empty: the account's default."""
     mpi: str = "pmi2"
     """``srun --mpi`` plugin that matches the installed MPI (PyPI mpich: pmi2)."""
-    interface: Annotated[str, Valid("the name of an interface, at most 15 characters, or ''")] = Field(
-        "", pattern=r"^[A-Za-z0-9_.:@-]*$", max_length=15
-    )
+    interface: Annotated[
+        str,
+        Valid("the name of an interface, at most 15 characters, or ''"),
+        Meta(pattern=r"^[A-Za-z0-9_.:@-]*\Z", max_length=15),
+    ] = ""
     """Network interface that MPI and torch's collectives listen on, for instance ``ib0``; empty: each chooses its own
     (docs/network.md)."""
-    restarts: int = Field(3, ge=0)
+    restarts: Annotated[int, Meta(ge=0)] = 3
     """Most restarts of all ranks from the newest checkpoint, inside the allocation, after the planner or a leader
     died."""
     login_shell: bool = False
@@ -74,37 +79,74 @@ class SlurmSection(Section):
     template: FilePath = ""
     """A site's own template of the batch script, a copy of ``sbatch/run.sbatch.j2`` with further lines (docs/site.md);
     empty: the built-in one."""
-    spare: int = Field(0, ge=0)
+    spare: Annotated[int, Meta(ge=0)] = 0
     """Nodes more than the components have. Each replaces one that Slurm sets down, whatever it did: all ranks restart
     on the nodes that are left. Needs components that agree in partition, account, QOS, constraint and GPUs."""
-    gpu_option: Annotated[str, Valid("an option of sbatch with {gpus}, and {type} or not")] = Field(
-        "--gres=gpu:{type}:{gpus}", pattern=r"^--[a-z-]+=[^\s{}]*(\{type\}[^\s{}]*)?\{gpus\}[^\s{}]*$"
-    )
+    gpu_option: Annotated[
+        str,
+        Valid("an option of sbatch with {gpus}, and {type} or not"),
+        Meta(pattern=r"^--[a-z-]+=[^\s{}]*(\{type\}[^\s{}]*)?\{gpus\}[^\s{}]*\Z"),
+    ] = "--gres=gpu:{type}:{gpus}"
     """How the cluster spells a request for GPUs of a node; ``{type}`` is left out with its colon where a component
     has no ``gpu_type``."""
     mail: str = ""
     """Address that Slurm writes to; empty: nobody."""
-    mail_on: list[Literal["BEGIN", "END", "FAIL", "REQUEUE", "TIME_LIMIT", "ALL"]] = ["END", "FAIL"]
+    mail_on: list[Literal["BEGIN", "END", "FAIL", "REQUEUE", "TIME_LIMIT", "ALL"]] = field(
+        default_factory=lambda: ["END", "FAIL"]
+    )
     """Events that Slurm writes about."""
     extra: list[str] = []
     """Further sbatch options, verbatim, for every component, for instance ``--exclusive``."""
 
 
-class Component(Section):
+class ComputeSection(Section, frozen=True):
+    """``[compute]``: how a process starts on a compute node. It is the same for every run of a site, so it belongs
+    in the site profile."""
+
+    python: str = ""
+    """Interpreter on the compute nodes, for instance ``/shared/libra/bin/python``. Empty: the one that submits; in a
+    container ``python3``."""
+    container: Literal["none", "apptainer", "pyxis"] = "none"
+    """What starts the interpreter inside ``image``: ``apptainer exec``, or Slurm's Pyxis plugin."""
+    image: str = ""
+    """Container image: a file for Apptainer, a file or ``registry#name`` for Pyxis, which unpacks it once for each run
+    and node. ``envs`` has recipes (docs/site.md)."""
+    binds: Annotated[list[Folder], Valid("a list of folders, each FOLDER or FOLDER:PLACE")] = []
+    """Further folders that the container sees, for instance ``/shared`` or ``/data:/mnt``. It always sees /dev/shm,
+    ``local_dir``, and the folders of the run, its model, its task and other files of the run file."""
+    setup: Annotated[list[ShellLine], Valid("a list of shell lines")] = []
+    """Shell lines that the batch script executes before the agents start, for instance ``module load cuda/12.8``. The
+    first command that fails ends the start, and is the cause in `libra-hpc status`."""
+    env: Annotated[dict[VariableName, ShellLine], Valid("a table of variables, NAME = 'text'")] = {}
+    """Variables of every agent and its engines, for instance ``NCCL_IB_HCA = "mlx5"``. ``$NAME`` and ``${NAME}`` are
+    expanded where the job starts, ``$$`` is a dollar sign: ``HF_HOME = "/lustre/$USER/hf"``."""
+    shm_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Share of a node's memory that /dev/shm has; Linux gives it half."""
+    local_dir: Annotated[
+        str,
+        Valid("an absolute folder; $VARIABLES are those of the node"),
+        Meta(pattern=r"^(/([A-Za-z0-9_./-]|\$\w+|\$\{\w+\})*)?\Z"),
+    ] = ""
+    """Node-local folder for temporary files (``TMPDIR``) and caches of compilers (Triton, inductor, vLLM, CUDA), for
+    instance ``/scratch/$USER``, made where it does not exist; empty: the cluster's. One that outlives the job saves the
+    next one minutes of compilation."""
+
+
+class Component(Section, frozen=True):
     """One component of the job. ``planner`` is rank 0 on one node, ``train`` nodes train, ``rollout``
     nodes generate, ``hybrid`` nodes move between both."""
 
-    nodes: int = Field(1, ge=0, le=10_000)
+    nodes: Annotated[int, Meta(ge=0, le=10_000)] = 1
     """Nodes; 0 leaves the component out. A planner of 0 nodes runs on the first train node, beside its agent."""
     partition: str = ""
     """Slurm partition; empty: the cluster's default. ``"a,b"``: Slurm takes the one in which the job starts first."""
-    gpus: int = Field(0, ge=0)
+    gpus: Annotated[int, Meta(ge=0)] = 0
     """GPUs per node."""
     gpu_type: str = ""
     """GRES type of the GPUs, for instance ``a800``; empty: any."""
-    cpus: int = Field(0, ge=0)
+    cpus: Annotated[int, Meta(ge=0)] = 0
     """CPUs per node; 0: those of the node that belong to its GPUs, and 1 without GPUs."""
-    mem: Annotated[str, Valid("a number, or one with K, M, G or T")] = Field("", pattern=r"^([0-9]+[KMGT]?)?$")
+    mem: Annotated[str, Valid("a number, or one with K, M, G or T"), Meta(pattern=r"^([0-9]+[KMGT]?)?\Z")] = ""
     """Memory per node, as Slurm writes it; without a unit MiB, and 0 is all memory of the node. Empty: the memory of
     the node that belongs to its GPUs, and 2G without GPUs."""
     constraint: str = ""
@@ -119,7 +161,7 @@ class Component(Section):
     """Further sbatch options, verbatim, for these nodes."""
 
 
-class TrainComponent(Component):
+class TrainComponent(Component, frozen=True):
     """The nodes of the trainer's core; they can serve both stages."""
 
     roll_out: bool = False
@@ -127,16 +169,16 @@ class TrainComponent(Component):
     Trainers keep their state beside the engines; not on GPUs yet, where it would have to leave for that time."""
 
 
-class HybridComponent(Component):
+class HybridComponent(Component, frozen=True):
     """Nodes that move between the stages; there are none unless the run file asks for them."""
 
-    nodes: int = Field(0, ge=0, le=10_000)
+    nodes: Annotated[int, Meta(ge=0, le=10_000)] = 0
     """Nodes; 0 leaves the component out. A run file that has the section without this key has one."""
-    nodes_per_replica: int = Field(1, ge=1)
+    nodes_per_replica: Annotated[int, Meta(ge=1)] = 1
     """Nodes that train as one world, because one cannot hold a replica. They move together."""
 
 
-class ComponentsSection(Section):
+class ComponentsSection(Section, frozen=True):
     """``[components.*]``: which nodes do what at the start."""
 
     split: Literal["explicit", "auto"] = "explicit"
@@ -150,38 +192,40 @@ class ComponentsSection(Section):
     rollout: Component = Component()
 
 
-class NotifySection(Section):
+class NotifySection(Section, frozen=True):
     """``[notify]``: a command that reports what became of a run."""
 
-    command: Annotated[list[Annotated[str, Field(pattern=r"^[^\x00]+$")]], Valid("a list of strings")] = []
+    command: Annotated[list[Annotated[str, Meta(pattern=r"^[^\x00]+\Z")]], Valid("a list of strings")] = []
     """Program and arguments, run without a shell on the node of rank 0. It gets one argument more, the alert in one
     line, and the event as JSON on stdin. After 10 s it is killed. Empty: no reports."""
-    on: list[Literal["completed", "failed", "guard", "stalled"]] = ["completed", "failed", "guard", "stalled"]
+    on: list[Literal["completed", "failed", "guard", "stalled"]] = field(
+        default_factory=lambda: ["completed", "failed", "guard", "stalled"]
+    )
     """What it reports: the end of the run, a guard of learning that notices or pauses, or a step that is late."""
 
 
-class DeadlinesSection(Section):
+class DeadlinesSection(Section, frozen=True):
     """``[deadlines]``: how long a part of a run may make no progress before its process is ended and restarted."""
 
-    floor_s: Seconds = Field(60.0, gt=0)
+    floor_s: Annotated[Seconds, Meta(gt=0)] = 60.0
     """Shortest deadline of any operation."""
-    first_s: Seconds = Field(900.0, gt=0)
+    first_s: Annotated[Seconds, Meta(gt=0)] = 900.0
     """Deadline of an operation that was not measured yet: a first step compiles, a first start reads a cold file
     system."""
-    factor: float = Field(10.0, gt=1, le=1e6)
+    factor: Annotated[float, Meta(gt=1, le=1e6)] = 10.0
     """Deadline of a measured operation, as a multiple of the longest of its last durations."""
-    restarts: int = Field(5, ge=1)
+    restarts: Annotated[int, Meta(ge=1)] = 5
     """Most restarts of one engine, replica or environment host within five minutes. One more restarts all
     ranks."""
-    storage_s: Seconds = Field(900.0, gt=0)
+    storage_s: Annotated[Seconds, Meta(gt=0)] = 900.0
     """How long writes to the run directory may fail; then the run saves if it can, and stops. Also how long one read or
     write of a saved state may take, and how long a start waits for one that cannot be read."""
-    cannot_now_s: Seconds = Field(600.0, gt=0)
+    cannot_now_s: Annotated[Seconds, Meta(gt=0)] = 600.0
     """How long a start is tried again that is not possible now; then the run fails. Ranks that met before do not meet,
     a process or a file cannot be had, or Slurm does not answer."""
 
 
-class WandbSection(Section):
+class WandbSection(Section, frozen=True):
     """``[track.wandb]``: Weights & Biases."""
 
     project: str = ""
@@ -192,7 +236,7 @@ class WandbSection(Section):
     """``offline``: files below ``track/wandb`` of the run directory, for ``wandb sync`` where there is internet."""
 
 
-class TrackSection(Section):
+class TrackSection(Section, frozen=True):
     """``[track]``: where metrics go beside ``metrics.jsonl``. Both need ``pip install 'libra-hpc[track]'``."""
 
     tensorboard: bool = False

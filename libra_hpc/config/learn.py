@@ -5,23 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from msgspec import Meta
 
 from libra_hpc.user_file import file_of
 
-from .section import Bytes, FilePath, Mebibytes, Seconds, Section, Steps, Tokens, Valid, one_or_each
+from .section import Bytes, FilePath, Mebibytes, Seconds, Section, Steps, Tokens, Valid
 
 Recompute = Literal["none", "selective", "full"]
 ADVANTAGES, LOSSES = ("group_std", "group_mean", "rloo", "none"), ("ppo", "gspo", "cispo")
 """Names of ``algorithm.advantage`` and ``algorithm.loss``."""
 
-
-def _named(value: Any) -> Any:
-    """Run files of before "selective" have true or false."""
-    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
-
-
-Share = Annotated[float, Field(gt=0, lt=1)]
+Share = Annotated[float, Meta(gt=0, lt=1)]
 INITIAL = "initial"
 """The reference policy that the run starts from."""
 MIXTURE = "mixture"
@@ -29,15 +23,14 @@ MIXTURE = "mixture"
 GYM = "reasoning_gym"
 """Before the colon in the name of a data set of `reasoning-gym`."""
 Clip = Annotated[
-    Annotated[Share, Tag("one")] | Annotated[list[Share], Field(min_length=2, max_length=2), Tag("each")],
-    Discriminator(one_or_each),
+    Share | Annotated[list[Share], Meta(min_length=2, max_length=2)],
     Valid("a number > 0 and < 1, or two of them: below and above a ratio of 1"),
 ]
 
-Ratios = Annotated[list[Annotated[float, Field(ge=0)]], Field(max_length=2), Valid("[], or [low, high], both >= 0")]
+Ratios = Annotated[list[Annotated[float, Meta(ge=0)]], Meta(max_length=2), Valid("[], or [low, high], both >= 0")]
 
 
-class ModelSection(Section):
+class ModelSection(Section, frozen=True):
     """``[model]``: the policy."""
 
     path: FilePath = ""
@@ -46,7 +39,7 @@ class ModelSection(Section):
     """Number format of weights and activations in training and rollout."""
 
 
-class TaskTable(Section):
+class TaskTable(Section, frozen=True):
     """What one task is made of."""
 
     data: FilePath = ""
@@ -66,30 +59,30 @@ class TaskTable(Section):
         return {**{name: value for name, value in given.items() if value}, **self.options}
 
 
-class NamedTask(TaskTable):
+class NamedTask(TaskTable, frozen=True):
     """One of several tasks of a run."""
 
-    name: Annotated[str, Valid("letters, digits, '_', '.' and '-'")] = Field("", pattern=r"^[A-Za-z0-9_.-]*$")
+    name: Annotated[str, Valid("letters, digits, '_', '.' and '-'"), Meta(pattern=r"^[A-Za-z0-9_.-]*\Z")] = ""
     """What it is called, also in columns such as ``name/reward``."""
     task: str = "data"
     """``data``, ``reasoning_gym:NAME``, or ``path/to/file.py:ClassName``."""
 
 
-class TrainPart(NamedTask):
+class TrainPart(NamedTask, frozen=True):
     """``[[task.train]]``: one of several tasks of a run."""
 
-    weight: int = Field(1, ge=1, le=1000)
+    weight: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Prompts of it among ``sum of weights`` prompts in a row of the data order; exactly so many."""
 
 
-class EvalPart(NamedTask):
+class EvalPart(NamedTask, frozen=True):
     """``[[task.eval]]``: an evaluation during the run, on prompts of its own."""
 
-    every: Steps = Field(20, ge=1)
+    every: Annotated[Steps, Meta(ge=1)] = 20
     """Steps between two evaluations; one is before the first step, one after the last."""
-    prompts: int = Field(64, ge=1, le=1_000_000)
+    prompts: Annotated[int, Meta(ge=1, le=1_000_000)] = 64
     """Prompts of an evaluation, the first ones of its data order."""
-    samples: int = Field(1, ge=1, le=1024)
+    samples: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Trajectories of each prompt."""
     solved: str = ""
     """Part of the reward that shows whether a trajectory is solved, for pass@k; ``reward``: the reward. Empty: also
@@ -98,7 +91,7 @@ class EvalPart(NamedTask):
     """Least value that is solved."""
 
 
-class TaskSection(TaskTable):
+class TaskSection(TaskTable, frozen=True):
     """``[task]``: the environment."""
 
     name: str = ""
@@ -110,29 +103,21 @@ class TaskSection(TaskTable):
     trial: bool = True
     """Play the start of one episode where the job is submitted, before it is queued. false: for a task that needs what
     only the nodes have."""
-    tool_timeout_s: Seconds = Field(10.0, gt=0)
+    tool_timeout_s: Annotated[Seconds, Meta(gt=0)] = 10.0
     """Wall-clock limit of one tool call. A task may declare longer ones by tool (`Task.tool_limits`)."""
-    tool_memory_mb: Mebibytes = Field(512, ge=16)
+    tool_memory_mb: Annotated[Mebibytes, Meta(ge=16)] = 512
     """Address-space limit of a tool process."""
-    tool_output_bytes: Bytes = Field(65536, ge=64)
+    tool_output_bytes: Annotated[Bytes, Meta(ge=64)] = 65536
     """Longest output of a tool; the rest is cut off."""
-    hosts: int = Field(1, ge=1, le=1024)
+    hosts: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Environment host processes, all on the rollout leader's node."""
-    tool_processes: int = Field(4, ge=1, le=1024)
+    tool_processes: Annotated[int, Meta(ge=1, le=1024)] = 4
     """Most sandboxed tool processes per host. One is started at once, others while calls wait."""
-    max_failed_share: float = Field(0.2, gt=0, lt=1)
+    max_failed_share: Annotated[float, Meta(gt=0, lt=1)] = 0.2
     """Share of the open trajectories that fail, above which no prompt is admitted until an attempt succeeds. One fails
     when two attempts in a row did: the environment raises, times out or answers what cannot be used."""
-    failed_patience_s: Seconds = Field(600.0, gt=0)
+    failed_patience_s: Annotated[Seconds, Meta(gt=0)] = 600.0
     """How long that may last. Then the run fails with the most frequent error."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        implied = MIXTURE if values.get("train") else "data" if values.get("data") else ""
-        return {"name": implied, **values} if implied else values
 
     @property
     def host_task(self) -> str:
@@ -167,24 +152,24 @@ class TaskSection(TaskTable):
         return [file for name in names if (file := file_of(name)) is not None]
 
 
-class ChatSection(Section):
+class ChatSection(Section, frozen=True):
     """``[chat]``: tasks of messages and tools (`ChatTask`)."""
 
     thinking: Literal["keep", "template"] = "keep"
     """``keep``: what the policy thought stays in the context, so a trajectory is one sequence. ``template``: where the
     model's own template drops old thinking, the next turn's context is rendered again: a trajectory is several."""
-    max_bad_calls: int = Field(3, ge=0)
+    max_bad_calls: Annotated[int, Meta(ge=0)] = 3
     """Tool calls of one episode that reach no tool, past which it ends: unknown name, bad JSON, wrong arguments."""
 
 
-class AlgorithmSection(Section):
+class AlgorithmSection(Section, frozen=True):
     """``[algorithm]``: GRPO and its asynchronous bound."""
 
-    prompts_per_step: int = Field(8, ge=1)
+    prompts_per_step: Annotated[int, Meta(ge=1)] = 8
     """Prompts (groups) of one global batch, B."""
-    group_size: int = Field(8, ge=2)
+    group_size: Annotated[int, Meta(ge=2)] = 8
     """Trajectories sampled per prompt, n."""
-    eta: int = Field(1, ge=0)
+    eta: Annotated[int, Meta(ge=0)] = 1
     """Staleness bound: most weight versions between the one a sample was first sampled under and its training; 0 is
     synchronous."""
     batch_order: Literal["data", "finish"] = "data"
@@ -203,7 +188,7 @@ class AlgorithmSection(Section):
     samples; ``constant``: sums over trajectories of ``rollout.max_model_len`` tokens each (Dr. GRPO)."""
     clip: Clip = 0.2
     """Clip range of the ratio pi_theta / pi_proximal around 1; ``[0.2, 0.28]``: below and above it."""
-    is_truncation: float = Field(2.0, ge=1)
+    is_truncation: Annotated[float, Meta(ge=1)] = 2.0
     """Upper bound of the truncated importance weight pi_proximal / pi_behaviour."""
     mask_tokens: Ratios = []
     """Tokens whose ratio pi_proximal / pi_behaviour is outside are not trained on (IcePop)."""
@@ -212,17 +197,17 @@ class AlgorithmSection(Section):
     truncated: Literal["score", "zero", "mask"] = "score"
     """Trajectories whose context was full: ``score``: the task's reward counts; ``zero``: reward 0; ``mask``: they are
     neither trained on nor in their group's mean."""
-    overlong_soft: Tokens = Field(0, ge=0)
+    overlong_soft: Annotated[Tokens, Meta(ge=0)] = 0
     """Last tokens of ``rollout.max_model_len`` over which up to 1 is taken from the reward, linearly (DAPO); 0: none.
     Columns have the reward without it."""
     refill: bool = False
     """Groups whose rewards are equal within 1e-6, before ``overlong_soft``, are not trained: the next prompts take
     their places (DAPO's dynamic sampling). Columns are of the groups that are trained; ``equal_groups`` counts both."""
-    refill_batches: int = Field(4, ge=1)
+    refill_batches: Annotated[int, Meta(ge=1)] = 4
     """Most groups that others replace for one step, in global batches; those beyond have no advantage."""
-    minibatches: int = Field(1, ge=1)
+    minibatches: Annotated[int, Meta(ge=1)] = 1
     """Optimizer steps per global batch."""
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the KL term to the behaviour policy."""
     kl: Literal["k1", "k2", "k3"] = "k3"
     """Estimate of KL terms: ``k1`` log(pi / q), ``k2`` half its square, ``k3`` q / pi - 1 - log(q / pi)."""
@@ -231,7 +216,7 @@ class AlgorithmSection(Section):
     reference: str = INITIAL
     """Reference policy, frozen: ``initial`` (the weights of ``model.path``, also in a resumed run), or the folder of a
     model of the same shape. That may be a teacher (docs/algorithms.md)."""
-    reference_kl_coef: float = Field(0.0, ge=0)
+    reference_kl_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the KL term to the reference policy; above 0 each training world holds its weights in host memory, and
     a step has one forward pass more."""
     skip_zero_advantage: bool = True
@@ -259,69 +244,69 @@ class AlgorithmSection(Section):
         return initial if self.reference == INITIAL else self.reference
 
 
-class OptimizerSection(Section):
+class OptimizerSection(Section, frozen=True):
     """``[optimizer]``: AdamW."""
 
-    lr: float = Field(1e-6, gt=0, le=1)
+    lr: Annotated[float, Meta(gt=0, le=1)] = 1e-6
     """Learning rate after the warm-up."""
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """Decay of the mean of gradients."""
-    beta2: float = Field(0.95, ge=0, lt=1)
+    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
     """Decay of the mean of squared gradients."""
-    eps: float = Field(1e-8, gt=0)
+    eps: Annotated[float, Meta(gt=0)] = 1e-8
     """Term that keeps the update's denominator above zero."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     """Decoupled weight decay."""
-    grad_clip: float = Field(1.0, gt=0)
+    grad_clip: Annotated[float, Meta(gt=0)] = 1.0
     """Largest global gradient norm; a larger gradient is scaled down to it."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: Annotated[int, Meta(ge=0)] = 0
     """Optimizer updates over which the learning rate rises linearly; ``algorithm.minibatches`` of them are a step."""
     decay: Literal["none", "linear", "cosine"] = "none"
     """How the learning rate falls to 0 behind the last update."""
-    decay_steps: int = Field(0, ge=0)
+    decay_steps: Annotated[int, Meta(ge=0)] = 0
     """Last updates, over which it does; 0: all after the warm-up."""
 
 
-class TrainSection(Section):
+class TrainSection(Section, frozen=True):
     """``[train]``: Megatron. All core training nodes form one world, a hybrid node that trains one of its own.
 
     Their processes are divided into data-parallel replicas of ``tp * pp * cp`` processes. A replica of the core may
     span nodes.
     """
 
-    tp: int = Field(1, ge=1)
+    tp: Annotated[int, Meta(ge=1)] = 1
     """Tensor parallelism of a replica; within a node."""
-    pp: int = Field(1, ge=1)
+    pp: Annotated[int, Meta(ge=1)] = 1
     """Pipeline parallelism of a replica."""
-    cp: int = Field(1, ge=1)
+    cp: Annotated[int, Meta(ge=1)] = 1
     """Context parallelism of a replica: this many processes share the tokens of a micro-batch."""
-    ep: int = Field(1, ge=1)
+    ep: Annotated[int, Meta(ge=1)] = 1
     """Expert parallelism: the experts of a layer are spread over this many data-parallel or context ranks."""
-    etp: int = Field(0, ge=0)
+    etp: Annotated[int, Meta(ge=0)] = 0
     """Tensor parallelism of an expert: 1 or ``tp``. 0: ``tp``."""
-    processes: int = Field(0, ge=0, le=1024)
+    processes: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Training processes of a node. 0: one for each GPU that whole replicas take; without GPUs those of one replica."""
-    micro_tokens: Tokens = Field(8192, ge=64, le=2**24)
+    micro_tokens: Annotated[Tokens, Meta(ge=64, le=2**24)] = 8192
     """Most tokens of one packed micro-batch."""
-    recompute: Annotated[Recompute, BeforeValidator(_named)] = "none"
+    recompute: Recompute = "none"
     """What a layer computes again in the backward pass instead of storing it. ``"selective"``: norms, the MLP's gated
     product and attention's padding, which saves a third of a layer's memory for a few per cent more work. ``"full"``:
     all but the layer's input, which leaves a twentieth for a third more work. ``true`` and ``false`` are ``"full"`` and
     ``"none"``. ``components.split = "auto"`` chooses it where it is not given."""
-    threads: int = Field(1, ge=1, le=1024)
+    threads: Annotated[int, Meta(ge=1, le=1024)] = 1
     """CPU threads per worker process."""
-    snapshot_every: Steps = Field(4, ge=0)
+    snapshot_every: Annotated[Steps, Meta(ge=0)] = 4
     """Steps between snapshots in /dev/shm; 0: none. With one core training node a killed worker starts from one and
     replays the steps since. With several each node also has a copy of another one's part, and all ranks restart from
     the newest snapshot or checkpoint. Snapshots serve the next job, too, also on other nodes."""
 
 
-class CheckpointSection(Section):
+class CheckpointSection(Section, frozen=True):
     """``[checkpoint]``: what survives the job."""
 
-    every: Steps = Field(50, ge=0)
+    every: Annotated[Steps, Meta(ge=0)] = 50
     """Steps between checkpoints; 0: only at the end."""
-    keep: int = Field(2, ge=1)
+    keep: Annotated[int, Meta(ge=1)] = 2
     """Number of newest checkpoints that are retained."""
     best: str = ""
     """Name of an evaluation (``[[task.eval]]``): the checkpoint of its best mean is retained too. It is of exactly that

@@ -12,34 +12,20 @@ import datetime
 import math
 import re
 import tomllib
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Any
 
-import annotated_types
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+import msgspec
 
-from libra_hpc.errors import UserError, invalid, nearest
+from libra_hpc.errors import UserError, invalid
 from libra_hpc.files import read_object
 
-from .run import RunConfig
-from .section import Valid
+from .learn import MIXTURE
+from .run import GIVEN, RunConfig
+from .schema import REMOVED, find, first_mistake
 
 _TOML_PLACE = re.compile(r"^(?P<what>.*?)\s*\(at line (?P<line>\d+), column (?P<column>\d+)\)$", re.DOTALL)
-_TYPE_NAMES: dict[Any, str] = {
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    bool: "true or false",
-    dict: "a table",
-    list: "a list",
-}
-_BRANCHES = ("one", "each")
-"""Names that pydantic adds to the location of an error in a `PerNode` field."""
 LARGEST = 2**63 - 1
 """Largest integer of TOML, and of the messages between the processes of a run."""
 LONGEST_S = 10**9
@@ -54,10 +40,6 @@ PATHS = (
     "slurm.template",
 )
 """Keys that may name a file."""
-_METRICS = "send the lines of metrics.jsonl, or use track.tensorboard or track.wandb"
-REMOVED = {"track.mlflow": _METRICS, "track.prometheus_port": _METRICS, "track.prometheus_host": _METRICS}
-"""What replaces a key or section that is gone. The configuration of an older run may have it."""
-_RANGE_ERRORS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 
 def load_run_file(path: Path | str, overrides: Sequence[str] = (), below: Mapping[str, Any] | None = None) -> RunConfig:
@@ -123,8 +105,8 @@ def parse_override(override: str, example: str = "algorithm.eta=2") -> tuple[str
     names = key.strip().split(".")
     if not separator or not all(names) or len(names) < 2:
         raise invalid("override", override, "malformed", f"section.key=value, for instance {example}")
-    field = _field(names)
-    return ".".join(names), _override_value(text.strip(), as_text=field is not None and field.annotation is str)
+    found = find(names)
+    return ".".join(names), _override_value(text.strip(), as_text=found is not None and found.kind is str)
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
@@ -142,7 +124,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """``config`` with the values of some dotted keys replaced; raises `UserError` when the result is not valid."""
-    data = config.model_dump()
+    data = config.as_data()
     for key, value in values.items():
         *tables, name = key.split(".")
         table = data
@@ -170,153 +152,42 @@ def _override_value(text: str, *, as_text: bool) -> Any:
 def validate(data: Mapping[str, Any]) -> RunConfig:
     """Check a parsed run file against the schema; raises `UserError` for the first mistake."""
     try:
-        for field, value in _scalars(data, ""):
-            if isinstance(value, float) and not math.isfinite(value):
-                raise invalid(field, value, "not a finite number")
-            if field.endswith("_s") and isinstance(value, (int, float)) and value > LONGEST_S:
-                raise invalid(field, value, "out of range", f"at most {LONGEST_S:,} seconds")
-            if isinstance(value, (datetime.date, datetime.time)):
-                raise invalid(field, str(value), "a date or time must be in quotes")
-            if field in PATHS and isinstance(value, str) and _too_long(value):
-                valid = f"at most {PATH_BYTES} bytes, and {NAME_BYTES} for each of its names"
-                raise invalid(field, value, "too long for a path", valid)
-            if isinstance(value, int) and abs(value) > LARGEST:
-                raise invalid(field, value, "more than 64 bits", f"an integer of at most {LARGEST}")
+        _check_scalars(data)
     except RecursionError as error:
         raise UserError("The configuration is nested too deeply.") from error
+    document = _implied(data)
+    if GIVEN in data:
+        raise first_mistake(document)
     try:
-        return RunConfig.model_validate(data, strict=True)
-    except ValidationError as error:
-        first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-        raise translate(first) from error
+        return msgspec.convert({**document, GIVEN: list(flat(data))}, RunConfig)
+    except msgspec.ValidationError as error:
+        raise first_mistake(document) from error
 
 
-def translate(error: ErrorDetails) -> UserError:
-    """Turn a pydantic error into one sentence: field, value, what is valid, nearest match."""
-    names = [str(part) for part in error["loc"] if part not in _BRANCHES]
-    dotted, value, kind = ".".join(names), error["input"], error["type"]
-    if kind == "extra_forbidden":
-        return _unknown(names, value)
-    if names[-1:] == ["[key]"]:
-        # pydantic's location of a table's key; the key itself is the value.
-        return invalid(".".join(names[:-2]), value, "malformed name", _described(names[:-2]))
-    field = _field(names)
-    if field is None:
-        return invalid(dotted, value, "wrong type", "a table" if kind == "model_type" else "")
-    if kind == "literal_error":
-        return invalid(dotted, value, "unknown value", _choices(field))
-    if kind == "model_type":
-        return invalid(dotted, value, "wrong type", "a table")
-    if kind in _RANGE_ERRORS:
-        why = "out of range"
-    elif kind == "string_pattern_mismatch":
-        why = "malformed"
-    elif kind == "string_too_long":
-        why = "too long"
-    elif kind == "too_short":
-        why = "too short"
-    else:
-        why = "wrong type"
-    return invalid(dotted, value, why, describe(field))
+def _check_scalars(data: Mapping[str, Any]) -> None:
+    """Raise `UserError` for a value that no key may have, and for a path that is too long."""
+    for field, value in _scalars(data, ""):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise invalid(field, value, "not a finite number")
+        if field.endswith("_s") and isinstance(value, (int, float)) and value > LONGEST_S:
+            raise invalid(field, value, "out of range", f"at most {LONGEST_S:,} seconds")
+        if isinstance(value, (datetime.date, datetime.time)):
+            raise invalid(field, str(value), "a date or time must be in quotes")
+        if field in PATHS and isinstance(value, str) and _too_long(value):
+            valid = f"at most {PATH_BYTES} bytes, and {NAME_BYTES} for each of its names"
+            raise invalid(field, value, "too long for a path", valid)
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise invalid(field, value, "more than 64 bits", f"an integer of at most {LARGEST}")
 
 
-def _unknown(names: Sequence[str], value: Any) -> UserError:
-    """The error for a key or section the schema does not have."""
-    if instead := REMOVED.get(".".join(names)):
-        return UserError(f"{'.'.join(names)}: this key is gone; {instead}.")
-    parent = _section(names[:-1])
-    valid = sorted(parent.model_fields) if parent else []
-    where = f"[{'.'.join(names[:-1])}]" if len(names) > 1 else "the run file"
-    what = (
-        f"[{'.'.join(names)}]: unknown section"
-        if isinstance(value, dict)
-        else f"{'.'.join(names)} = {value!r}: unknown key"
-    )
-    return UserError(f"{what} in {where}; valid: {', '.join(valid)}{nearest(names[-1], valid)}.")
-
-
-def _choices(field: FieldInfo) -> list[str]:
-    """Valid values of a field, or of the items of a list."""
-    options = typing.get_args(field.annotation)
-    if typing.get_origin(field.annotation) is list:
-        options = typing.get_args(options[0])
-    return [str(choice) for choice in options]
-
-
-def _described(names: Sequence[str]) -> str:
-    """Valid values of a dotted key in words; empty where the schema does not have it."""
-    field = _field(names)
-    return "" if field is None else describe(field)
-
-
-def describe(field: FieldInfo) -> str:
-    """Valid values of a field in words: ``an integer >= 0``."""
-    for rule in field.metadata:
-        if isinstance(rule, Valid):
-            return rule.words
-    if typing.get_origin(field.annotation) is Literal:
-        return " or ".join(repr(choice) for choice in typing.get_args(field.annotation))
-    limits = [f"{sign} {bound:.10g}" for sign, bound in _bounds(field)]
-    rest = [f"with at least {m.min_length}" for m in field.metadata if isinstance(m, annotated_types.MinLen)]
-    rest += [f"of at most {m.max_length} characters" for m in field.metadata if isinstance(m, annotated_types.MaxLen)]
-    return " ".join(filter(None, [_kind(field), " and ".join(limits), *rest]))
-
-
-def _kind(field: FieldInfo) -> str:
-    """The type of a field in words."""
-    kind = field.annotation
-    origin, options = typing.get_origin(kind), typing.get_args(kind)
-    if origin is list and section_of(field):
-        return "a list of tables"
-    if origin is list:
-        item = typing.get_origin(options[0]) or options[0]
-        return f"a list of {'strings' if item in (str, Annotated) else ', '.join(_choices(field)) or 'values'}"
-    if origin in (Union, types.UnionType):
-        return " or ".join(_TYPE_NAMES.get(option, str(option)) for option in options)
-    return _TYPE_NAMES.get(origin or kind, "a table")
-
-
-def _bounds(field: FieldInfo) -> Iterator[tuple[str, float]]:
-    signs = {
-        annotated_types.Ge: (">=", "ge"),
-        annotated_types.Gt: (">", "gt"),
-        annotated_types.Le: ("<=", "le"),
-        annotated_types.Lt: ("<", "lt"),
-    }
-    for rule in field.metadata:
-        if type(rule) in signs:
-            sign, attribute = signs[type(rule)]
-            yield sign, getattr(rule, attribute)
-
-
-def _section(names: Sequence[str]) -> type[BaseModel] | None:
-    """The pydantic model of a dotted section name, of a table of a list too."""
-    model: type[BaseModel] = RunConfig
-    for name in names:
-        if name.isdecimal():
-            continue
-        field = model.model_fields.get(name)
-        inner = None if field is None else section_of(field)
-        if inner is None:
-            return None
-        model = inner
-    return model
-
-
-def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of a field that is a table, or a list of tables."""
-    kind = field.annotation
-    if typing.get_origin(kind) is list:
-        kind = typing.get_args(kind)[0]
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _field(names: Sequence[str]) -> FieldInfo | None:
-    """The schema of a dotted field name; of the list itself for an item of a list."""
-    parent = _section(names[:-1])
-    if parent is not None:
-        return parent.model_fields.get(names[-1])
-    return _field(names[:-1]) if len(names) > 1 else None
+def _implied(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``data`` with the name of the task that its other keys imply, and without forms of keys of older run files."""
+    task, train = data.get("task"), data.get("train")
+    if isinstance(task, dict) and (implied := MIXTURE if task.get("train") else "data" if task.get("data") else ""):
+        data = {**data, "task": {"name": implied, **task}}
+    if isinstance(train, dict) and isinstance(train.get("recompute"), bool):
+        data = {**data, "train": {**train, "recompute": "full" if train["recompute"] else "none"}}
+    return data
 
 
 def _too_long(path: str) -> bool:

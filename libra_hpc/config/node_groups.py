@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from .job import Component
 from .run import RunConfig
 
@@ -79,7 +81,7 @@ def _plain(groups: list[HetGroup], spare: int) -> HetGroup:
         "cpus": max(part.cpus for part in parts),
         "mem": max((part.mem for part in parts), key=lambda mem: memory_mb(mem or PLAIN_MEM) or float("inf")),
     }
-    return HetGroup("train", head.component.model_copy(update=update), ranks, head.first)
+    return HetGroup("train", msgspec.structs.replace(head.component, **update), ranks, head.first)
 
 
 def _one_node(config: RunConfig) -> HetGroup:
@@ -95,7 +97,7 @@ def _one_node(config: RunConfig) -> HetGroup:
         "mem": f"{int(sum(memory))}M" if all(memory) else "0",
     }
     ranks = ["planner", *(name for name in STAGES for _ in range(getattr(parts, name).nodes))]
-    return HetGroup("train", parts.train.model_copy(update=update), tuple(ranks), first=len(ranks))
+    return HetGroup("train", msgspec.structs.replace(parts.train, **update), tuple(ranks), first=len(ranks))
 
 
 def first_gpu(config: RunConfig, rank: int) -> int:

@@ -5,21 +5,21 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
 from libra_hpc.errors import UserError, nearest
 
 from .job import Component
-from .load import describe, section_of
 from .run import RunConfig
-from .section import PATH, Unit
+from .schema import Key, describe, keys
+from .section import PATH, Section
 from .site import ALLOWED
 
 WIDTH = 80
@@ -110,33 +110,42 @@ def as_records(found: Sequence[KeyTable], present: Mapping[str, Any] | None = No
     ]
 
 
-def _walk(section: BaseModel, name: str) -> Iterator[KeyTable]:
+def _walk(section: Section, name: str) -> Iterator[KeyTable]:
     """The section's own keys as a table, then the tables below it."""
-    values = {key: getattr(section, key) for key in type(section).model_fields}
-    fields = {key: field for key, field in type(section).model_fields.items() if not isinstance(values[key], BaseModel)}
-    if fields:
-        text = re.sub(r"^``\[.*?\]``: ", "", " ".join((type(section).__doc__ or "").split()))
-        keys = tuple(_key(name, key, field, values[key]) for key, field in fields.items())
-        yield KeyTable((name,), _markdown(text[:1].upper() + text[1:]), keys)
-    for key, value in values.items():
-        if isinstance(value, BaseModel):
-            yield from _walk(value, f"{name}.{key}" if name else key)
-        elif item := section_of(type(section).model_fields[key]):
-            yield from _walk(item(), f"{name}.{key}")
+    kind = type(section)
+    known, texts = keys(kind), _descriptions(kind)
+    own = {key: found for key, found in known.items() if not isinstance(getattr(section, key), Section)}
+    if own:
+        text = re.sub(r"^``\[.*?\]``: ", "", " ".join((kind.__doc__ or "").split()))
+        entries = tuple(_key(name, key, found, getattr(section, key), texts[key]) for key, found in own.items())
+        yield KeyTable((name,), _markdown(text[:1].upper() + text[1:]), entries)
+    for key, found in known.items():
+        if found.section:
+            below = found.section() if key in own else getattr(section, key)
+            yield from _walk(below, f"{name}.{key}" if name else key)
 
 
-def _key(section: str, name: str, field: FieldInfo, default: Any) -> ConfigKey:
-    unit = next((rule.name for rule in field.metadata if isinstance(rule, Unit)), "")
-    text = _markdown(field.description or "")
-    valid = describe(field)
-    return ConfigKey(name=name, valid=valid, unit=unit, default=default, text=text, also_in=_also_in(section, name))
+def _descriptions(section: type[Section]) -> dict[str, str]:
+    """The strings below the keys of a section, from its source."""
+    found: dict[str, str] = {}
+    for kind in reversed([kind for kind in section.__mro__ if issubclass(kind, Section)]):
+        (defined,) = ast.parse(inspect.getsource(kind)).body
+        body = defined.body if isinstance(defined, ast.ClassDef) else []
+        for key, text in itertools.pairwise(body):
+            if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found[ast.unparse(key.target)] = str(text.value.value)
+    return found
+
+
+def _key(section: str, name: str, key: Key, default: Any, text: str) -> ConfigKey:
+    return ConfigKey(name, describe(key), key.unit, default, _markdown(text), _also_in(section, name))
 
 
 def _also_in(section: str, name: str) -> tuple[str, ...]:
     """Where a key may stand besides a run file: a site profile, or every component of its own."""
     keys = ALLOWED.get(section)
     site = ("site profile",) if keys is not None and (not keys or name in keys) else ()
-    return (*site, *((f"components.*.{name}",) if section == "slurm" and name in Component.model_fields else ()))
+    return (*site, *((f"components.*.{name}",) if section == "slurm" and name in Component.__struct_fields__ else ()))
 
 
 def _present(names: Sequence[str], key: str, present: Mapping[str, Any]) -> str:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from msgspec import Meta
 
-from .section import FilePath, Mebibytes, Seconds, Section, Tokens, Valid, one_or_each
+from .section import FilePath, Mebibytes, Seconds, Section, Tokens, Valid
 
-Count = Annotated[int, Field(ge=1, le=1024)]
-
-
+Count = Annotated[int, Meta(ge=1, le=1024)]
 PerNode = Annotated[
-    Annotated[Count, Tag("one")] | Annotated[list[Count], Tag("each")],
-    Discriminator(one_or_each),
-    Valid("an integer from 1 to 1024, or a list of them with one for each hybrid and rollout node"),
+    Count | list[Count], Valid("an integer from 1 to 1024, or a list of them with one for each hybrid and rollout node")
 ]
 """One number for all nodes with engines, or a list in rank order: hybrid nodes first, then rollout nodes."""
 
@@ -24,7 +20,7 @@ def of_node(value: int | list[int], node: int) -> int:
     return value[node] if isinstance(value, list) else value
 
 
-class RolloutSection(Section):
+class RolloutSection(Section, frozen=True):
     """``[rollout]``: the engines (vLLM replicas) and the scheduler that feeds them."""
 
     tp: PerNode = 1
@@ -34,16 +30,16 @@ class RolloutSection(Section):
     policy: str = "cmlfq"
     """Scheduling policy that chooses the engine of every turn: cmlfq, least_loaded, sticky, or
     ``path/to/file.py:ClassName``; `libra-hpc simulate` compares them."""
-    temperature: float = Field(1.0, ge=0.01, le=100)
+    temperature: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     """Sampling temperature."""
-    max_model_len: Tokens = Field(4096, ge=16)
+    max_model_len: Annotated[Tokens, Meta(ge=16)] = 4096
     """Longest context of a trajectory. A longer episode ends by length."""
-    max_num_seqs: int = Field(64, ge=1, le=65536)
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65536)] = 64
     """Most sequences an engine runs at once."""
-    max_inflight: int = Field(96, ge=1, le=65536)
+    max_inflight: Annotated[int, Meta(ge=1, le=65536)] = 96
     """Most turns of one engine at once. Somewhat more than ``max_num_seqs`` replaces a finished turn without a round
     trip."""
-    kv_cache_mb: Mebibytes = Field(0, ge=0, le=2**20)
+    kv_cache_mb: Annotated[Mebibytes, Meta(ge=0, le=2**20)] = 0
     """KV cache per device; 0: what vLLM takes by default, 90 % of the device."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Type of the KV caches. ``auto``: that of the weights. ``fp8``: a byte per element, so they hold twice the tokens
@@ -51,7 +47,7 @@ class RolloutSection(Section):
     async_steps: bool = False
     """Whether an engine forms a step while the GPU computes the one before, so that the GPU does not wait for the host.
     Needs ``slurm.device = "cuda"``. A prompt then joins a step later."""
-    kv_host_gb_per_gpu: float = Field(0.0, ge=0, allow_inf_nan=False)
+    kv_host_gb_per_gpu: Annotated[float, Meta(ge=0)] = 0.0
     """Host memory (GiB) per GPU for KV caches that the GPU evicted. They come back over PCIe instead of being computed
     again. Needs ``slurm.device = "cuda"``; 0: none."""
     kv_after_update: Literal["recompute", "keep"] = "recompute"
@@ -60,14 +56,14 @@ class RolloutSection(Section):
     weights_transport: Literal["auto", "tcp", "nixl"] = "auto"
     """How nodes get new weights. ``nixl``: by reads of each other's memory, over InfiniBand or RoCE, with the extra
     `libra-hpc[nixl]` (docs/site.md). ``auto``: by NIXL on nodes that have it and such a network, else by TCP."""
-    weights_port: int = Field(0, ge=0, le=65535)
+    weights_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port of the train leader's node where another cluster may pull new weights over HTTP (docs/network.md). The run
     directory's `weights.json` has the address and the secret that it needs. 0: none is open."""
-    weights_mb_s: float = Field(100.0, ge=0.1, allow_inf_nan=False)
+    weights_mb_s: Annotated[float, Meta(ge=0.1)] = 100.0
     """Most bandwidth (MB/s) for that, of all who pull together."""
-    block_size: Tokens = Field(32, ge=8)
+    block_size: Annotated[Tokens, Meta(ge=8)] = 32
     """Length of a KV block, the unit of prefix reuse."""
-    threads: int = Field(1, ge=1, le=1024)
+    threads: Annotated[int, Meta(ge=1, le=1024)] = 1
     """CPU threads per engine process."""
     record_steps: bool = False
     """Record every engine step in the run's log folder. `libra-hpc calibrate engine --run` fits step times to these
@@ -75,7 +71,7 @@ class RolloutSection(Section):
     warm_start: FilePath = ""
     """Run directory or `trajectories.jsonl` that the scheduling policy learns from before the first turn. Earlier
     attempts of the run always count."""
-    max_trajectories: int = Field(0, ge=0)
+    max_trajectories: Annotated[int, Meta(ge=0)] = 0
     """Most trajectories open at once; 0: (eta + 1) * prompts_per_step * group_size."""
 
     def on_node(self, node: int) -> tuple[int, int]:
@@ -83,7 +79,7 @@ class RolloutSection(Section):
         return of_node(self.tp, node), of_node(self.engines_per_node, node)
 
 
-class PlannerSection(Section):
+class PlannerSection(Section, frozen=True):
     """``[planner]``: what the split is planned with before the job is queued, and when the hybrid nodes change role."""
 
     device: str = ""
@@ -102,21 +98,21 @@ class PlannerSection(Section):
     """Whether the planner decides while the job runs; ``false``: no node changes its role."""
     hybrid_start: Literal["rollout", "train"] = "rollout"
     """Role of the hybrid nodes when the job starts."""
-    interval_s: Seconds = Field(5.0, gt=0)
+    interval_s: Annotated[Seconds, Meta(gt=0)] = 5.0
     """Time between two evaluations of the plan."""
-    horizon_s: Seconds = Field(300.0, gt=0)
+    horizon_s: Annotated[Seconds, Meta(gt=0)] = 300.0
     """Time within which a move must pay."""
-    margin: float = Field(1.5, ge=1)
+    margin: Annotated[float, Meta(ge=1)] = 1.5
     """Factor by which a move's predicted gain over the horizon must exceed its cost."""
-    min_gain: float = Field(0.05, ge=0)
+    min_gain: Annotated[float, Meta(ge=0)] = 0.05
     """Smallest gain of a move, as a share of the present step time."""
-    min_dwell_s: Seconds = Field(20.0, ge=0)
+    min_dwell_s: Annotated[Seconds, Meta(ge=0)] = 20.0
     """Shortest stay of a node in the role it moved to."""
-    switch_cost_s: Seconds = Field(15.0, gt=0)
+    switch_cost_s: Annotated[Seconds, Meta(gt=0)] = 15.0
     """Assumed cost of a move, in time of the moving node, until moves were measured."""
-    moves_per_hour: int = Field(12, ge=1)
+    moves_per_hour: Annotated[int, Meta(ge=1)] = 12
     """Most node moves in any hour, whatever they promise."""
-    period_s: Seconds = Field(600.0, gt=0)
+    period_s: Annotated[Seconds, Meta(gt=0)] = 600.0
     """Longest time between two evaluations, even when no measurement changed."""
     time_sharing: Literal["auto", "off"] = "off"
     """Whether hybrid nodes may serve both stages of every step. ``auto``: where ``algorithm.eta`` is 0 and the measured
@@ -124,15 +120,15 @@ class PlannerSection(Section):
     repartition: Literal["advise", "carry_out"] = "carry_out"
     """What happens with a better layout of the core nodes. ``advise``: it is logged. ``carry_out``: the ranks restart
     in it, inside the job."""
-    repartition_cost_s: Seconds = Field(300.0, gt=0)
+    repartition_cost_s: Annotated[Seconds, Meta(gt=0)] = 300.0
     """Assumed cost of a repartition: a checkpoint, a restart of all ranks, and the weights to every engine."""
 
 
-class SpotSection(Section):
+class SpotSection(Section, frozen=True):
     """``[borrow.spot]``: jobs of one node each that the run queues for itself while it runs, to roll out on them
     (docs/borrow.md)."""
 
-    nodes: int = Field(0, ge=0, le=1_000)
+    nodes: Annotated[int, Meta(ge=0, le=1_000)] = 0
     """Most nodes; 0: none is queued."""
     partition: str = ""
     """Slurm partition of the jobs, for instance one whose jobs are preempted; empty: that of ``components.rollout``."""
@@ -142,7 +138,7 @@ class SpotSection(Section):
     """Slurm time limit of each job, after which another one is queued."""
 
 
-class BorrowSection(Section):
+class BorrowSection(Section, frozen=True):
     """``[borrow]``: engines that join the running job."""
 
     lenders: bool = False

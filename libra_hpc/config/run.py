@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from .compute import ComputeSection
-from .job import ComponentsSection, DeadlinesSection, NotifySection, RunSection, SlurmSection, TrackSection
+import msgspec
+
+from .job import (
+    ComponentsSection,
+    ComputeSection,
+    DeadlinesSection,
+    NotifySection,
+    RunSection,
+    SlurmSection,
+    TrackSection,
+)
 from .learn import (
     AlgorithmSection,
     ChatSection,
@@ -20,8 +29,10 @@ from .rollout import BorrowSection, PlannerSection, RolloutSection
 from .section import Section
 from .simulated import SimulatedSection
 
+GIVEN = "given"
 
-class RunConfig(Section):
+
+class RunConfig(Section, frozen=True):
     """Every table of the run file, resolved."""
 
     run: RunSection = RunSection()
@@ -42,11 +53,19 @@ class RunConfig(Section):
     notify: NotifySection = NotifySection()
     track: TrackSection = TrackSection()
     simulated: SimulatedSection = SimulatedSection()
+    given: frozenset[str] = frozenset()
+    """Dotted keys that a file or an option gave; no key itself."""
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data, as `RunDir.config` has it; `libra_hpc.config.load.validate` reads it."""
+        data = msgspec.to_builtins(self)
+        del data[GIVEN]
+        return data
 
     def changed(self, **sections: Mapping[str, Any]) -> RunConfig:
         """With other values of some keys, by section; they are not checked again."""
-        update = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
-        return self.model_copy(update=update)
+        update = {name: msgspec.structs.replace(getattr(self, name), **values) for name, values in sections.items()}
+        return msgspec.structs.replace(self, **update)
 
     @property
     def speedup(self) -> float:

@@ -29,7 +29,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 def values(config: RunConfig) -> dict[str, Any]:
     """Dotted keys and values, in the order of the schema."""
-    return flat(config.model_dump(), TABLES)
+    return flat(config.as_data(), TABLES)
 
 
 DEFAULTS = values(RunConfig())

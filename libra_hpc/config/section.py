@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+import msgspec
 
 
-class Section(BaseModel):
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One table of the run file: frozen, an unknown key is an error, and the string below a field describes it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
-
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """Unit of a number, for the reference."""
 
     name: str
 
 
-@dataclass(frozen=True)
-class Valid:
+class Valid(NamedTuple):
     """Valid values in words, where those from the type are not clear."""
 
     words: str
-
-
-def one_or_each(value: Any) -> str:
-    """The tag of a field that takes a value or a list."""
-    return "each" if isinstance(value, list) else "one"
 
 
 PATH = "a path"

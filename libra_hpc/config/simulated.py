@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from msgspec import Meta, field
 
 from .section import FilePath, Seconds, Section
 
 
-class SimulatedSection(Section):
+class SimulatedSection(Section, frozen=True):
     """``[simulated]``: simulated engines, trainers and tools; read only when ``run.engine`` is ``simulated``.
     Seconds are simulated ones."""
 
-    speedup: float = Field(10.0, gt=0, le=1e6)
+    speedup: Annotated[float, Meta(gt=0, le=1e6)] = 10.0
     """Simulated seconds per second of the wall clock. Real work (messages, scheduling) counts this many times, so the
     machine bounds it."""
     device: str = ""
@@ -31,21 +31,21 @@ class SimulatedSection(Section):
     device's peaks. ``auto``: tables where there are some."""
     trace: FilePath = ""
     """Trace file to replay; empty: generate trajectories."""
-    presets: list[str] = Field(["r2e"], min_length=1)
+    presets: Annotated[list[str], Meta(min_length=1)] = field(default_factory=lambda: ["r2e"])
     """Kinds of generated work, one after the other, each for an equal share of the run."""
-    sibling: float = Field(0.69, ge=0, le=1)
+    sibling: Annotated[float, Meta(ge=0, le=1)] = 0.69
     """Share of the variance of the log length that the prompt explains."""
-    outcome: float = Field(0.2, ge=0, le=1)
+    outcome: Annotated[float, Meta(ge=0, le=1)] = 0.2
     """Correlation of a tool's outcome with the work that remains."""
-    drift: float = Field(1.0, gt=0)
+    drift: Annotated[float, Meta(gt=0)] = 1.0
     """Typical length at the end of each preset's share, as a multiple of that at its beginning."""
-    mfu: float = Field(0.4, gt=0, le=1)
+    mfu: Annotated[float, Meta(gt=0, le=1)] = 0.4
     """Share of the devices' peak that a training step reaches."""
-    step_s: Seconds = Field(1.0, ge=0)
+    step_s: Annotated[Seconds, Meta(ge=0)] = 1.0
     """Part of a training step's time that does not depend on its tokens."""
-    start_s: Seconds = Field(60.0, ge=0)
+    start_s: Annotated[Seconds, Meta(ge=0)] = 60.0
     """Time from the start of an engine or a training process until it is ready."""
-    wake_s: Seconds = Field(5.0, ge=0)
+    wake_s: Annotated[Seconds, Meta(ge=0)] = 5.0
     """Time that standby adds to the next weight update of an engine, and to the next joining of a training process."""
-    sync_s: Seconds = Field(2.0, ge=0)
+    sync_s: Annotated[Seconds, Meta(ge=0)] = 2.0
     """Pause of an engine for a weight update."""

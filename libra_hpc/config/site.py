@@ -23,7 +23,7 @@ VARIABLE = "LIBRA_HPC_SITE"
 NONE = "none"
 SYSTEM = Path("/etc/libra-hpc/site.toml")
 OWN = Path("~/.config/libra-hpc/site.toml")
-COMPONENT_KEYS = tuple(key for key in Component.model_fields if key != "nodes")
+COMPONENT_KEYS = tuple(key for key in Component.__struct_fields__ if key != "nodes")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "run": ("dir", "share"),
     "slurm": (),

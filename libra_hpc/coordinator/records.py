@@ -66,7 +66,7 @@ class Records:
         self._patience_s = context.config.deadlines.storage_s
         self._fence = context.fence
         self._facts = FactsWriter(context.run, context.attempt, self._fence.check)
-        self._notices, self._alerts = Notices(), Alerts(context.config.notify.model_dump(), context.run.path)
+        self._notices, self._alerts = Notices(), Alerts(msgspec.to_builtins(context.config.notify), context.run.path)
         self._lease_fault = self.fault = ""
         """``fault``: why the run directory takes no writes; empty: it does."""
 

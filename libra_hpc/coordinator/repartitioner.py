@@ -108,7 +108,7 @@ class Repartitioner:
     def carry_out(self, step: int) -> None:
         """The checkpoint of ``step`` is saved: leave what the next start of the ranks needs, and log it."""
         assert self._ordered is not None
-        self._run.write_config(self._ordered.config.model_dump())
+        self._run.write_config(self._ordered.config.as_data())
         self._log_done(step, self._ordered)
 
     def give_up(self, reason: str) -> None:

@@ -33,7 +33,7 @@ def named_files(values: Any, key: str = "") -> Iterator[tuple[str, Path]]:
 def keep(run: RunDir, config: RunConfig, attempt: int) -> list[str]:
     """Copy the files of an attempt; returns a sentence for each that differs from the attempt before."""
     changed: list[str] = []
-    for key, file in sorted(set(named_files(config.model_dump()))):
+    for key, file in sorted(set(named_files(config.as_data()))):
         copy, before = (run.user_files(number) / key / file.name for number in (attempt, attempt - 1))
         content = file.read_bytes()
         if before.is_file() and before.read_bytes() != content:

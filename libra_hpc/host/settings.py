@@ -50,7 +50,7 @@ def host_config(config: RunConfig) -> HostConfig:
         task=task.host_task,
         model=config.model.path,
         options=task.arguments,
-        chat=config.chat.model_dump(),
+        chat=msgspec.to_builtins(config.chat),
         seed=config.run.seed,
         tool_timeout_s=task.tool_timeout_s,
         tool_memory_mb=task.tool_memory_mb,

@@ -145,7 +145,7 @@ def plan_record(made: InitialPlan) -> dict[str, Any]:
 
 def _check(config: RunConfig) -> None:
     for section, keys in CHOSEN.items():
-        for key in sorted(getattr(config, section).model_fields_set & set(keys)):
+        for key in sorted(key for key in keys if f"{section}.{key}" in config.given):
             value = getattr(getattr(config, section), key)
             raise invalid(
                 f"{section}.{key}",
@@ -219,7 +219,7 @@ def _training(config: RunConfig, plan: RunPlan) -> dict[str, Any]:
     """
     layout, train = plan.train.layout, config.train
     other = {key: getattr(layout, key) for key in ("cp", "ep", "etp") if getattr(layout, key) != getattr(train, key)}
-    free = [key for key in ("micro_tokens", "recompute") if key not in train.model_fields_set]
+    free = [key for key in ("micro_tokens", "recompute") if f"train.{key}" not in config.given]
     chosen = {"tp": layout.tp, "pp": layout.pp, **other, **{key: getattr(layout, key) for key in free}}
     without = {} if plan.snapshots else {"snapshot_every": 0}
     return {f"train.{key}": value for key, value in (chosen | without).items()}

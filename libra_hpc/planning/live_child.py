@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.control.plays import hold
 from libra_hpc.protocol.codec import Codec, FrameError, read_frame
@@ -51,7 +52,7 @@ class PlayerProcess:
     """The player of a run, which answers late; `close` ends its process."""
 
     def __init__(self, config: RunConfig, repartition_after: float = -inf, limit_s: float = LIMIT_S) -> None:
-        self._setup, self._limit_s = PlaySetup(config.model_dump(mode="json"), repartition_after), limit_s
+        self._setup, self._limit_s = PlaySetup(config.as_data(), repartition_after), limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._idle = _nothing_to_decide(config)
         self._thread = ThreadPoolExecutor(1, "player")
@@ -128,7 +129,7 @@ def main() -> None:
         try:
             setup = QUESTIONS.decode(read_frame(questions.read))
             assert isinstance(setup, PlaySetup)
-            player = live_player(RunConfig.model_validate(setup.config), setup.repartition_after)
+            player = live_player(validate(setup.config), setup.repartition_after)
             while True:
                 question = QUESTIONS.decode(read_frame(questions.read))
                 assert isinstance(question, Question)

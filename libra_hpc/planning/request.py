@@ -142,10 +142,10 @@ def _with_devices(config: RunConfig) -> RunConfig:
     file = Path(config.planner.devices) if config.planner.devices else None
     found = _device(config.planner.device, file, "planner.device")
     filled = {
-        name: getattr(parts, name).model_copy(update={"gpus": found.devices_per_node})
+        name: msgspec.structs.replace(getattr(parts, name), gpus=found.devices_per_node)
         for name in ("train", "hybrid", "rollout")
     }
-    return config.model_copy(update={"components": parts.model_copy(update=filled)})
+    return msgspec.structs.replace(config, components=msgspec.structs.replace(parts, **filled))
 
 
 def request(
@@ -197,9 +197,7 @@ def request(
         group=algorithm.group_size,
         max_model_len=rollout.max_model_len,
         max_num_seqs=rollout.max_num_seqs,
-        space=TrainSpace(recompute=(config.train.recompute,))
-        if "recompute" in config.train.model_fields_set
-        else TrainSpace(),
+        space=TrainSpace(recompute=(config.train.recompute,)) if "train.recompute" in config.given else TrainSpace(),
         lengths=_source(recorded, trace, assumed),
         work=work,
         policy=rollout.policy,
@@ -208,7 +206,7 @@ def request(
             rolls=msgspec.structs.replace(
                 node_work(config, "rollout"), reference=algorithm.has_reference and config.components.hybrid.nodes > 0
             ),
-            optional="snapshot_every" not in config.train.model_fields_set,
+            optional="train.snapshot_every" not in config.given,
         ),
         keep_kv=rollout.kv_after_update == "keep",
         max_inflight=rollout.max_inflight,
@@ -220,7 +218,7 @@ def node_work(config: RunConfig, name: str) -> NodeWork:
     """What a node of a component does with its memory; ``kv_bytes`` are those of one GPU."""
     task, environments = config.task, 0.0
     # The address space is a limit, far above what most tools take: it counts where the user chose it.
-    if name == "rollout" and "tool_memory_mb" in task.model_fields_set:
+    if name == "rollout" and "task.tool_memory_mb" in config.given:
         environments = float(task.hosts * task.tool_processes * task.tool_memory_mb * MIB)
     return NodeWork(
         reference=config.algorithm.has_reference and name != "rollout",

@@ -68,14 +68,9 @@ def in_wall_time(config: RunConfig) -> RunConfig:
     if config.run.engine == "real":
         return config
     planner, speedup = config.planner, config.simulated.speedup
-    times = {name: getattr(planner, name) / speedup for name in type(planner).model_fields if name.endswith("_s")}
+    times = {name: getattr(planner, name) / speedup for name in planner.__struct_fields__ if name.endswith("_s")}
     moves = max(1, round(planner.moves_per_hour * speedup))
-    return config.model_copy(
-        update={
-            "planner": planner.model_copy(update={**times, "moves_per_hour": moves}),
-            "task": config.task.model_copy(update={"name": TASK}),
-        }
-    )
+    return config.changed(planner={**times, "moves_per_hour": moves}, task={"name": TASK})
 
 
 def check_simulated(config: RunConfig) -> None:

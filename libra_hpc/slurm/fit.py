@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from libra_hpc.config.job import Component, SlurmSection
 from libra_hpc.config.node_groups import COMPONENTS, PLAIN_CPUS, PLAIN_MEM, het_groups, memory_mb
 from libra_hpc.config.run import RunConfig
@@ -39,8 +41,8 @@ def with_resources(config: RunConfig, partitions: Sequence[Partition]) -> RunCon
             whole = all(share == 1.0 for _, share in shares)
             mem = "0" if whole else f"{min(int(part.memory_mb * share) for part, share in shares)}M"
         update = {"cpus": component.cpus or cpus, "mem": component.mem or mem}
-        filled[name] = component.model_copy(update=update)
-    return config.model_copy(update={"components": config.components.model_copy(update=filled)})
+        filled[name] = msgspec.structs.replace(component, **update)
+    return msgspec.structs.replace(config, components=msgspec.structs.replace(config.components, **filled))
 
 
 def usable(component: Component, partitions: Sequence[Partition]) -> list[Partition]:
@@ -91,7 +93,7 @@ def _waits(partition: Partition, needed: int) -> list[str]:
 def _check_spot(config: RunConfig, partitions: Sequence[Partition]) -> None:
     """Raise `UserError` for jobs of ``[borrow.spot]`` that no partition could start."""
     spot, own = config.borrow.spot, config.components.rollout
-    component = own.model_copy(update={"nodes": 1, "partition": spot.partition or own.partition})
+    component = msgspec.structs.replace(own, nodes=1, partition=spot.partition or own.partition)
     found = _partitions("borrow.spot", component, partitions)
     if (most := max(_gpus(component, part) for part in found)) < component.gpus:
         why = f"its nodes have {most} such GPUs, and components.rollout.gpus is {component.gpus}"

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from libra_hpc.config.job import Component
 from libra_hpc.config.node_groups import SHARED, HetGroup, differing, het_groups, rank_components
 from libra_hpc.config.run import RunConfig
@@ -227,7 +229,7 @@ def spot_options(config: RunConfig) -> list[str]:
     spot = config.borrow.spot
     own = with_resources(config, ()).components.rollout
     update = {"nodes": 1, "partition": spot.partition or own.partition, "qos": spot.qos or own.qos}
-    group = HetGroup("rollout", own.model_copy(update=update), ("rollout",))
+    group = HetGroup("rollout", msgspec.structs.replace(own, **update), ("rollout",))
     return _options(config.changed(slurm={"time_limit": spot.time_limit}), group)
 
 

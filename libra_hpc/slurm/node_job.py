@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.slurm.queue.query import partitions
@@ -46,7 +48,7 @@ def submit_on_nodes(
     """
     check_lines(config)
     config = with_resources(config, partitions(env))
-    wanted = getattr(config.components, component).model_copy(update={"nodes": nodes})
+    wanted = replace(getattr(config.components, component), nodes=nodes)
     started = start_command(config, folder, named=False)
     python = shlex.join([*started.prefix, compute_python(config), *RANK_STARTER])
     return run_single(

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+import msgspec
+
 from libra_hpc.config.job import Component, SlurmSection
 from libra_hpc.config.node_groups import het_groups, rank_components
 from libra_hpc.config.run import RunConfig
@@ -217,7 +219,7 @@ def kept_nodes(run: RunDir, config: RunConfig, attempt: int) -> list[str]:
 
 def queue_clean_up(run: RunDir, config: RunConfig, node: str, env: Mapping[str, str]) -> None:
     """Queue the job that empties a node's memory of a run; raises `OperationError`."""
-    component = config.components.train.model_copy(update={"gpus": 0})
+    component = msgspec.structs.replace(config.components.train, gpus=0)
     given = component_options(config, "train", component) | {
         "job-name": f"{config.run.name}-clean-up",
         "nodelist": node,

@@ -31,8 +31,8 @@ OTHER_LAYOUT = "it is of another layout."
 
 def layout_digest(config: RunConfig) -> str:
     """Return a digest of all keys about training: a change of one more costs a few steps, once."""
-    keys = (config.train.model_dump_json(), config.components.train.model_dump_json(), config.model.model_dump_json())
-    return hashlib.sha256("\n".join(keys).encode()).hexdigest()
+    keys = msgspec.json.encode((config.train, config.components.train, config.model))
+    return hashlib.sha256(keys).hexdigest()
 
 
 def list_snapshot(run: RunDir, config: RunConfig, start: str, position: DataPosition) -> None:

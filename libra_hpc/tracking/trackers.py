@@ -90,7 +90,7 @@ class Wandb:
             name=run.name,
             resume="allow",
             dir=str(folder),
-            config=config.model_dump(exclude={"compute", "track"}),
+            config={key: table for key, table in config.as_data().items() if key not in ("compute", "track")},
         )
 
     def send(self, step: int, values: Mapping[str, float]) -> None:

@@ -112,7 +112,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def optimizer_settings(config: RunConfig) -> OptimizerSettings:
-    given = config.optimizer.model_dump()
+    given = msgspec.to_builtins(config.optimizer)
     decay, last = given.pop("decay"), given.pop("decay_steps")
     if decay != "none":
         end = 1 + config.updates

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from libra_hpc.agent.engine_start import engine_config
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
@@ -14,7 +14,7 @@ from libra_hpc.protocol.layout import ResumePoint
 
 def test_an_engine_that_is_rebuilt_begins_with_a_checkpoint_that_still_exists(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    config = RunConfig.model_validate({"model": {"path": "/models/policy"}})
+    config = validate({"model": {"path": "/models/policy"}})
     start = ResumePoint(10, str(run.checkpoint(10)), 80, ())
     context = AgentContext(
         2, RankLayout(("planner", "train", "rollout")), config, run, 1, lambda *args: None, start, tmp_path, tmp_path

@@ -14,7 +14,7 @@ import pytest
 
 from libra_hpc.agent.hosting import hosts as module
 from libra_hpc.agent.hosting.hosts import Hosts
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
@@ -37,7 +37,7 @@ class Service:
         self.folder.mkdir()
         write_keychain_tokenizer(folder / "policy")
         task = {"name": TASK, "options": {"path": str(self.diary)}, "hosts": 2, "tool_timeout_s": 300.0}
-        config = RunConfig.model_validate({"task": task, "model": {"path": str(folder / "policy")}})
+        config = validate({"task": task, "model": {"path": str(folder / "policy")}})
         self.seen: list[tuple[int, Any]] = []
         self.downs: list[int] = []
         owner = SimpleNamespace(

@@ -13,7 +13,7 @@ import pytest
 from libra_hpc.agent import supervised
 from libra_hpc.agent.hosting import hosts as module
 from libra_hpc.agent.hosting.hosts import Hosts
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
@@ -66,7 +66,7 @@ class Scene:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(supervised, "Child", FakeChild)
         monkeypatch.setattr(module, "RESTART_S", 0.0)
-        config = RunConfig.model_validate({"deadlines": {"floor_s": 20, "first_s": 100, "factor": 5}})
+        config = validate({"deadlines": {"floor_s": 20, "first_s": 100, "factor": 5}})
         self.now = 0.0
         self.sent: list[Any] = []
         self.seen: list[Any] = []

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from libra_hpc.agent.node_carrier import NodeCarrier
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.facts.events import EVENTS
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
@@ -29,7 +29,7 @@ from tests.weights.nodes import node_folders
 
 class Scene:
     def __init__(self, folder: Path, shm: Path) -> None:
-        config = RunConfig.model_validate(
+        config = validate(
             {
                 "run": {"engine": "simulated"},
                 "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
@@ -142,7 +142,7 @@ class Context:
     """Stands for `AgentContext`."""
 
     def __init__(self) -> None:
-        self.rank, self.config = 1, RunConfig.model_validate({})
+        self.rank, self.config = 1, validate({})
         self.layout = RankLayout(("planner", "train"))
         self.sent: list[Any] = []
         self.logged: list[str] = []

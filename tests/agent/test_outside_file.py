@@ -11,7 +11,7 @@ import pytest
 
 from libra_hpc.agent import node_carrier
 from libra_hpc.agent.node_carrier import NodeCarrier
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
@@ -27,7 +27,7 @@ SECRET = b"of the run"
 def ready(folder: Path, rank: int, message: CarrierReady, engine: str = "simulated", **rollout: Any) -> list[Log]:
     """The events of a carrier that has started."""
     sent: list[Any] = []
-    config = RunConfig.model_validate({"rollout": rollout, "run": {"engine": engine}})
+    config = validate({"rollout": rollout, "run": {"engine": engine}})
     context = AgentContext(
         rank,
         RankLayout(("planner", "train", "rollout")),

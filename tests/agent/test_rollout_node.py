@@ -21,7 +21,7 @@ import pytest
 from libra_hpc.agent import rollout_node, supervised
 from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.rollout_node import RolloutNode
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
@@ -49,7 +49,7 @@ class Scene:
     """A node, a training side that has nothing newer unless set, and everything that was sent."""
 
     def __init__(self, folder: Path, engines: int, **sections: dict[str, Any]) -> None:
-        config = RunConfig.model_validate(
+        config = validate(
             {
                 "run": {"engine": "simulated"},
                 "components": {"rollout": {"nodes": 1, "gpus": 8, "gpu_type": "a800"}},

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.train_node import TrainNode
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
@@ -27,7 +27,7 @@ class Scene:
     def __init__(
         self, folder: Path, tp: int = 1, rank: int = 1, components: tuple[str, ...] = ("train", "hybrid", "rollout")
     ) -> None:
-        config = RunConfig.model_validate(
+        config = validate(
             {
                 "run": {"engine": "simulated"},
                 "simulated": {

@@ -194,7 +194,7 @@ def test_the_run_file_of_a_site_has_its_layout() -> None:
 def test_what_one_hybrid_node_cannot_follow_is_repartitioned() -> None:
     site = msgspec.structs.replace(SITE, core=(3, 2), model="qwen3-8b", token_s=8e-4)
     work = drifting(lambda step: curriculum(step + 24), 56, SITE.prompts, SITE.group, seed=10)
-    cheap = SETTINGS.model_copy(update={"repartition_cost_s": 60.0, "interval_s": 60.0})
+    cheap = msgspec.structs.replace(SETTINGS, repartition_cost_s=60.0, interval_s=60.0)
     done = play(site, work, Tiers(cheap, site), 3, seed=10)
     proposed = [d for d in done.decisions if d.action == "repartition"]
     assert len(proposed) == len(done.repartitioned) >= 1

@@ -28,7 +28,7 @@ def test_show_prints_a_run_file_that_gives_the_same_configuration(site: Path, pr
     written = cli("config", "show", "run.toml", "-o", "rollout.tp=2", "--toml").out
     assert "[deadlines]" not in written
     (site / "again.toml").write_text(written)
-    assert load_run_file(site / "again.toml").model_dump() == shown
+    assert load_run_file(site / "again.toml").as_data() == shown
     assert shown["slurm"]["account"] == "rl"
     assert cli("config", "show", "run.toml", "--json").out == cli("config", "show", "run.toml").out
     assert cli("config", "show", "run.toml", "--json", "--toml").code == 2
@@ -76,14 +76,14 @@ def test_every_path_expands_home_and_variables_and_is_relative_to_where_one_type
     (site / "files" / "x").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(site))
     monkeypatch.setenv("FILES", "files")
-    found = {flat(site_config({key: path}).model_dump())[key] for path in ("~/files/x", "$HOME/$FILES/x", "files/x")}
+    found = {flat(site_config({key: path}).as_data())[key] for path in ("~/files/x", "$HOME/$FILES/x", "files/x")}
     assert found == {str(site / "files" / "x")}
 
 
 @pytest.mark.parametrize("key", ["rollout.policy", "task.name", "task.reward", "algorithm.loss", "algorithm.advantage"])
 def test_a_name_in_a_file_is_such_a_path_too(key: str, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(site))
-    assert flat(site_config({key: "~/x.py:name"}).model_dump())[key] == f"{site}/x.py:name"
+    assert flat(site_config({key: "~/x.py:name"}).as_data())[key] == f"{site}/x.py:name"
 
 
 def test_a_dry_run_takes_the_short_name_of_a_model(site: Path, cli: Cli) -> None:

@@ -228,7 +228,7 @@ def test_a_run_is_queued_and_found_again_whatever_the_site_s_habits(
     for name, text in there.programs.items():
         (other / "bin" / name).unlink() if text is None else program(other / "bin" / name, text)
     old = RunDir.create(other / "runs", "old")
-    old.write_config(RunConfig().model_dump())
+    old.write_config(RunConfig().as_data())
     write_job(old, JobRecord("slurm", "4000", 1, 1.0))
     options = [word for one in there.overrides for word in ("-o", one)]
     findings = json.loads(cli("doctor", "--json").out)["findings"]

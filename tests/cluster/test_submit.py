@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import submit
@@ -93,7 +93,7 @@ def queue(
     arguments = [str(run.path.parent.parent / "world.py"), str(run.path), how]
     return submit.submit(
         Launch(
-            job_request(RunConfig.model_validate({**CONFIG, **changes})),
+            job_request(validate({**CONFIG, **changes})),
             run,
             attempt,
             environment={"NOTE": "it's 100%"},
@@ -219,7 +219,7 @@ def test_notice_cancel_and_the_next_attempt(run: RunDir, slurm_env: dict[str, st
 
 
 def test_estimate_queues_nothing(run: RunDir, slurm_env: dict[str, str]) -> None:
-    submit.expected_start(Launch(job_request(RunConfig.model_validate(CONFIG)), run, 1), slurm_env)
+    submit.expected_start(Launch(job_request(validate(CONFIG)), run, 1), slurm_env)
     assert run.script.exists()
     assert not run.job.exists()
 
@@ -240,5 +240,5 @@ def test_nothing_is_queued_where_the_cluster_cannot_be_named(
     run = RunDir.create(tmp_path, "t")
     before = set(query.own_jobs(slurm_env))
     with pytest.raises(OperationError, match="does not answer"):
-        submit.submit(Launch(job_request(RunConfig.model_validate(CONFIG)), run, 1), slurm_env)
+        submit.submit(Launch(job_request(validate(CONFIG)), run, 1), slurm_env)
     assert set(query.own_jobs(slurm_env)) == before

@@ -44,4 +44,4 @@ def test_a_key_that_is_gone_has_a_sentence_in_a_run_file_and_is_dropped_from_an_
     assert str(caught.value) == f"{key}: this key is gone; {REMOVED[key]}."
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tables))
-    assert load_resolved(path) == RunConfig()
+    assert load_resolved(path).as_data() == RunConfig().as_data()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from libra_hpc.config import reference
@@ -25,14 +26,14 @@ def test_the_page_in_docs_is_the_one_the_schema_makes() -> None:
 
 def test_every_key_of_a_run_is_in_the_reference_with_its_default() -> None:
     defaults = {record["key"]: record["default"] for record in RECORDS}
-    for section, table in RunConfig().model_dump().items():
+    for section, table in RunConfig().as_data().items():
         for key, value in table.items():
             if isinstance(value, dict) and f"{section}.{key}" not in defaults:
                 assert {name: defaults.pop(f"{section}.{key}.{name}") for name in value} == value
             else:
                 assert defaults.pop(f"{section}.{key}") == value
     for section, part in (("train", TrainPart()), ("eval", EvalPart())):
-        for name, value in part.model_dump().items():
+        for name, value in msgspec.to_builtins(part).items():
             assert defaults.pop(f"task.{section}.{name}") == value
     assert defaults == {}
 

@@ -47,8 +47,8 @@ def test_a_written_run_file_loads_to_the_same_configuration_with_and_without_its
     config = load_run_file(run_file, ["rollout.tp=[2]"], SITE)
     written = tmp_path / "written.toml"
     written.write_text(as_toml(config, dotted(SITE)), encoding="utf-8")
-    assert load_run_file(written) == config
-    assert load_run_file(written, (), SITE) == config
+    assert load_run_file(written).as_data() == config.as_data()
+    assert load_run_file(written, (), SITE).as_data() == config.as_data()
     assert "[deadlines]" not in written.read_text()
 
 
@@ -57,7 +57,7 @@ def test_a_site_with_hybrid_nodes_makes_no_run_use_one(tmp_path: Path) -> None:
     config = load_run_file(tmp_path / "empty.toml", (), SITE)
     written = tmp_path / "written.toml"
     written.write_text(as_toml(config, dotted(SITE)))
-    assert load_run_file(written) == config
+    assert load_run_file(written).as_data() == config.as_data()
     assert config.components.hybrid.nodes == 0
 
 

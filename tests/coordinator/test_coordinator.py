@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.config.load import with_values
+from libra_hpc.config.load import load_resolved, validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator import records as records_module
 from libra_hpc.coordinator.coordinator import Coordinator
@@ -117,7 +117,7 @@ def run_until_over(scene: Scene) -> None:
 
 
 def test_a_finished_run_leaves_its_end_and_stops_everyone(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 1}}))
+    scene = Scene(tmp_path, config=validate({"run": {"steps": 1}}))
     scene.hello()
     scene.deliver(
         (1, step_report(1, reward=0.5, trained_tokens=10, loss_tokens=5, train_nodes=1, train_s=0.1)),
@@ -150,7 +150,7 @@ def test_a_request_to_stop_saves_first_and_has_time_for_it(tmp_path: Path) -> No
 def test_a_run_ends_once_its_last_step_is_evaluated(tmp_path: Path, how: str) -> None:
     sections = {"run": {"steps": 1}, "task": {"eval": [{"name": "held"}]}}
     limits = {"floor_s": 0.1, "first_s": 0.1} if how == "hangs" else {}
-    scene = Scene(tmp_path, config=RunConfig.model_validate(sections | {"deadlines": limits}))
+    scene = Scene(tmp_path, config=validate(sections | {"deadlines": limits}))
     scene.hello()
     scene.deliver((3, RolloutReport(evaluates=True)), (1, TrainReport(done=1)))
 
@@ -210,7 +210,7 @@ def test_a_run_near_its_time_limit_finishes_its_step_and_stops(tmp_path: Path, m
     assert "a step takes 25 s and a save 6 s; step 2 is saved" in scene.end.sentence
 
 
-DRY_RUN = RunConfig.model_validate(
+DRY_RUN = validate(
     {
         "run": {"engine": "simulated"},
         "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
@@ -247,7 +247,7 @@ def test_the_nodes_that_the_planner_wants_are_in_the_status_for_the_owner_who_qu
 ) -> None:
     planner = Borrows()
     monkeypatch.setattr("libra_hpc.coordinator.live_planning.PlayerProcess", lambda config, after: planner)
-    scene = Scene(tmp_path, config=RunConfig.model_validate({"borrow": {"spot": {"nodes": 3}}}))
+    scene = Scene(tmp_path, config=validate({"borrow": {"spot": {"nodes": 3}}}))
     scene.hello()
     wanted = []
     for _ in range(3):
@@ -268,7 +268,7 @@ def until_written(scene: Scene) -> int:
 def after_a_repartition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig, reached: int) -> Scene:
     """A run whose planner proposes at its first evaluation, and whose training then ends at step ``reached``."""
     monkeypatch.setattr("libra_hpc.coordinator.live_planning.PlayerProcess", lambda config, after: Proposes())
-    tmp_path.joinpath("config.json").write_text(json.dumps(config.model_dump()))
+    tmp_path.joinpath("config.json").write_text(json.dumps(config.as_data()))
     scene = Scene(tmp_path, config=config)
     scene.hello()
 
@@ -289,7 +289,7 @@ def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(
     scene = after_a_repartition(tmp_path, monkeypatch, DRY_RUN, 3)
     assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
     assert scene.end.why == "repartition"
-    config = RunConfig.model_validate_json(scene.run.config.read_bytes())
+    config = load_resolved(scene.run.config)
     assert (config.components.train.nodes, config.components.rollout.nodes, config.rollout.tp) == (2, 1, 2)
     assert [rank for rank, _ in scene.orders(StopAgent)] == [1, 2, 3]
     events = list(read_lines(scene.run.events))
@@ -310,7 +310,7 @@ def test_advice_is_only_written_down_where_the_run_file_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = after_a_repartition(
-        tmp_path, monkeypatch, RunConfig.model_validate({"run": {"steps": 3}, "planner": {"repartition": "advise"}}), 3
+        tmp_path, monkeypatch, validate({"run": {"steps": 3}, "planner": {"repartition": "advise"}}), 3
     )
     assert not scene.orders(StopTraining)
     assert [e["layout"] for e in read_lines(scene.run.events) if e["kind"] == "decision"] == ["better"]
@@ -319,7 +319,7 @@ def test_advice_is_only_written_down_where_the_run_file_says_so(
 
 def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Path) -> None:
     config = with_values(DRY_RUN, {"planner.enabled": False, "planner.interval_s": 0.02})
-    tmp_path.joinpath("config.json").write_text(json.dumps(config.model_dump()))
+    tmp_path.joinpath("config.json").write_text(json.dumps(config.as_data()))
     scene = Scene(tmp_path, config=config)
     scene.hello()
     order = new_order(1, 1.0, dict(CHANGES))
@@ -352,7 +352,7 @@ def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Pa
 
 
 def test_an_order_that_comes_too_late_is_refused(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 7}}))
+    scene = Scene(tmp_path, config=validate({"run": {"steps": 7}}))
     scene.hello()
     scene.run.order.write_bytes(encode_order(new_order(1, 1.0, {"train.tp": 2})))
     scene.deliver((1, TrainReport(done=7)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.coordinator.records import NOTICE_S, NOTICES, Notices
 from libra_hpc.facts.estimate import StageEstimate, StepAccuracy
 from libra_hpc.facts.rundir import read_lines
@@ -21,7 +21,7 @@ from .test_coordinator import Scene, run_until_over
 
 
 def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_shows_both(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, config=RunConfig.model_validate({"run": {"steps": 6}}))
+    scene = Scene(tmp_path, config=validate({"run": {"steps": 6}}))
     scene.hello()
     scene.deliver(
         (1, EngineState(1, "train", "ready", seconds=1.0)),
@@ -84,7 +84,7 @@ def test_the_status_names_a_slow_engine_with_its_node(tmp_path: Path) -> None:
 def test_a_late_step_is_an_event_and_an_alert_once(tmp_path: Path) -> None:
     sent = tmp_path / "sent"
     notify = {"command": ["sh", "-c", 'cat >> "$0"', str(sent)], "on": ["stalled"]}
-    scene = Scene(tmp_path, config=RunConfig.model_validate({"notify": notify}))
+    scene = Scene(tmp_path, config=validate({"notify": notify}))
     scene.hello()
     now = time.time()
     for later in (0.0, 500.0, 501.0):
@@ -102,7 +102,7 @@ def test_a_late_step_is_an_event_and_an_alert_once(tmp_path: Path) -> None:
 def test_the_checkpoint_of_the_last_step_may_wait_for_room_as_long_as_for_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, least_s: float
 ) -> None:
-    config = RunConfig.model_validate({"run": {"steps": 60}, "deadlines": {"storage_s": 100.0}})
+    config = validate({"run": {"steps": 60}, "deadlines": {"storage_s": 100.0}})
     scene, found = Scene(tmp_path, step=step, config=config), list[float]()
     monkeypatch.setattr(scene.coordinator._ladder, "evaluate", lambda run, now: found.append(run.least_s))
     scene.hello()

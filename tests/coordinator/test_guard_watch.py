@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator.coordinator import Coordinator
 from libra_hpc.coordinator.guard_watch import GuardWatch, read_guards
@@ -43,7 +44,7 @@ def play(scene: Scene, steps: Iterator[int]) -> int:
 
 
 def scene_with(tmp_path: Path, guard: str, *checkpoints: int) -> Scene:
-    scene = Scene(tmp_path, config=RunConfig.model_validate({"algorithm": {"guard": guard}}))
+    scene = Scene(tmp_path, config=validate({"algorithm": {"guard": guard}}))
     for step in checkpoints:
         scene.run.checkpoint(step).mkdir(parents=True)
     scene.hello()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from libra_hpc.config.load import load_resolved, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator import orders
 from libra_hpc.coordinator.repartitioner import Repartitioner
@@ -21,13 +22,15 @@ from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.repartition_order import LONGEST, encode_order, new_order
 
-CONFIG = RunConfig.model_validate(
+GIVEN = validate(
     {
         "run": {"engine": "simulated"},
         "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
         "components": {name: {"nodes": 1, "gpus": 8} for name in ("train", "hybrid", "rollout")},
     }
 )
+CONFIG = validate(GIVEN.as_data())
+"""As agents read it."""
 
 
 class Job:
@@ -35,12 +38,12 @@ class Job:
 
     def __init__(self, path: Path) -> None:
         self.run = RunDir(path)
-        self.run.write_json(self.run.config, CONFIG.model_dump())
+        self.run.write_json(self.run.config, CONFIG.as_data())
         self.clock = 1000.0
 
     def rank_0(self, attempt: int = 2, step: int = 0, speedup: float = 1.0) -> Repartitioner:
         self.run.logs(attempt).mkdir(parents=True, exist_ok=True)
-        config = CONFIG.model_copy(update={"simulated": CONFIG.simulated.model_copy(update={"speedup": speedup})})
+        config = CONFIG.changed(simulated={"speedup": speedup})
         here = RankLayout.of(self.config())
         context = AgentContext(
             0,
@@ -61,7 +64,7 @@ class Job:
         return Repartitioner(context, event, event)
 
     def config(self) -> RunConfig:
-        return RunConfig.model_validate_json(self.run.config.read_bytes())
+        return load_resolved(self.run.config)
 
     def order(self, attempt: int = 2, **values: Any) -> str:
         made = new_order(attempt, 1.0, {key.replace("__", "."): value for key, value in values.items()})
@@ -255,7 +258,7 @@ def test_of_two_orders_the_second_is_not_written(job: Job) -> None:
 
 def test_a_configuration_that_is_not_the_one_that_runs_is_not_built_on(job: Job) -> None:
     repartitioner = job.rank_0()
-    other = CONFIG.model_dump()
+    other = CONFIG.as_data()
     other["components"]["hybrid"]["nodes"] = 0
     damages: list[Callable[[], object]] = [
         lambda: job.run.config.write_text("{"),

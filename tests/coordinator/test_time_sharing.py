@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.coordinator.live_planning import LIMIT, StepSharing
 from libra_hpc.coordinator.nodes import NodePool
 from libra_hpc.coordinator.observations import Observations
@@ -19,7 +19,7 @@ from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import Layout, ResumePoint
 from tests.policies.pool.layout_orders import AwaitMembers, DrainTurns, RestCore, StandbyEngine, StartEngine, all_orders
 
-CONFIG = RunConfig.model_validate({"algorithm": {"eta": 0, "prompts_per_step": 4}, "planner": {"switch_cost_s": 2.0}})
+CONFIG = validate({"algorithm": {"eta": 0, "prompts_per_step": 4}, "planner": {"switch_cost_s": 2.0}})
 
 
 class Scene:

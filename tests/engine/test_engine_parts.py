@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.engine.settings import EngineConfig, config_for_run, engine_arguments, environment, read_config
 from libra_hpc.engine.stats import Pacer
 from libra_hpc.engine.turns import NOT_FINITE, TurnInFlight, TurnRejected, read_prompt
@@ -54,7 +54,7 @@ def test_the_engine_of_a_run_has_the_values_of_the_run_file() -> None:
     rollout = {**sizes, "kv_dtype": "fp8", "async_steps": True}
     sections = {"model": {"dtype": "float32"}, "rollout": rollout, "slurm": {"device": "cuda"}}
     asked: dict[str, Any] = {"model": "m", "seed": 7, "tp": 2, "version": 4, "step_log": "s", "weights": "w"}
-    found = config_for_run(RunConfig.model_validate(sections), **asked)
+    found = config_for_run(validate(sections), **asked)
     assert found == EngineConfig(dtype="float32", device="cuda", **rollout, **asked)  # type: ignore[arg-type]
 
 
@@ -93,7 +93,7 @@ def test_zero_kv_cache_is_left_to_vllm_and_a_weight_file_replaces_the_folders() 
 def test_host_memory_for_kv_caches_is_of_all_devices_of_the_engine_and_off_by_default() -> None:
     assert engine_arguments(config(device="cuda"))["kv_offloading_size"] is None
     assert engine_arguments(config(device="cuda", tp=4, kv_host_gb=32.0))["kv_offloading_size"] == 128.0
-    run = RunConfig.model_validate({"rollout": {"kv_host_gb_per_gpu": 32}})
+    run = validate({"rollout": {"kv_host_gb_per_gpu": 32}})
     assert config_for_run(run, model="m", seed=0).kv_host_gb == 32.0
 
 

@@ -40,7 +40,7 @@ EVERY_STEP = (
 def make_run(parent: Path, name: str = "quick") -> RunDir:
     """Write every file of a completed run and return it."""
     run = RunDir.create(parent, name)
-    run.write_json(run.config, RunConfig().model_dump())
+    run.write_json(run.config, RunConfig().as_data())
     run.write_json(run.job, {"job_id": "4711", "executor": "slurm", "attempt": 1, "submitted_at": START - 5})
     write_metrics(run)
     why = "to_train: training takes 2.3 s a batch, rollout 2.1 s"

@@ -65,7 +65,7 @@ def test_a_declared_column_is_shown_everywhere(tmp_path: Path, monkeypatch: pyte
     scene.deliver((1, TrainReport(done=2)))
     run_until_over(scene)
     run = scene.run
-    run.write_json(run.config, RunConfig().model_dump())
+    run.write_json(run.config, RunConfig().as_data())
     assert [line["probe"] for line in read_lines(run.metrics)] == [2.0, 5.0]
     status = decode_status(run.status.read_bytes())
     assert status.numbers["probe"] == 3.5

@@ -23,7 +23,7 @@ def make(parent: Path, values: dict[str, Any], rewards: Sequence[float] = ()) ->
     """A run of two GPUs with one step every ten seconds."""
     run = RunDir.create(parent, "r")
     gpus = {"components.train.gpus": 1, "components.rollout.gpus": 1}
-    run.write_json(run.config, with_values(RunConfig(), {"run.name": run.name, **gpus, **values}).model_dump())
+    run.write_json(run.config, with_values(RunConfig(), {"run.name": run.name, **gpus, **values}).as_data())
     synthetic.write(run.events, event(0.0, "job_started", attempt=1))
     same = {"tokens": 500, "step_s": 10.0, "staleness_mean": 1.0}
     rows = ({"t": 10.0 * step, "step": step, "reward": reward, **same} for step, reward in enumerate(rewards, start=1))

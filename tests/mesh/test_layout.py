@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.errors import OperationError
 from libra_hpc.mesh.rank_layout import RankLayout, check_world
 
 
 def layout_of(train: int, hybrid: int, rollout: int) -> RankLayout:
     counts = {"train": {"nodes": train}, "hybrid": {"nodes": hybrid}, "rollout": {"nodes": rollout}}
-    return RankLayout.of(RunConfig.model_validate({"components": counts}))
+    return RankLayout.of(validate({"components": counts}))
 
 
 def test_leaders_are_the_lowest_ranks_of_their_component() -> None:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from libra_hpc_cli import jobs
 
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.owner.claim import encode_lease
 from libra_hpc.process.lease import lease_file, newest_lease
@@ -90,7 +90,7 @@ def run(tmp_path: Path) -> RunDir:
 def start(run: RunDir, *how: str) -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
-    config = RunConfig.model_validate({"slurm": {"restarts": 0}, "components": {"hybrid": {"nodes": 1}}})
+    config = validate({"slurm": {"restarts": 0}, "components": {"hybrid": {"nodes": 1}}})
     local.start(Launch(job_request(config), run, 1, arguments=[str(run.path.parent / "world.py"), str(run.path), *how]))
 
 

@@ -21,7 +21,7 @@ from libra_hpc.tracking.sidecar import Sent
 def tracked(folder: Path, wanted: bool = True) -> RunDir:
     run = RunDir.create(folder, "t")
     run.logs(1).mkdir(parents=True)
-    run.write_json(run.config, validate({"track": {"tensorboard": wanted}}).model_dump())
+    run.write_json(run.config, validate({"track": {"tensorboard": wanted}}).as_data())
     run.metrics.write_text("".join(json.dumps({"step": step, "t": 1.0, "reward": 0.5}) + "\n" for step in (1, 2)))
     return run
 

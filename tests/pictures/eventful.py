@@ -49,7 +49,7 @@ def make_eventful_run(parent: Path, steps: int = 120) -> RunDir:
     values["components"] = {
         name: {"nodes": 1, "gpus": 8, "gpu_type": "a800"} for name in ("train", "hybrid", "rollout")
     }
-    run.write_json(run.config, validate(values).model_dump())
+    run.write_json(run.config, validate(values).as_data())
     run.toml.write_text(RUN_FILE)
     run.write_json(run.job, {"job_id": "4712", "executor": "slurm", "attempt": 2, "submitted_at": BEGIN - 60.0})
     write(run.metrics, *_steps(steps))

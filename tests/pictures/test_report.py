@@ -220,7 +220,7 @@ def test_a_running_run_is_reported_as_such(eventful: RunDir) -> None:
 
 def test_a_run_without_steps_gets_no_empty_charts(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "young")
-    run.write_json(run.config, RunConfig().model_dump())
+    run.write_json(run.config, RunConfig().as_data())
     text = page(run, Standing("pending", "waiting for free nodes", over=False), NOW)
     assert "has committed no step yet" in text
     assert "waiting for free nodes" in text

@@ -45,7 +45,7 @@ def config() -> RunConfig:
         train={"recompute": True},
     )
     # As agents read it: every field counts as set.
-    return RunConfig.model_validate_json(made.model_dump_json())
+    return validate(made.as_data())
 
 
 def test_what_a_repartition_proposes_is_a_run_file(config: RunConfig) -> None:

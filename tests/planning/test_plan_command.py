@@ -241,7 +241,7 @@ def test_a_measured_training_speed_replaces_the_assumed_one(call: Call, tmp_path
 def test_a_run_says_how_fast_its_training_was_and_what_new_weights_took(call: Call, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "earlier")
     run.path.mkdir()
-    run.write_json(run.config, validate(run_file()).model_dump(mode="json"))
+    run.write_json(run.config, validate(run_file()).as_data())
     turns = (TurnRecord(new_tokens=0, gen_tokens=900),)
     write_trace(run.trajectories, [TrajectoryRecord(f"{i}", 0, 100, turns, 1.0) for i in range(8)])
     update = {"diff_s": 0.25, "wire_s": 0.5, "image_s": 0.25, "stage_s": 1.0, "pause_s": 0.125}

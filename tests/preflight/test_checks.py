@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.config.load import with_values
+from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import read_shape
@@ -57,7 +57,7 @@ def write_weights(path: Path, shapes: Shapes) -> None:
 
 
 def configured(**sections: Any) -> RunConfig:
-    return RunConfig.model_validate(sections)
+    return validate(sections)
 
 
 def on_gpus(train: int, hybrid: int, rollout: int, **values: Any) -> dict[str, Any]:

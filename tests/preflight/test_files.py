@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.learn import TaskSection
+from libra_hpc.config.load import validate
 from libra_hpc.errors import UserError
 from libra_hpc.preflight import named_files
 from tests.example_files import KEYCHAIN_TASK
@@ -29,7 +30,7 @@ def test_data_and_reward_of_a_run_file_are_there(tmp_path: Path) -> None:
     score.write_text("raise SystemExit('imported')\nasync def judge(row, text): pass\nclass Mine: pass\n")
 
     def check(**changes: Any) -> None:
-        named_files.check_tasks(TaskSection(**{"data": str(rows), "reward": f"{score}:judge", **changes}))
+        named_files.check_tasks(validate({"task": {"data": str(rows), "reward": f"{score}:judge", **changes}}).task)
 
     check()
     for changes, why in (

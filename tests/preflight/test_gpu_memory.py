@@ -21,6 +21,10 @@ NODE = {"nodes": 1, "gpus": 8, "gpu_type": "a800", "cpus": 16, "mem": "256G"}
 
 
 def configured(**sections: Any) -> RunConfig:
+    return validate(run_file(**sections))
+
+
+def run_file(**sections: Any) -> dict[str, Any]:
     data: dict[str, Any] = {
         "slurm": {"device": "cuda"},
         "components": {name: {**NODE, "nodes": int(name != "hybrid")} for name in ("train", "hybrid", "rollout")},
@@ -30,7 +34,7 @@ def configured(**sections: Any) -> RunConfig:
     }
     for section, values in sections.items():
         data[section] = {**data.get(section, {}), **values}
-    return validate(data)
+    return data
 
 
 def checked(model: str, **sections: Any) -> list[str]:
@@ -150,7 +154,7 @@ def test_a_dry_run_is_checked_with_what_it_simulates() -> None:
 @pytest.mark.usefixtures("few_batches")
 def test_a_split_chosen_by_the_planner_is_never_refused(model: str, prompts: int) -> None:
     sections = {"components": {"split": "auto"}, "model": {"path": model}, "algorithm": {"prompts_per_step": prompts}}
-    data = configured(**sections).model_dump(exclude_unset=True)
+    data = run_file(**sections)
     for section in ("train", "rollout"):
         del data[section]["tp"]
     made = initial_plan(validate(data))

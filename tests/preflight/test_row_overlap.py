@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from libra_hpc.config.learn import TaskSection
@@ -59,7 +60,7 @@ def test_other_prompts_are_not(tmp_path: Path, held: list[dict[str, Any]]) -> No
 
 def test_an_evaluation_has_rows_for_its_prompts(tmp_path: Path) -> None:
     found = task(tmp_path, [{"prompt": "new"}])
-    found.eval[0] = found.eval[0].model_copy(update={"prompts": 2})
+    found.eval[0] = msgspec.structs.replace(found.eval[0], prompts=2)
     with pytest.raises(UserError, match=r"task\.eval\.0\.prompts = 2: its data have 1 rows; valid: at most 1"):
         check_overlap(found)
 
@@ -69,10 +70,10 @@ def test_parquet_is_compared_or_a_warning_says_why_not(tmp_path: Path, monkeypat
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"q": ["new", "p1"], "n": [1, 2]}), tmp_path / "held.parquet")
     found = task(tmp_path, [])
-    found.eval[0] = found.eval[0].model_copy(update={"data": f"{tmp_path}/held.parquet", "prompt": "q"})
+    found.eval[0] = msgspec.structs.replace(found.eval[0], data=f"{tmp_path}/held.parquet", prompt="q")
     with pytest.raises(UserError, match=r"held\.parquet: row 1 is trained on, at .*train\.jsonl:2;"):
         check_overlap(found)
-    found.eval[0] = found.eval[0].model_copy(update={"prompt": "absent"})
+    found.eval[0] = msgspec.structs.replace(found.eval[0], prompt="absent")
     assert check_overlap(found) == []
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (warning,) = check_overlap(found)

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from cli.runs import read_status
-from libra_hpc.config.load import load_resolved, load_run_file, parse_override
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import load_resolved, load_run_file, parse_override, validate
 from libra_hpc.engine.settings import read_config
 from libra_hpc.engine.steplog import read_steps
 from libra_hpc.errors import UserError
@@ -53,7 +52,7 @@ def test_a_nested_frame_is_a_frame_error(union: object, frame: bytes) -> None:
 def model_config(path: Path) -> object:
     for name in ("model.safetensors", "tokenizer.json"):
         (path.parent / name).write_bytes(b"")
-    return read_model_config(RunConfig.model_validate({"model": {"path": str(path.parent)}}))
+    return read_model_config(validate({"model": {"path": str(path.parent)}}))
 
 
 FILES: dict[str, tuple[str, Callable[[Path], object]]] = {

@@ -152,10 +152,7 @@ class Plant:
             "rollout": {"max_model_len": max_model_len, "max_inflight": 4},
         }
         # Not validated: some plants are smaller than a run file may ask for.
-        plain = RunConfig()
-        config = plain.model_copy(
-            update={name: getattr(plain, name).model_copy(update=values) for name, values in sections.items()}
-        )
+        config = RunConfig().changed(**sections)
         self.leader = RolloutLeader(
             config=config,
             rank=5,

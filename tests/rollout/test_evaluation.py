@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any
 
+import msgspec
 import pytest
 
 from libra_hpc.config.learn import EvalPart
@@ -118,7 +119,7 @@ def test_pass_at_k_is_the_mean_over_all_draws_of_k_samples() -> None:
 async def test_what_is_solved_is_a_part_of_the_reward_that_the_user_names(
     part: str, at_least: float, shares: list[float]
 ) -> None:
-    plant = Plant(evals=[AIME.model_copy(update={"solved": part, "solved_at": at_least})]).start()
+    plant = Plant(evals=[msgspec.structs.replace(AIME, solved=part, solved_at=at_least)]).start()
     await plant.run(lambda: plant.evaluated)
     assert plant.evaluated[0]["solved"] == f"{part or 'reward'} >= {at_least:g}"
     assert plant.evaluated[0]["pass_at"] == dict(zip("12"[: len(shares)], shares, strict=True))
@@ -126,7 +127,7 @@ async def test_what_is_solved_is_a_part_of_the_reward_that_the_user_names(
 
 def test_rewards_beyond_0_and_1_have_no_pass_at_k_but_of_what_the_user_names() -> None:
     for name, found in (("", {}), ("reward", {"1": 1.0})):
-        one = OpenEvaluation(0, AIME.model_copy(update={"solved": name}), 0, 0.0)
+        one = OpenEvaluation(0, msgspec.structs.replace(AIME, solved=name), 0, 0.0)
         trajectory = Trajectory(evaluation_index(0, 0), 0, 0)
         trajectory.reward, trajectory.versions = 2.0, [(0, 1)]
         one.done.append(trajectory)

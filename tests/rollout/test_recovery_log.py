@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_hpc.agent.hosting.origin import digest
+from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.learning.advantages import advantage_named
 from libra_hpc.protocol.agents import Committed
@@ -377,7 +378,7 @@ def test_a_full_disk_empties_the_log_until_there_is_room_again(run: Run, monkeyp
     ],
 )
 def test_the_digest_is_of_what_trajectories_are_made_from(change: dict[str, object], same: bool) -> None:
-    assert (digest(RunConfig.model_validate(change)) == digest(RunConfig())) is same
+    assert (digest(validate(change)) == digest(RunConfig())) is same
 
 
 @pytest.mark.parametrize("edited", ["task.py", "rows.jsonl"])
@@ -385,7 +386,7 @@ def test_an_edited_file_of_the_same_size_is_another_workload(tmp_path: Path, edi
     for name in ("task.py", "rows.jsonl"):
         (tmp_path / name).write_text("one = 1\ntwo = 2\n")
     task = {"name": f"{tmp_path}/task.py:Task", "data": f"{tmp_path}/rows.jsonl"}
-    config = RunConfig.model_validate({"task": task})
+    config = validate({"task": task})
     before = digest(config)
     (tmp_path / edited).write_text("two = 2\none = 1\n")
     assert digest(config) != before

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.writer import het_script
@@ -28,7 +28,7 @@ def executed(
     run.logs(1).mkdir(parents=True)
     for name, text in programs.items():
         program(folder / name, text)
-    text = het_script(Launch(job_request(RunConfig.model_validate(config)), run, 1))
+    text = het_script(Launch(job_request(validate(config)), run, 1))
     # torch sets one of the caches in the process of a test.
     outer = {name: value for name, value in os.environ.items() if "_CACHE" not in name}
     environment = {**outer, "PATH": f"{folder}:{os.environ['PATH']}", "RUN": str(run.path), **environ}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
@@ -39,7 +40,7 @@ def test_golden_text_of_a_container(kind: str) -> None:
 
 def configured(**sections: Any) -> RunConfig:
     compute = {"container": "apptainer", "image": "/shared/libra.sif", **sections.pop("compute", {})}
-    return RunConfig.model_validate({"compute": compute, **sections})
+    return validate({"compute": compute, **sections})
 
 
 def test_folders_of_the_run_file_are_bound_unless_a_bind_shows_them(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from libra_hpc.config.load import validate
 from libra_hpc.config.node_groups import memory_mb
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
@@ -35,7 +36,7 @@ CLUSTER = [
 
 
 def fit(components: dict[str, Any], **slurm: Any) -> None:
-    check_fit(RunConfig.model_validate({"components": components, "slurm": slurm}), CLUSTER)
+    check_fit(validate({"components": components, "slurm": slurm}), CLUSTER)
 
 
 def test_a_job_that_fits_a_busy_cluster() -> None:
@@ -95,7 +96,7 @@ def test_of_several_partitions_one_is_enough_and_the_request_fits_each() -> None
     cluster = [*CLUSTER, small]
 
     def config(**train: Any) -> RunConfig:
-        return RunConfig.model_validate({"components": {"train": train, "rollout": {"partition": "cpu"}}})
+        return validate({"components": {"train": train, "rollout": {"partition": "cpu"}}})
 
     check_fit(config(partition="a800,h20", nodes=9), cluster)
     check_fit(config(partition="old,h20", gpus=16), cluster)
@@ -123,7 +124,7 @@ def test_cpus_and_memory_are_the_share_that_the_gpus_have_of_their_node() -> Non
         "rollout": {"partition": "a800", "gpus": 2, "gpu_type": "a800", "mem": "9G"},
         "hybrid": {"partition": "unknown", "gpus": 4},
     }
-    parts = with_resources(RunConfig.model_validate({"components": data}), CLUSTER).components
+    parts = with_resources(validate({"components": data}), CLUSTER).components
     node = next(part for part in CLUSTER if part.name == "a800")
     assert (parts.planner.cpus, parts.planner.mem) == (1, "2G")
     assert (parts.train.cpus, parts.train.mem) == (node.cpus, "0")
@@ -139,7 +140,7 @@ def test_a_time_limit_leaves_time_before_the_notice() -> None:
 
 
 def test_what_waits_for_nodes_or_a_partition_is_said_and_not_refused() -> None:
-    config = RunConfig.model_validate({"components": {"train": {"nodes": 2}, "rollout": {"nodes": 1}}})
+    config = validate({"components": {"train": {"nodes": 2}, "rollout": {"nodes": 1}}})
     assert check_fit(config, CLUSTER) == []
     assert check_fit(config, [replace(CLUSTER[0], out=1)]) == [
         "partition a800: 1 of its 4 nodes are drained or down; the job waits until 4 are in service"

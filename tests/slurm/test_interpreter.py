@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.slurm import interpreter
@@ -16,7 +17,7 @@ from tests.slurm.scripts import program
 
 def configured(python: object, engine: str = "real", device: str = "cuda", **track: object) -> RunConfig:
     compute, slurm = {"python": str(python)}, {"device": device}
-    return RunConfig.model_validate({"compute": compute, "slurm": slurm, "run": {"engine": engine}, "track": track})
+    return validate({"compute": compute, "slurm": slurm, "run": {"engine": engine}, "track": track})
 
 
 @pytest.fixture
@@ -65,8 +66,7 @@ def test_nixl_is_needed_where_it_is_named_and_nowhere_else(tmp_path: Path) -> No
     python = program(tmp_path / "python", "echo libra-hpc finds 3.11 other nixl_cu12")
     sections = {"compute": {"python": str(python)}, "run": {"engine": "simulated"}}
     named, auto = (
-        RunConfig.model_validate({**sections, "rollout": {"weights_transport": transport}})
-        for transport in ("nixl", "auto")
+        validate({**sections, "rollout": {"weights_transport": transport}}) for transport in ("nixl", "auto")
     )
     assert refused(named) == (
         f"rollout.weights_transport: it lacks nixl_cu12; `{python} -m pip install nixl_cu12`,"
@@ -124,9 +124,7 @@ def test_pypis_mpich_under_another_plugin_is_refused_unless_the_site_puts_anothe
     def warned(mpi: str, executor: str, plugin: str, **env: str) -> list[str]:
         python = program(tmp_path / mpi, f"echo libra-hpc finds 3.11 {mpi}")
         compute = {"python": str(python), "env": env}
-        return check_python(
-            RunConfig.model_validate({"compute": compute, "slurm": {"mpi": plugin, "executor": executor}})
-        )
+        return check_python(validate({"compute": compute, "slurm": {"mpi": plugin, "executor": executor}}))
 
     for plugin in ("none", "pmix", "pmix_v4"):
         with pytest.raises(
@@ -154,10 +152,10 @@ def test_what_cannot_be_an_interpreter_is_refused_and_what_only_the_nodes_have_i
 
 def test_inside_a_container_the_interpreter_is_the_images_and_not_looked_for_here() -> None:
     compute = {"container": "apptainer", "image": "/shared/libra.sif"}
-    config = RunConfig.model_validate({"compute": compute})
+    config = validate({"compute": compute})
     assert compute_python(config) == "python3"
     assert check_python(config) == ["python3 is inside /shared/libra.sif, so what the nodes need was not checked"]
-    named = RunConfig.model_validate({"compute": {**compute, "python": "/opt/bin/python"}})
+    named = validate({"compute": {**compute, "python": "/opt/bin/python"}})
     assert compute_python(named) == "/opt/bin/python"
-    local = RunConfig.model_validate({"compute": compute, "slurm": {"executor": "local"}})
+    local = validate({"compute": compute, "slurm": {"executor": "local"}})
     assert compute_python(local) == sys.executable

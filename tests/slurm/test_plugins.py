@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.slurm.plugins import check_plugin, mpi_plugins, parse_plugins
@@ -22,7 +23,7 @@ EARLIER = "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: openmpi\n"
 
 
 def configured(mpi: str, executor: str = "auto") -> RunConfig:
-    return RunConfig.model_validate({"slurm": {"mpi": mpi, "executor": executor}})
+    return validate({"slurm": {"mpi": mpi, "executor": executor}})
 
 
 def test_both_forms_of_the_list_are_read() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.launch import Launch, job_request
@@ -33,9 +33,7 @@ def test_a_rank_listens_on_the_named_interface_alone(tmp_path: Path) -> None:
         pytest.skip("mpi4py is not installed")
     (tmp_path / "world.py").write_text(WORLD)
     run = RunDir.create(tmp_path, "run")
-    config = RunConfig.model_validate(
-        {"components": {"hybrid": {"nodes": 0}, "rollout": {"nodes": 0}}, "slurm": {"interface": "lo"}}
-    )
+    config = validate({"components": {"hybrid": {"nodes": 0}, "rollout": {"nodes": 0}}, "slurm": {"interface": "lo"}})
     local.start(Launch(job_request(config), run, 1, arguments=[str(tmp_path / "world.py"), str(run.path)]))
     while not submit.state(run).state.ended:
         time.sleep(0.05)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm.queue.cause import SET_UP_ENDED, with_cause
@@ -65,7 +65,7 @@ def test_the_first_command_that_fails_ends_the_start_and_is_the_cause(
 def test_without_an_interpreter_slurms_output_still_has_the_cause(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
-    lines = set_up_lines(RunConfig.model_validate({"compute": {"setup": ["cd /nowhere"]}}), {}, "exec /no/python")
+    lines = set_up_lines(validate({"compute": {"setup": ["cd /nowhere"]}}), {}, "exec /no/python")
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)
     (logs / "slurm.out").write_text(done.stderr)
     assert done.returncode == 127
@@ -83,7 +83,7 @@ def test_what_sites_do_is_no_failure(tmp_path: Path) -> None:
 def test_a_signal_that_ends_the_set_up_is_no_fault_of_its_lines(number: signal.Signals, tmp_path: Path) -> None:
     # One process touches and sleeps: a signal between two commands would find no command to end.
     wait = f"sh -c 'touch {tmp_path}/there; exec sleep 60'"
-    lines = set_up_lines(RunConfig.model_validate({"compute": {"setup": [wait]}}), {}, f"touch {tmp_path}/blamed")
+    lines = set_up_lines(validate({"compute": {"setup": [wait]}}), {}, f"touch {tmp_path}/blamed")
     process = subprocess.Popen(["bash", "-c", "\n".join(lines)], start_new_session=True)
     while not (tmp_path / "there").exists():
         time.sleep(0.02)
@@ -120,7 +120,7 @@ def test_a_login_shell_reads_the_profile_of_the_site(tmp_path: Path) -> None:
     (tmp_path / ".bash_profile").write_text("module() { echo module $1; }\n")
     config = {"slurm": {"login_shell": True}, "compute": {"setup": ['module "$1"']}}
     script = tmp_path / "script"
-    script.write_text("\n".join(set_up_lines(RunConfig.model_validate(config), {})))
+    script.write_text("\n".join(set_up_lines(validate(config), {})))
     environment = {**os.environ, "HOME": str(tmp_path)}
     done = subprocess.run(["bash", script, "load"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "module load\n"), done.stderr

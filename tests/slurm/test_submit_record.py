@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import local, submit
@@ -19,7 +19,7 @@ from libra_hpc.slurm.queue.query import JobInfo, JobState
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
-    config = RunConfig.model_validate({"run": {"dir": str(tmp_path), "engine": "simulated"}})
+    config = validate({"run": {"dir": str(tmp_path), "engine": "simulated"}})
     return Launch(job_request(config), RunDir.create(tmp_path, "t"), 1, arguments=["-c", "import time; time.sleep(60)"])
 
 

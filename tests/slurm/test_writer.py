@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from libra_hpc.config.load import validate
 from libra_hpc.config.node_groups import rank_components
-from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.protocol.ranks_stop import START, start_of
@@ -36,9 +36,7 @@ def script(config: dict[str, Any], **changes: Any) -> str:
         "environment": {"NOTE": "it's 100%"},
     }
     return het_script(
-        Launch(
-            job_request(RunConfig.model_validate(config)), RunDir("/data/my runs/demo-001"), **{**arguments, **changes}
-        )
+        Launch(job_request(validate(config)), RunDir("/data/my runs/demo-001"), **{**arguments, **changes})
     )
 
 
@@ -88,7 +86,7 @@ def test_nodes_of_a_plain_job_have_what_the_largest_of_its_agents_needs() -> Non
     config = six_nodes(3, 2, 1)
     config["components"]["rollout"] |= {"cpus": 32, "mem": "0"}
     assert "--cpus-per-task=32\n#SBATCH --mem=0\n" in script(config), "two tasks share the first node"
-    assert rank_components(RunConfig.model_validate(config)) == ["planner", *["train"] * 3, *["hybrid"] * 2, "rollout"]
+    assert rank_components(validate(config)) == ["planner", *["train"] * 3, *["hybrid"] * 2, "rollout"]
 
 
 def test_a_spare_node_must_be_able_to_replace_every_other_one() -> None:
@@ -101,7 +99,7 @@ def test_a_spare_node_must_be_able_to_replace_every_other_one() -> None:
 
 def test_the_run_file_names_the_interpreter_of_the_nodes() -> None:
     def python(config: dict[str, Any]) -> str:
-        return Launch(job_request(RunConfig.model_validate(config)), RunDir("/data/demo-001"), 1).python
+        return Launch(job_request(validate(config)), RunDir("/data/demo-001"), 1).python
 
     assert python({}) == sys.executable
     assert python({"compute": {"python": "/shared/env/bin/python"}}) == "/shared/env/bin/python"
@@ -313,9 +311,7 @@ def test_options_are_read_as_getopt_reads_them() -> None:
 
 def test_a_job_of_spot_nodes_joins_the_run_with_a_node_as_those_that_roll_out() -> None:
     spot = {"nodes": 2, "partition": "spot", "time_limit": "00:30:00"}
-    config = RunConfig.model_validate(
-        {**FULL, "borrow": {"spot": spot}, "compute": {"env": {"A": "b"}, "local_dir": "/x"}}
-    )
+    config = validate({**FULL, "borrow": {"spot": spot}, "compute": {"env": {"A": "b"}, "local_dir": "/x"}})
     launch = Launch(job_request(config), RunDir("/data/my runs/demo-001"), 2, interpreter="/opt/env/bin/python")
     lines = spot_script(launch).splitlines()
     options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}

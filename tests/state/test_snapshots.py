@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.protocol.agents import KeepSnapshot, SnapshotStored
@@ -136,7 +137,7 @@ POSITION = DataPosition(12, 96, (98,), (StepRecord(11, 5.0, {"loss": 0.5}), Step
 
 
 def config(**sections: Any) -> RunConfig:
-    return RunConfig.model_validate({"train": {"snapshot_every": 2}, **sections})
+    return validate({"train": {"snapshot_every": 2}, **sections})
 
 
 @pytest.fixture

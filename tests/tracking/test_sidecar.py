@@ -82,7 +82,7 @@ def test_a_tracker_that_fails_misses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, fragile = RunDir.create(tmp_path, "t"), Fragile()
-    run.write_json(run.config, validate({}).model_dump())
+    run.write_json(run.config, validate({}).as_data())
     run.metrics.write_text("".join(map(line, range(1, 6))))
     evaluation = {"task": "aime", "step": 2, "mean": 0.25, "pass_at": {"1": 0.5}}
     run.evaluations.write_text(json.dumps(evaluation) + "\n")
@@ -110,7 +110,7 @@ def test_without_a_tracker_and_without_a_run_one_sentence_says_so(
     assert sidecar.main([str(tmp_path), "--once"]) == 2
     assert "the configuration of the run cannot be read" in capsys.readouterr().err
     run = RunDir.create(tmp_path, "t")
-    run.write_json(run.config, validate({}).model_dump())
+    run.write_json(run.config, validate({}).as_data())
     assert sidecar.main([str(run.path), "--once"]) == 2
     assert capsys.readouterr().err == f"error: {run.path} has no tracker; its run file sets none in [track].\n"
 
@@ -138,7 +138,7 @@ def tensorboard(run: RunDir) -> dict[int, float]:
 def test_a_killed_sidecar_goes_on_and_tensorboard_has_each_step(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     run = RunDir.create(tmp_path, "t")
-    run.write_json(run.config, validate({"track": {"tensorboard": True}}).model_dump())
+    run.write_json(run.config, validate({"track": {"tensorboard": True}}).as_data())
 
     def start() -> subprocess.Popen[Any]:
         return subprocess.Popen([sys.executable, "-m", "libra_hpc.tracking", str(run.path)])
@@ -174,7 +174,7 @@ def test_a_sidecar_killed_at_any_point_loses_no_step_and_shows_none_twice(tmp_pa
     pytest.importorskip("tensorboardX")
     run, pick = RunDir.create(tmp_path, "t"), random.Random(7)
     run.logs(1).mkdir(parents=True)
-    run.write_json(run.config, validate({"track": {"tensorboard": True}}).model_dump())
+    run.write_json(run.config, validate({"track": {"tensorboard": True}}).as_data())
     lines: list[str] = []
     child, now = TrackingChild(run, 1), 0.0
     for start in range(4):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.protocol import agents
 from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, Log, MemberJoined, ToReplica, TrainReport
@@ -134,7 +134,7 @@ class World:
         self.now = 0.0
         self.sent: list[tuple[int, Any]] = []
         self.saved: list[tuple[int, int, list[int]]] = []
-        config = RunConfig.model_validate(
+        config = validate(
             {
                 "run": {"steps": steps},
                 "components": {"train": {"nodes": len(core)}, "hybrid": {"nodes_per_replica": nodes_per_replica}},

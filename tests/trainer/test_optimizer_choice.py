@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from libra_hpc.config.run import RunConfig
+from libra_hpc.config.load import validate
 from libra_hpc.trainer.adamw import distributed, learning_rate
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.settings import optimizer_settings
@@ -125,7 +125,7 @@ def test_a_resume_is_exact_with_transformer_engine_and_apex_importable(tmp_path:
 )
 def test_the_rate_of_each_update(keys: dict[str, Any], shares: list[float]) -> None:
     sections = {"run": {"steps": 5}, "algorithm": {"minibatches": 2}, "optimizer": {"warmup_steps": 2, **keys}}
-    settings = optimizer_settings(RunConfig.model_validate(sections))
+    settings = optimizer_settings(validate(sections))
     groups: list[dict[str, Any]] = [{}]
     scheduler = learning_rate(SimpleNamespace(param_groups=groups), settings)
     found = []

@@ -29,7 +29,7 @@ OUTPUTS = ("slurm.out", "launcher.log", "agent-*.log")
 _OWN = re.compile(r"^(?:the run (?:was )?\w+:|libra-hpc:|repeat:|restart:|requeue:|exit codes by rank:)")
 """Lines of the launcher that repeat the result."""
 VALIDATION = re.compile(r" \[type=\w+, input_value=.*$")
-"""End of pydantic's sentence, which stands between the name of the exception and an address."""
+"""End of a sentence of pydantic, which vLLM uses: it stands between the name of the exception and an address."""
 TELLING = (
     re.compile(rf"^(?:{SET_UP_ENDED} |{OWNER_ENDS})"),
     re.compile(r"^(?:slurmstepd|srun|slurmd)[^:]*: error: .*(?:oom[-_ ]?kill|out of memory)", re.IGNORECASE),

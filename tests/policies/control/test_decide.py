@@ -208,7 +208,7 @@ class Layouts:
         return [OtherLayout(2, 1, seconds, f"layout {len(self.asked)}", {"train.tp": 2}, **self.more)]
 
 
-QUICK = SETTINGS.model_copy(update={"period_s": 20.0, "repartition_cost_s": 1.0})
+QUICK = msgspec.structs.replace(SETTINGS, period_s=20.0, repartition_cost_s=1.0)
 
 
 def without_movable_nodes(layouts: Layouts, **more: float) -> Plant:
@@ -252,10 +252,10 @@ def test_a_layout_that_a_repartition_chose_stays_until_the_work_changes() -> Non
 
 
 def test_other_engines_must_gain_more_and_a_restart_must_pay() -> None:
-    dear = QUICK.model_copy(update={"min_gain": 0.45})
+    dear = msgspec.structs.replace(QUICK, min_gain=0.45)
     for layouts, own in ((Layouts(same_engines=False), dear), (Layouts(), SETTINGS)):
         plant = Plant(ideal(1.0, 0.1), hybrids=0, noise=0.02)
-        plant.run(40, plant.planner(own.model_copy(update={"period_s": 20.0}), layouts=layouts), interval=1.0)
+        plant.run(40, plant.planner(msgspec.structs.replace(own, period_s=20.0), layouts=layouts), interval=1.0)
         assert layouts.asked
         assert plant.moves == []
 
