@@ -25,7 +25,7 @@ from .runs import BATCH, ENGINE_MARKS, Case, sampled_once, trained_once
 
 pytestmark = ENGINE_MARKS
 
-STEPS = 110
+STEPS = 80
 """The first attempt is cancelled long before them, also when the machine is so busy that a command takes as long as
 many steps."""
 

@@ -108,15 +108,9 @@ warm_start({str(folder)!r}, {str(folder)!r}, batches({str(folder)!r}, task, 0, 1
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("core", "kind"),
-    [
-        (True, "qwen3_moe"),
-        *(
-            pytest.param(core, kind, marks=pytest.mark.nightly)
-            for core, kind in ((False, ""), (True, ""), (True, "olmo3"), (True, "qwen2_moe"))
-        ),
-    ],
+    ("core", "kind"), [(False, ""), (True, ""), (True, "qwen3_moe"), (True, "olmo3"), (True, "qwen2_moe")]
 )
 def test_a_run_in_time_sharing_has_the_weights_of_one_process(
     policy: Path, tmp_path: Path, world: ReplicaPlace, core: bool, kind: str
