@@ -44,7 +44,7 @@ def opened(name: str, episode: Episode) -> bytes:
     return _frame(message)
 
 
-def stepped(name: str, turn: Turn) -> bytes:
+def stepped(name: str, turn: Turn, max_tokens: int = 0) -> bytes:
     if not isinstance(turn, Turn):
         raise BadAnswer(f"step returned {shown(turn)}, not a Turn")
     if not isinstance(turn.signals, list | tuple):
@@ -63,7 +63,7 @@ def stepped(name: str, turn: Turn) -> bytes:
         if turn.new_sample and not tokens:
             raise BadAnswer("tokens is empty, and a new sample needs at least one token before its first turn")
         answer = EpisodeStepped(episode=name, tokens=tokens, signals=signals, done=False, reward=reward, info=info)
-        return _frame(msgspec.structs.replace(answer, new_sample=turn.new_sample))
+        return _frame(msgspec.structs.replace(answer, new_sample=turn.new_sample, max_tokens=max_tokens))
     return _frame(EpisodeStepped(episode=name, tokens=b"", signals=signals, done=True, reward=reward, info=info))
 
 

@@ -252,7 +252,7 @@ class Host(asyncio.Protocol):
         try:
             if truncated and isinstance(outcome, Turn):
                 outcome = replace(outcome, done=True)
-            frame = answers.stepped(name, outcome)
+            frame = answers.stepped(name, outcome, self._episodes[name].episode.max_tokens)
             done = bool(outcome.done)
         except Exception as error:
             self._raised(name, error)

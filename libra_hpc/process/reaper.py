@@ -67,8 +67,13 @@ def _children_by_scan() -> set[int]:
 
 
 def descendants() -> set[int]:
+    return descendants_of(os.getpid())
+
+
+def descendants_of(pid: int) -> set[int]:
+    """Ids of all processes below a process."""
     found: set[int] = set()
-    new = children()
+    new = children() if pid == os.getpid() else _children_of(pid)
     while new:
         found |= new
         new = {child for pid in new for child in _children_of(pid)} - found

@@ -92,6 +92,8 @@ class EpisodeStepped(msgspec.Struct, tag=True, frozen=True):
     reward: float
     info: dict[str, float]
     """The task's own numbers (solved, turns over budget, ...); one of a later turn replaces an earlier one."""
+    max_tokens: int = 0
+    """Most tokens of the next turn; 0: as before."""
     new_sample: bool = False
     """``tokens`` are the next turn's whole context: what was before is a finished sample of the trajectory."""
 

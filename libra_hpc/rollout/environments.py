@@ -160,6 +160,7 @@ class Environments:
                 else:
                     self._leader.failed(trajectory, "answer", self._no_room(trajectory))
             case EpisodeStepped():
+                trajectory.max_tokens = message.max_tokens or trajectory.max_tokens
                 if replay is not None:
                     self._continue_replay(trajectory, replay, replay.answered(message))
                 else:

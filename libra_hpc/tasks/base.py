@@ -119,7 +119,7 @@ class Episode(ABC):
     prompt: list[int]
     """Read, as the limits below, when `start` has returned."""
     max_tokens: int
-    """Most generated tokens of one turn."""
+    """Most generated tokens of the next turn; a step may change it."""
     stop_ids: tuple[int, ...]
     """Token ids that end a turn; they are part of it."""
 

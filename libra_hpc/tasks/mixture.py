@@ -128,7 +128,9 @@ class MixedEpisode(Episode):
         self._copy()
 
     async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
-        return await self._episode.step(turn, OwnTools(tools, self._before))
+        answer = await self._episode.step(turn, OwnTools(tools, self._before))
+        self._copy()
+        return answer
 
     async def truncated(self, tools: Tools) -> Turn:
         return await self._episode.truncated(OwnTools(tools, self._before))

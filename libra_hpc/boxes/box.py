@@ -1,0 +1,207 @@
+"""One episode's box: a folder, commands that run in it, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from libra_hpc.errors import OperationError
+from libra_hpc.process.reaper import descendants_of
+
+from .providers import WORK, BoxedCommand, BoxLimits, Wrap, none
+
+OUTPUT_BYTES = 1 << 20
+"""Most bytes of a command's output; of a longer one the end is kept."""
+DRAIN_S = 1.0
+"""Most seconds for output that a process beyond the group holds open."""
+WATCH_S = 1.0
+"""Seconds between two looks at what all processes of a box use."""
+
+
+class Ran(NamedTuple):
+    """How a command ended."""
+
+    exit_code: int
+    """-n after signal n."""
+    output: str
+    """Standard output and error, as they came."""
+    limit: str = ""
+    """The limit that ended it: ``time``, ``memory``, ``processes``, ``disk``; empty: none."""
+
+
+class Box:
+    """``folder``: below which its own is made."""
+
+    def __init__(self, folder: str | Path, wrap: Wrap, limits: BoxLimits, network: bool = False) -> None:
+        self._wrap, self._limits, self._network = wrap, limits, network
+        self.root = Path(tempfile.mkdtemp(prefix="box-", dir=folder))
+        self.home = str(self.root) if wrap is none else WORK
+        """The folder as its commands see it."""
+        self._running: dict[asyncio.subprocess.Process, str] = {}
+        """Commands in flight, and the limit that ended them."""
+        self._watch: asyncio.Task[None] | None = None
+
+    async def run(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float = 600.0,
+        env: Mapping[str, str] | None = None,
+        mount: Mapping[str, str] | None = None,
+        socket: Path | None = None,
+    ) -> Ran:
+        """Run a command (text: by the shell) until it ends, and end what it leaves.
+
+        ``mount``: files and folders that it can read, by their place in the box. Raises `OperationError` when the box
+        cannot run anything.
+        """
+        if not self.root.is_dir():
+            raise OperationError("The box is closed, or its folder is gone.")
+        line = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        place = BoxedCommand(self.root, self._network, self._mounted(mount or {}), self._limits, socket)
+        output = _Output()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._wrap(place, line),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output.theirs,
+                stderr=output.theirs,
+                cwd=self.root,
+                env={"PATH": os.environ.get("PATH", os.defpath), "HOME": self.home, "LC_ALL": "C.UTF-8", **(env or {})},
+                process_group=0,
+            )
+        except OSError as error:
+            output.close()
+            raise OperationError(f"The box cannot start {line[0]!r}: {error}.") from error
+        finally:
+            os.close(output.theirs)
+        self._running[process] = ""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._watched())
+        try:
+            try:
+                async with asyncio.timeout(timeout_s or None):
+                    await process.wait()
+            except TimeoutError:
+                self._end(process, "time")
+            # What is left of it holds the output open.
+            self._end(process)
+            code = await process.wait()
+            await asyncio.wait({output.ended}, timeout=DRAIN_S)
+            return Ran(code, output.text, self._running[process])
+        finally:
+            self._end(process)
+            output.close()
+            del self._running[process]
+
+    def _mounted(self, mount: Mapping[str, str]) -> Mapping[str, str]:
+        """What a command can read; without isolation a link stands in the folder."""
+        if self._wrap is none:
+            for inside, outside in mount.items():
+                link = self.root / inside.lstrip("/")
+                link.parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    link.symlink_to(outside)
+        return {inside: str(outside) for inside, outside in mount.items()}
+
+    async def read(self, path: str) -> bytes:
+        """Content of a file; the path is relative to the folder, which it cannot leave."""
+        return self._inside(path).read_bytes()
+
+    async def write(self, path: str, content: bytes | str) -> None:
+        found = self._inside(path)
+        found.parent.mkdir(parents=True, exist_ok=True)
+        found.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    def _inside(self, path: str) -> Path:
+        """A file of the folder; a link of the agent's may not lead out of it."""
+        found = (self.root / path.removeprefix(f"{self.home}/").lstrip("/")).resolve()
+        if not found.is_relative_to(self.root.resolve()):
+            raise ValueError(f"{path!r} leads out of the box")
+        return found
+
+    async def end_processes(self) -> None:
+        """Kill whatever runs in the box, and wait for its end."""
+        for process in list(self._running):
+            self._end(process)
+        for process in list(self._running):
+            await process.wait()
+
+    async def close(self) -> None:
+        await self.end_processes()
+        if self._watch is not None:
+            self._watch.cancel()
+        await asyncio.to_thread(shutil.rmtree, self.root, ignore_errors=True)
+
+    def _end(self, process: asyncio.subprocess.Process, limit: str = "") -> None:
+        self._running[process] = self._running.get(process) or limit
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    async def _watched(self) -> None:
+        """End what uses more than the limits of all processes together."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for process in list(self._running):
+                pids = descendants_of(process.pid)
+                memory = sum(_resident(pid) for pid in pids)
+                limits = self._limits
+                if limits.processes and len(pids) > limits.processes:
+                    self._end(process, "processes")
+                elif limits.memory and memory > limits.memory:
+                    self._end(process, "memory")
+            if self._running and self._limits.disk:
+                used = await asyncio.to_thread(lambda: sum(_sizes(self.root)))
+                if used > self._limits.disk:
+                    for process in list(self._running):
+                        self._end(process, "disk")
+
+
+class _Output:
+    """A pipe of our own: of its, `asyncio` waits for the last writer before it reports that a process has ended."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = os.pipe()
+        self._loop = asyncio.get_running_loop()
+        self._read = bytearray()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        os.set_blocking(self._ours, False)
+        self._loop.add_reader(self._ours, self._readable)
+
+    @property
+    def text(self) -> str:
+        return self._read.decode(errors="replace")
+
+    def _readable(self) -> None:
+        chunk = os.read(self._ours, 1 << 16)
+        self._read += chunk
+        del self._read[: max(0, len(self._read) - OUTPUT_BYTES)]
+        if not chunk and not self.ended.done():
+            self._loop.remove_reader(self._ours)
+            self.ended.set_result(None)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._ours)
+        os.close(self._ours)
+
+
+def _resident(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    for base, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                yield os.lstat(os.path.join(base, name)).st_blocks * 512

@@ -1,0 +1,1 @@
+"""Any program is the agent: an HTTP endpoint of one episode over exact tokens."""

@@ -1,0 +1,177 @@
+"""The HTTP server of a host: every episode is an endpoint of its own, found by its key.
+
+The key comes as a bearer token, ``x-api-key``, ``X-Session-ID``, or first in the path. Equal bodies in flight get one
+answer, and so does the retry of a request whose client had gone. A client waits as long as its turn takes; a stream
+gets a comment every `KEEP_ALIVE_S`. An unknown or ended key is 410.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import tempfile
+from collections.abc import Awaitable, Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from .agent_request import AgentRequest, Answer, RequestRefused
+from .apis import APIS, Api
+
+Ask = Callable[[AgentRequest], Awaitable[Answer]]
+"""Gets a request and returns its turn; raises `RequestRefused`."""
+
+KEEP_ALIVE_S = 10.0
+"""Seconds between two signs of life of a stream that waits."""
+LARGEST = 1 << 28
+"""Bytes of a body."""
+RETRY = "x-stainless-retry-count"
+"""Header in which the SDKs of OpenAI and Anthropic count their retries."""
+MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "libra-hpc"}]}
+
+
+class _Session:
+    """One episode's requests, by a digest of their bodies: those in flight, and those nobody has read."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._made: dict[bytes, asyncio.Future[Answer]] = {}
+        self._delivered: bytes = b""
+        """The request that was answered last, for its retries."""
+
+    def made(self, digest: bytes, request: AgentRequest, retry: bool) -> asyncio.Future[Answer]:
+        known = self._made.get(digest)
+        if known is not None and (retry or digest != self._delivered):
+            return known
+        self._made[digest] = asyncio.ensure_future(self._ask(request))
+        return self._made[digest]
+
+    def delivered(self, digest: bytes) -> None:
+        if self._delivered != digest:
+            self._made.pop(self._delivered, None)
+        self._delivered = digest
+
+    def refused(self, digest: bytes) -> None:
+        self._made.pop(digest, None)
+
+
+class AgentEndpoint:
+    """``url``: the address of all episodes, once `start` has returned."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.socket = Path(tempfile.gettempdir(), f"endpoint-{secrets.token_hex(4)}.sock")
+        """The same for boxes without network."""
+        self._sessions: dict[str, _Session] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Listen on a free port of this node; once, whoever calls."""
+        async with self._starting:
+            if not self.url:
+                await self._start()
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=LARGEST)
+        for path, api in APIS.items():
+            for place in (path, "/{key}" + path):
+                app.router.add_post(place, self._handler(api))
+        for place in ("/v1/models", "/{key}/v1/models"):
+            app.router.add_get(place, _models)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        await web.UnixSite(self._runner, str(self.socket)).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self.socket.unlink(missing_ok=True)
+
+    def open(self, key: str, ask: Ask) -> None:
+        self._sessions[key] = _Session(ask)
+
+    def close(self, key: str) -> None:
+        self._sessions.pop(key, None)
+
+    def _handler(self, api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                return await self._answered(api, request)
+            except RequestRefused as why:
+                return web.json_response(api.error(why), status=why.status)
+
+        return handle
+
+    async def _answered(self, api: Api, http: web.Request) -> web.StreamResponse:
+        session = self._sessions.get(_key(http))
+        if session is None:
+            raise RequestRefused(410, "gone", "There is no such episode, or it has ended.")
+        raw = await http.read()
+        request = api.read(_object(raw))
+        digest = blake2b(raw, digest_size=16, person=http.path[-16:].encode()).digest()
+        made = session.made(digest, request, http.headers.get(RETRY, "0") != "0")
+        try:
+            sent = await (_streamed if request.stream else _whole)(api, request, made, http)
+        except RequestRefused:
+            session.refused(digest)
+            raise
+        session.delivered(digest)
+        return sent
+
+
+async def _models(http: web.Request) -> web.Response:
+    return web.json_response(MODELS)
+
+
+def _key(http: web.Request) -> str:
+    given = http.headers
+    bearer = given.get("Authorization", "").removeprefix("Bearer ")
+    return http.match_info.get("key") or given.get("X-Session-ID") or given.get("x-api-key") or bearer
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RequestRefused(400, "invalid_request_error", f"The body is no JSON ({error}).") from error
+    if not isinstance(body, dict):
+        raise RequestRefused(400, "invalid_request_error", "The body is no JSON object.")
+    return body
+
+
+async def _whole(
+    api: Api, request: AgentRequest, made: asyncio.Future[Answer], http: web.Request
+) -> web.StreamResponse:
+    response = web.json_response(api.answer(request, await asyncio.shield(made)))
+    await response.prepare(http)
+    await response.write_eof()
+    return response
+
+
+async def _streamed(
+    api: Api, request: AgentRequest, made: asyncio.Future[Answer], http: web.Request
+) -> web.StreamResponse:
+    """Send the turn as events. What is refused at once has its HTTP status; later it is an event."""
+    await asyncio.wait({made}, timeout=KEEP_ALIVE_S)
+    if made.done():
+        made.result()
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(http)
+    while not made.done():
+        await response.write(b": waiting\n\n")
+        await asyncio.wait({made}, timeout=KEEP_ALIVE_S)
+    try:
+        events = [*api.events(request, made.result())]
+    except RequestRefused as why:
+        events = [("error", api.error(why))]
+    text = "".join((f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n" for name, data in events)
+    await response.write((text + (f"data: {api.LAST}\n\n" if api.LAST else "")).encode())
+    await response.write_eof()
+    return response

@@ -1,0 +1,290 @@
+"""The task whose agent is any program: ``task.command``, or a coroutine ``task.agent``; then ``task.reward`` judges.
+
+- An agent gets an address and a key: OpenAI's and Anthropic's SDKs find both in its environment. Each of its requests
+  is a turn, token for token (`conversation.py`).
+- A program runs in the episode's box. When it has ended, all its processes are killed; then the reward is asked.
+- It fails, or a limit ends it -> the reward is asked all the same. Its box fails -> the trajectory is sampled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from libra_hpc.boxes.box import Box, Ran
+from libra_hpc.boxes.providers import SOCKET, BoxLimits, Wrap, none
+from libra_hpc.chat.selftest import choose_dialect
+from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.protocol.env import Signal
+from libra_hpc.tasks.base import Episode, PolicyTurn, Task, Tools, Turn, Why
+from libra_hpc.tasks.rows import Row, open_rows, row_at
+from libra_hpc.tasks.tokenizer import TaskTokenizer
+from libra_hpc.tasks.tool_outcome import signal_of
+from libra_hpc.user_file import load_function
+
+from .agent_endpoint import AgentEndpoint
+from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused
+from .conversation import Conversation, PlacedTurn
+
+NO_LIMIT = 2**31 - 1
+"""Tokens: as many as the context has room for."""
+INSIDE_PORT = 8000
+"""Port of the endpoint in a box without network."""
+LEAVE_S = 30.0
+"""Seconds for an agent to end that has learnt that its context is full."""
+FORWARD = "/run/forward.py"
+LINES = 20
+"""Lines of a failed program's output in the log of the host."""
+
+
+class Address(NamedTuple):
+    """Where a coroutine that is an agent finds the policy."""
+
+    url: str
+    """OpenAI's base URL; Anthropic's is the same without ``/v1``."""
+    key: str
+
+
+class AgentTask(Task):
+    """Options of the run file's table; raises `UserError` for those that cannot be."""
+
+    def __init__(
+        self,
+        tokenizer: TaskTokenizer,
+        *,
+        seed: int = 0,
+        data: str = "",
+        prompt: str = "prompt",
+        command: Sequence[str] = (),
+        agent: str = "",
+        reward: str = "",
+        max_tokens: int = NO_LIMIT,
+        wrap: Wrap = none,
+        network: bool = True,
+        limits: BoxLimits = BoxLimits(),  # noqa: B008  a tuple
+    ) -> None:
+        super().__init__(tokenizer, seed=seed)
+        if bool(command) == bool(agent):
+            raise invalid("task.command", list(command), "one of task.command and task.agent is the agent")
+        self.command, self.max_tokens = tuple(command), max_tokens
+        self.agent = load_function("task.agent", agent) if agent else None
+        self.reward, self.judge = reward, load_function("task.reward", reward)
+        for field, function in (("task.agent", self.agent), ("task.reward", self.judge)):
+            if function is not None and not inspect.iscoroutinefunction(function):
+                raise invalid(field, function.__name__, "it is no coroutine function", "`async def NAME(...)`")
+        self.rows, self._prompt = open_rows(data), prompt
+        self._name = Path(data).stem
+        self.wrap, self.network, self.limits = wrap, network, limits
+        self.step_limit_s = limits.wall_s + LEAVE_S
+        self.choice = choose_dialect(tokenizer, with_tools=True)
+        self.chats = (self.choice.found,)
+        self.endpoint = AgentEndpoint()
+        self._failures: set[str] = set()
+
+    def open(self, index: int, sample: int, progress: float) -> Episode:
+        epoch, number = row_at(index, len(self.rows), self.seed)
+        return AgentEpisode(self, self.rows[number], f"{self._name}-{epoch}.{number}")
+
+    def check(self) -> None:
+        row = self.rows[0]
+        for part in self.command:
+            for name in re.findall(r"{(\w+)}", part):
+                if name != "prompt" and name not in row:
+                    raise invalid("task.command", part, f"the rows have no column {name!r}", list(row))
+        if any("{prompt}" in part for part in self.command) and self._prompt not in row:
+            raise invalid("task.prompt", self._prompt, "the rows have no such column", list(row))
+
+    def report(self, ran: Ran) -> None:
+        """Log how a program failed, once for each last line."""
+        lines = ran.output.splitlines()[-LINES:]
+        if (last := lines[-1] if lines else "") not in self._failures:
+            self._failures.add(last)
+            print(f"an agent failed ({_ending(ran)}):", *lines, sep="\n  ", file=sys.stderr)
+
+    def command_for(self, row: Row) -> list[str]:
+        """The agent's program, with the row's columns in it."""
+        values = {"prompt": row.get(self._prompt, "")} | row
+        return [re.sub(r"{(\w+)}", lambda m: str(values.get(m[1], m[0])), part) for part in self.command]
+
+
+class AgentEpisode(Episode):
+    """One agent at work."""
+
+    def __init__(self, task: AgentTask, row: Row, prompt_id: str) -> None:
+        self.prompt_id, self._task, self._row = prompt_id, task, row
+        self.max_tokens, self.stop_ids = task.max_tokens, task.choice.dialect.stop_ids
+        self._conversation = Conversation(task.choice.dialect)
+        self._key = secrets.token_hex(16)
+        self._asked: asyncio.Queue[tuple[AgentRequest, asyncio.Future[Answer]]] = asyncio.Queue()
+        self._pending: asyncio.Future[Answer] | None = None
+        """The answer that the agent waits for."""
+        self._turns, self._context = 0, 0
+        self._answered_at = 0.0
+        self._called: dict[str, str] = {}
+        """Names of the tools of the last turn, by the call's id."""
+        self._box: Box | None = None
+        self._agent: asyncio.Task[Ran] | None = None
+
+    async def start(self, tools: Tools) -> None:
+        await self._task.endpoint.start()
+        self._box = Box(tempfile.gettempdir(), self._task.wrap, self._task.limits, self._task.network)
+        self._task.endpoint.open(self._key, self._ask)
+        self._agent = asyncio.create_task(self._work(self._box))
+        placed = await self._next(NO_LIMIT)
+        if placed is None:
+            ran = self._agent.result()
+            raise RuntimeError(f"the agent ended without a request ({_ending(ran)}): {ran.output[-300:]}")
+        self.prompt = placed.tokens
+
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
+        answer = self._conversation.said(turn.tokens, turn.stop == "length", f"{self._turns:06d}")
+        self._turns += 1
+        self._called = {one.id: one.name for one in answer.calls}
+        self._context = answer.prompt_tokens + len(turn.tokens) + turn.room
+        self._answer(answer)
+        placed = await self._next(self._context)
+        if placed is None:
+            return await self._judged()
+        return Turn(placed.tokens, self._signals, new_sample=placed.new_sample)
+
+    async def truncated(self, tools: Tools) -> Turn:
+        """The agent learns that its context is full, and may end."""
+        self._answer(_full(self._context))
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await self._next(0)
+        except TimeoutError:
+            self._end_agent()
+        return await self._judged()
+
+    async def close(self, why: Why) -> None:
+        self._task.endpoint.close(self._key)
+        self._end_agent()
+        self._answer(_gone())
+        while not self._asked.empty():
+            self._asked.get_nowait()[1].set_exception(_gone())
+        if self._box is not None:
+            await self._box.close()
+
+    def _end_agent(self) -> None:
+        if self._agent is not None:
+            self._agent.cancel()
+
+    def _answer(self, answer: Answer | RequestRefused) -> None:
+        pending, self._pending = self._pending, None
+        self._answered_at = time.perf_counter()
+        if pending is None or pending.done():
+            return
+        if isinstance(answer, RequestRefused):
+            pending.set_exception(answer)
+        else:
+            pending.set_result(answer)
+
+    async def _ask(self, request: AgentRequest) -> Answer:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait((request, answer))
+        return await answer
+
+    async def _next(self, most: int) -> PlacedTurn | None:
+        """What the agent's next request goes on with, in a context of ``most`` tokens; None when it has ended."""
+        assert self._agent is not None
+        while True:
+            asking = asyncio.create_task(self._asked.get())
+            try:
+                await asyncio.wait({asking, self._agent}, return_when=asyncio.FIRST_COMPLETED)
+                if self._agent.done():
+                    return None
+                request, self._pending = asking.result()
+            finally:
+                asking.cancel()
+            try:
+                placed = self._conversation.place(request, most)
+            except RequestRefused as why:
+                self._answer(why)
+                continue
+            self.max_tokens = min(request.max_tokens or NO_LIMIT, self._task.max_tokens)
+            self._signals = self._signals_of(request, len(placed.tokens))
+            return placed
+
+    def _signals_of(self, request: AgentRequest, tokens: int) -> list[Signal]:
+        """What the turn's tools returned: the messages behind the policy's last one. They share the time between."""
+        seconds = time.perf_counter() - self._answered_at if self._turns else 0.0
+        said = max((n for n, one in enumerate(request.messages) if one["role"] == "assistant"), default=-1)
+        new = request.messages[said + 1 :] if self._turns else []
+        names = [self._called.get(one.get("tool_call_id", ""), "agent") for one in new]
+        share = tokens // max(1, len(new))
+        return [signal_of(name, one["content"], share, seconds) for name, one in zip(names, new, strict=True)]
+
+    async def _work(self, box: Box) -> Ran:
+        """Run the agent to its end; raises `OperationError` when its box fails."""
+        task, url = self._task, f"{self._task.endpoint.url}/v1"
+        if task.agent is None:
+            return await self._program(box)
+        try:
+            async with asyncio.timeout(task.limits.wall_s or None):
+                await task.agent(self._row, Address(url, self._key), box)
+        except TimeoutError:
+            return Ran(1, "", "time")
+        except OperationError:
+            raise
+        except Exception as error:
+            return Ran(1, f"{type(error).__name__}: {error}")
+        return Ran(0, "")
+
+    async def _program(self, box: Box) -> Ran:
+        task = self._task
+        command, url, mount = task.command_for(self._row), task.endpoint.url, dict[str, str]()
+        socket = None if task.network else task.endpoint.socket
+        if socket is not None:
+            url = f"http://127.0.0.1:{INSIDE_PORT}"
+            mount = {FORWARD: str(Path(__file__).with_name("forward.py"))}
+            command = [sys.executable, "-IS", FORWARD, SOCKET, str(INSIDE_PORT), *command]
+        env = {
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": self._key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": self._key,
+        }
+        return await box.run(command, timeout_s=task.limits.wall_s, env=env, mount=mount, socket=socket)
+
+    async def _judged(self) -> Turn:
+        """The end: nothing of the agent runs any more when the reward is asked."""
+        assert self._box is not None
+        assert self._agent is not None
+        await asyncio.wait({self._agent})
+        ran = Ran(1, "", "context") if self._agent.cancelled() else self._agent.result()
+        await self._box.end_processes()
+        failed = ran.exit_code != 0 and not ran.limit
+        if failed:
+            self._task.report(ran)
+        try:
+            found = await self._task.judge(self._row, self._box)
+        except OperationError:
+            raise
+        except Exception as error:
+            why = f"it fails for {self.prompt_id} ({type(error).__name__}: {error})"
+            raise UserError(f"task.reward = {self._task.reward!r}: {why}.") from error
+        numbers = {"turns": self._turns, "samples": self._conversation.samples, "agent_failed": float(failed)}
+        causes = {f"new_{cause}": count for cause, count in self._conversation.causes.items()}
+        limit = {f"limit_{ran.limit}": 1.0} if ran.limit else {}
+        return Turn.end(found, (), **numbers, **causes, **limit)
+
+
+def _ending(ran: Ran) -> str:
+    return f"its limit of {ran.limit}" if ran.limit else f"exit code {ran.exit_code}"
+
+
+def _full(most: int) -> RequestRefused:
+    return RequestRefused(400, CONTEXT_FULL, f"The messages do not fit the context of {most} tokens.")
+
+
+def _gone() -> RequestRefused:
+    return RequestRefused(410, "gone", "The episode has ended.")

@@ -1,0 +1,116 @@
+"""Anthropic's messages: ``/v1/messages``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused
+from .fields import call, listed, mistake, refuse_changes, request, text_of, tool_schema
+
+LAST = ""
+BLOCKS = "text, tool_use, tool_result or thinking"
+
+
+def read(body: Mapping[str, Any]) -> AgentRequest:
+    refuse_changes(body)
+    messages: list[dict[str, Any]] = []
+    if system := text_of("system", body.get("system")):
+        messages.append({"role": "system", "content": system})
+    for n, one in enumerate(listed("messages", body.get("messages"))):
+        messages += _messages(f"messages[{n}]", one)
+    given = listed("tools", body.get("tools") or [])
+    for n, tool in enumerate(given):
+        if tool.get("type", "custom") != "custom":
+            raise mistake(f"tools[{n}].type", tool["type"], "custom")
+    tools = [tool_schema(f"tools[{n}]", tool, "input_schema") for n, tool in enumerate(given)]
+    return request(body, messages, tools, "max_tokens")
+
+
+def _messages(field: str, one: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Messages in OpenAI's form: results of tools are messages of their own."""
+    role, content = one.get("role"), one.get("content")
+    if role not in ("user", "assistant"):
+        raise mistake(f"{field}.role", role, "user or assistant")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else listed(f"{field}.content", content)
+    found: list[dict[str, Any]] = []
+    text, calls = "", list[dict[str, Any]]()
+    for n, block in enumerate(blocks):
+        match block.get("type"):
+            case "text":
+                text += str(block.get("text", ""))
+            case "tool_use":
+                calls.append(call(f"{field}.content[{n}]", block.get("id"), block.get("name"), block.get("input")))
+            case "tool_result":
+                said = text_of(f"{field}.content[{n}].content", block.get("content"))
+                found.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": said})
+            case "thinking" | "redacted_thinking":
+                pass
+            case kind:
+                raise mistake(f"{field}.content[{n}].type", kind, BLOCKS)
+    if text or calls or not found:
+        found.append({"role": role, "content": text} | ({"tool_calls": calls} if calls else {}))
+    return found
+
+
+def answer(asked: AgentRequest, made: Answer) -> dict[str, Any]:
+    return {
+        "id": f"msg_{made.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": asked.model,
+        "content": _blocks(made),
+        "stop_reason": "max_tokens" if made.cut else "tool_use" if made.calls else "end_turn",
+        "stop_sequence": None,
+        "usage": {"input_tokens": made.prompt_tokens, "output_tokens": made.new_tokens},
+    }
+
+
+def _blocks(made: Answer) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if made.thinking:
+        blocks.append({"type": "thinking", "thinking": made.thinking, "signature": ""})
+    if made.text:
+        blocks.append({"type": "text", "text": made.text})
+    for one in made.calls:
+        blocks.append({"type": "tool_use", "id": one.id, "name": one.name, "input": json.loads(one.arguments)})
+    return blocks
+
+
+def events(asked: AgentRequest, made: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
+    whole = answer(asked, made)
+    start = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+    yield _named({"type": "message_start", "message": start})
+    for place, block in enumerate(whole["content"]):
+        empty, deltas = _streamed(block)
+        yield _named({"type": "content_block_start", "index": place, "content_block": empty})
+        for delta in deltas:
+            yield _named({"type": "content_block_delta", "index": place, "delta": delta})
+        yield _named({"type": "content_block_stop", "index": place})
+    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield _named({"type": "message_delta", "delta": ended, "usage": whole["usage"]})
+    yield _named({"type": "message_stop"})
+
+
+def _named(event: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return event["type"], event
+
+
+def _streamed(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A block without its content, and what fills it."""
+    match block["type"]:
+        case "text":
+            return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+        case "thinking":
+            return {**block, "thinking": ""}, [{"type": "thinking_delta", "thinking": block["thinking"]}]
+        case _:
+            partial = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            return {**block, "input": {}}, [partial]
+
+
+def error(why: RequestRefused) -> dict[str, Any]:
+    # Agents look for these words before they compact their history.
+    text = f"prompt is too long: {why.why}" if why.code == CONTEXT_FULL else why.why
+    kind = "invalid_request_error" if why.status == 400 else "api_error"
+    return {"type": "error", "error": {"type": kind, "message": text}}

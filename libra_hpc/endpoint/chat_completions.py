@@ -1,0 +1,89 @@
+"""OpenAI's chat completions: ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .agent_request import AgentRequest, Answer
+from .fields import call, listed, mistake, openai_error, refuse_changes, request, text_of, tool_schema
+
+error, LAST = openai_error, "[DONE]"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def read(body: Mapping[str, Any]) -> AgentRequest:
+    refuse_changes(body)
+    messages = [_message(f"messages[{n}]", one) for n, one in enumerate(listed("messages", body.get("messages")))]
+    return request(body, messages, _tools(body), "max_completion_tokens", "max_tokens")
+
+
+def _message(field: str, one: Mapping[str, Any]) -> dict[str, Any]:
+    role = one.get("role")
+    if role not in ROLES:
+        raise mistake(f"{field}.role", role, ", ".join(ROLES))
+    found = {
+        "role": "system" if role == "developer" else role,
+        "content": text_of(f"{field}.content", one.get("content")),
+    }
+    for name in ("tool_call_id", "name", "reasoning_content"):
+        if one.get(name):
+            found[name] = str(one[name])
+    if calls := one.get("tool_calls"):
+        found["tool_calls"] = [
+            call(f"{field}.tool_calls[{n}].function", made.get("id"), of.get("name"), of.get("arguments"))
+            for n, made in enumerate(listed(f"{field}.tool_calls", calls))
+            for of in listed(f"{field}.tool_calls[{n}]", [made.get("function")])
+        ]
+    return found
+
+
+def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found = []
+    for n, tool in enumerate(listed("tools", body.get("tools") or [])):
+        if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+            raise mistake(f"tools[{n}].type", tool.get("type"), "function")
+        found.append(tool_schema(f"tools[{n}].function", tool["function"]))
+    return found
+
+
+def answer(asked: AgentRequest, made: Answer) -> dict[str, Any]:
+    message = {"role": "assistant", **_shown(made)}
+    choice = {"index": 0, "finish_reason": _finish(made), "logprobs": None, "message": message}
+    return {**_head(asked, made), "object": "chat.completion", "choices": [choice], "usage": _usage(made)}
+
+
+def events(asked: AgentRequest, made: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
+    head = {**_head(asked, made), "object": "chat.completion.chunk"}
+    delta = {"role": "assistant", **_shown(made)}
+    if made.calls:
+        delta["tool_calls"] = [{"index": n, **one} for n, one in enumerate(delta["tool_calls"])]
+    yield "", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    yield "", {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(made)}]}
+    yield "", {**head, "choices": [], "usage": _usage(made)}
+
+
+def _head(asked: AgentRequest, made: Answer) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{made.id}", "created": int(time.time()), "model": asked.model}
+
+
+def _shown(made: Answer) -> dict[str, Any]:
+    calls = [
+        {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+        for one in made.calls
+    ]
+    return (
+        {"content": made.text or None}
+        | ({"tool_calls": calls} if calls else {})
+        | ({"reasoning_content": made.thinking} if made.thinking else {})
+    )
+
+
+def _finish(made: Answer) -> str:
+    return "length" if made.cut else "tool_calls" if made.calls else "stop"
+
+
+def _usage(made: Answer) -> dict[str, Any]:
+    total = made.prompt_tokens + made.new_tokens
+    return {"prompt_tokens": made.prompt_tokens, "completion_tokens": made.new_tokens, "total_tokens": total}

@@ -1,0 +1,130 @@
+"""Where each request of an agent goes on: the samples of one trajectory, token for token.
+
+- A request continues the *longest* sample whose messages are its prefix (role, text, arguments and ids of calls; not
+  thinking) under equal tools. Only what is new is rendered; what was sampled stays as it was sampled.
+- Else it begins a sample, with a cause: `CAUSES`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any, NamedTuple
+
+from libra_hpc.chat.dialects import TAIL, BridgeError, Dialect
+from libra_hpc.errors import UserError
+from libra_hpc.tasks.chat_template import Message
+
+from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused, answer_of
+
+CAUSES = ("rewritten", "tools", "returned", "unbridged")
+"""Why a request began a sample: it changed messages that came before; its tools are others (a sub-agent's); it goes on
+with a sample that is not the newest; the template cannot write what follows."""
+
+
+class PlacedTurn(NamedTuple):
+    """Tokens that a turn follows: of the newest sample as an addition, or a new sample as a whole."""
+
+    tokens: list[int]
+    new_sample: bool
+
+
+class _Sample:
+    def __init__(self, tokens: list[int], tools: list[dict[str, Any]]) -> None:
+        self.tokens, self.tools = tokens, tools
+        self.keys: list[Any] = []
+        """Identity of its messages, the policy's newest included."""
+        self.sampled: list[int] = []
+        """Tokens of its newest turn, the last of `tokens`."""
+
+
+class Conversation:
+    """The samples of one trajectory, the newest last; pure: no clock, no I/O."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self._samples: list[_Sample] = []
+        self.causes: Counter[str] = Counter()
+        """How many samples began for each of `CAUSES`."""
+
+    @property
+    def samples(self) -> int:
+        return len(self._samples)
+
+    def place(self, request: AgentRequest, most: int) -> PlacedTurn:
+        """What the turn of a request follows, in a context of at most ``most`` tokens.
+
+        Raises `RequestRefused` when there is no room, or the template cannot write the messages, and changes nothing.
+        """
+        keys = [identity(one) for one in request.messages]
+        best = max(self._fitting(request, keys), key=lambda sample: len(sample.keys), default=None)
+        added = self._following(best, request) if best is not None else None
+        if best is not None and added is not None:
+            whole = [*best.tokens, *added]
+            cause = "" if best is self._samples[-1] else "returned"
+        else:
+            whole, cause = self._rendered(request), self._cause(request, best)
+        if len(whole) >= most:
+            why = f"The messages have {len(whole)} tokens; the context has {most}, and a turn needs one."
+            raise RequestRefused(400, CONTEXT_FULL, why)
+        goes_on = bool(self._samples) and not cause
+        if goes_on:
+            self._samples[-1].tokens = whole
+        else:
+            self._samples.append(_Sample(whole, request.tools))
+            self.causes.update([cause] if cause else [])
+        self._samples[-1].keys = keys
+        return PlacedTurn(added if goes_on and added is not None else whole, not goes_on)
+
+    def _cause(self, request: AgentRequest, best: _Sample | None) -> str:
+        """Why a request that no sample goes on with begins one; empty for the first."""
+        if best is not None:
+            return "unbridged"
+        if not self._samples:
+            return ""
+        return "rewritten" if any(one.tools == request.tools for one in self._samples) else "tools"
+
+    def _rendered(self, request: AgentRequest) -> list[int]:
+        try:
+            return self._dialect.first(request.messages, request.tools)
+        except UserError as error:
+            raise RequestRefused(400, "invalid_request_error", str(error)) from error
+
+    def said(self, sampled: list[int], cut: bool, number: str) -> Answer:
+        """The answer to the request that was placed last; ``number`` makes its ids."""
+        sample = self._samples[-1]
+        reply = self._dialect.parse(sample.tokens[-TAIL:], sampled, sample.tools)
+        answer = answer_of(reply, number, len(sample.tokens), sampled, cut)
+        sample.keys = [*sample.keys, identity(answer.message)]
+        sample.tokens += sampled
+        sample.sampled = sampled
+        return answer
+
+    def _fitting(self, request: AgentRequest, keys: list[Any]) -> list[_Sample]:
+        """Samples that the messages begin with, the newest first."""
+        return [
+            one
+            for one in reversed(self._samples)
+            if len(one.keys) < len(keys) and one.tools == request.tools and keys[: len(one.keys)] == one.keys
+        ]
+
+    def _following(self, sample: _Sample, request: AgentRequest) -> list[int] | None:
+        """What follows the newest turn of a sample; None where the template cannot write it."""
+        before = len(sample.tokens) - len(sample.sampled)
+        tail = sample.tokens[max(0, before - TAIL) : before]
+        try:
+            return self._dialect.delta(tail, sample.sampled, request.messages[len(sample.keys) :], request.tools)
+        except (BridgeError, UserError):
+            return None
+
+
+def identity(message: Message) -> Any:
+    """What makes two messages the same. The policy's text may have lost white space around it on its way."""
+    text = message.get("content") or ""
+    calls = [
+        (one["function"]["name"], json.dumps(one["function"]["arguments"], sort_keys=True), one.get("id"))
+        for one in message.get("tool_calls") or ()
+    ]
+    if message["role"] == "assistant":
+        text = text.strip()
+    return [message["role"], text, calls, message.get("tool_call_id") or ""]

