@@ -82,7 +82,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
         window_rope=rope_settings(config, SLIDING) if family.window_theta else None,
         rotated=rotated(config),
         max_positions=int(config.get("max_position_embeddings", 4096)),
-        norm_topk=bool(config.get("norm_topk_prob", False)),
+        norm_topk=bool(config.get("norm_topk_prob", family.stacked_experts)),
         routed_scale=float(config["routed_scaling_factor"]) if family.sigmoid_router else 1.0,
         **scales,
     )
@@ -109,6 +109,6 @@ def check_parallel(shape: Architecture, tp: int, pp: int) -> None:
 
 def check_experts(shape: Architecture, *, tp: int, ep: int, etp: int, ranks: int) -> None:
     """Raise `UserError` unless ``ep`` and ``etp`` fit the model and the ``ranks`` processes of a stage."""
-    fault = expert_fault(shape.experts, shape.moe_intermediate, Degrees(tp, ep=ep, etp=etp), ranks)
+    fault = expert_fault(shape.experts, shape.expert_columns, Degrees(tp, ep=ep, etp=etp), ranks)
     if fault is not None:
         raise fault.error()

@@ -60,6 +60,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shared_gate: bool = False
     """A sigmoid of the token weighs its result."""
     router_bias: bool = False
+    stacked_experts: bool = False
+    """Experts have biases, and no tensor ranks."""
+    sinks: bool = False
+    """Heads have a score each, and the output of attention a bias."""
     dense_layers: int = 0
     """First layers of a mixture of experts that have a dense MLP."""
     windows: tuple[int, ...] = ()
@@ -78,12 +82,19 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         matrices = self.hidden * (2 * q + 2 * kv)
         heads = self.heads + self.kv_heads if self.whole_qk_norm else 2
         norms = self.norms * self.hidden + heads * self.head_dim * self.qk_norm
-        return matrices + (q + 2 * kv) * self.qkv_bias + norms
+        sinks = (self.heads + self.hidden) * self.sinks
+        return matrices + (q + 2 * kv) * self.qkv_bias + norms + sinks
 
     @property
     def expert_params(self) -> int:
         """Weights of one routed expert; 0 for a dense model."""
-        return 3 * self.hidden * self.moe_intermediate
+        biases = (2 * self.moe_intermediate + self.hidden) * self.stacked_experts
+        return 3 * self.hidden * self.moe_intermediate + biases
+
+    @property
+    def expert_columns(self) -> int:
+        """MLP columns of a routed expert that tensor ranks may share; 1: none."""
+        return 1 if self.stacked_experts else self.moe_intermediate
 
     def layer_params(self, first: int, count: int) -> tuple[int, int]:
         """Weights of ``count`` layers from ``first`` on: those for every token, and of routed experts.
@@ -263,7 +274,9 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
         moe_intermediate=_count(config, name, "moe_intermediate_size", intermediate) if moe else 0,
         shared_intermediate=_shared_width(config, name) if family.shared_expert else 0,
         shared_gate=family.shared_gate,
-        router_bias=family.sigmoid_router,
+        router_bias=family.sigmoid_router or family.stacked_experts,
+        stacked_experts=family.stacked_experts,
+        sinks=family.sinks,
         dense_layers=config["first_k_dense_replace"] if family.sigmoid_router else 0,
         windows=windows(config),
         dtype_bytes=_dtype_bytes(config, name),

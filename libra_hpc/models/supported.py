@@ -73,6 +73,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     sigmoid_router: bool = False
     """Experts are chosen by sigmoids and a bias that stays as it is, and weighed by ``routed_scaling_factor``; the
     first ``first_k_dense_replace`` layers are dense. Files may have layers beyond the last one."""
+    stacked_experts: bool = False
+    """All experts of a layer are one tensor in the files, transposed, with gate and up in turns. They have biases, as
+    the router, and gate and up are clamped."""
+    sinks: bool = False
+    """Each head has a learned score that takes a share of the attention; all projections of attention have biases."""
     fused_qkv: bool = False
     """One ``qkv_proj`` in the files: all q, all k, all v."""
     fused_mlp: bool = False
@@ -157,6 +162,27 @@ _GLM = {
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
 }
+_GPT_OSS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1.5e5,
+    "attention_bias": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+"""Numbers of the clamped activation, in vLLM and in the trainer."""
+IN_TURNS = "sliding_attention and full_attention in turns"
 FAMILIES: dict[str, Family] = {
     "ernie4_5": Family(interleaved_rotary=True, defaults=_ERNIE),
     "gemma3_text": Family(
@@ -186,6 +212,7 @@ FAMILIES: dict[str, Family] = {
         sigmoid_router=True,
         defaults=_GLM_MOE,
     ),
+    "gpt_oss": Family(qkv_bias=True, experts=True, stacked_experts=True, sinks=True, full_every=2, defaults=_GPT_OSS),
     "granite": Family(multipliers=True),
     "llama": Family(),
     # vLLM's own factor of queries beyond the original positions is under another key: `most_positions`.
@@ -394,17 +421,19 @@ def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
         if act != family.activation:
             yield Refusal(key, act, "the trainer has no such activation", (family.activation,))
     yield from _windows(config, family)
-    for key in ("attention_out_bias" if family.qkv_bias_only else "attention_bias", "mlp_bias", *_OPTIONS):
+    for key in (
+        "attention_out_bias" if family.qkv_bias_only or family.sinks else "attention_bias",
+        "mlp_bias",
+        *_OPTIONS,
+    ):
         if config.get(key):
             yield Refusal(key, config[key], f"the trainer has no such {key.rpartition('_')[2]}", "false or null")
     yield from _experts(config, family)
-    if config.get("quantization_config"):
-        yield Refusal(
-            "quantization_config",
-            config["quantization_config"],
-            "the trainer reads weights of bfloat16, float16 or float32",
-            "no such key",
-        )
+    if quantized := config.get("quantization_config"):
+        why, cure = "the trainer reads weights of bfloat16, float16 or float32", "no such key"
+        if "mxfp4" in str(quantized):
+            cure += ", as in what transformers saves of a model loaded with Mxfp4Config(dequantize=True)"
+        yield Refusal("quantization_config", quantized, why, cure)
 
 
 def _experts(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
@@ -415,6 +444,12 @@ def _experts(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
     for key in ("n_group", "topk_group") if family.sigmoid_router else ():
         if config.get(key, 1) != 1:
             yield Refusal(key, config[key], "the trainer has no groups of experts", "1")
+    if family.stacked_experts:
+        for key, value in {**CLAMPED, "rms_norm_eps": 1e-5}.items():
+            if config.get(key, value) != value:
+                yield Refusal(key, config[key], "vLLM has another number for it", str(value))
+        if any(kind != LAYER_TYPES[(i + 1) % 2] for i, kind in enumerate(config.get("layer_types") or ())):
+            yield Refusal("layer_types", config["layer_types"], "vLLM has others", IN_TURNS)
     if family.sigmoid_router and not config["norm_topk_prob"]:
         yield Refusal("norm_topk_prob", config["norm_topk_prob"], "weights of experts sum to 1 in the trainer", "true")
 

@@ -13,6 +13,13 @@ from .architecture import Architecture, stage_layers
 
 TIED_HEAD = "lm_head.weight"
 """With tied embeddings a file may have or omit the output head: it is the embedding."""
+STACKED = {
+    "linear_fc1.weight": "gate_up_proj",
+    "linear_fc1.bias": "gate_up_proj_bias",
+    "linear_fc2.weight": "down_proj",
+    "linear_fc2.bias": "down_proj_bias",
+}
+"""Stacked experts: Megatron-Core's names and those in the files."""
 NAMED = 3
 """Most tensor names quoted in one error message."""
 
@@ -31,6 +38,8 @@ class Entry(NamedTuple):
     """The last stage's copy of a tied embedding: loaded, never saved."""
     expert: int | None = None
     """Number of the expert that it belongs to; ``dim`` is then cut over expert-tensor ranks."""
+    stacked: bool = False
+    """It has this expert and those that follow; ``dim`` is cut over expert-parallel ranks."""
 
 
 def stage_entries(shape: Architecture, pp: int, pp_rank: int, experts: range | None = None) -> dict[str, Entry]:
@@ -68,6 +77,9 @@ def _layer(shape: Architecture, m: str, h: str) -> dict[str, Entry]:
         names = tuple(f"{attention}{x}.{kind}" for x in qkv)
         out[f"{m}self_attention.linear_qkv.{kind}"] = Entry(names, "qkv", 0)
     out[m + "self_attention.linear_proj.weight"] = Entry((attention + "o_proj.weight",), "plain", 1)
+    if shape.sinks:
+        out[m + "self_attention.linear_proj.bias"] = Entry((attention + "o_proj.bias",), "plain", None)
+        out[m + "self_attention.core_attention.sinks"] = Entry((attention + "sinks",), "plain", 0)
     return out
 
 
@@ -81,6 +93,11 @@ def _mlp(shape: Architecture, m: str, h: str, expert: int | None = None) -> dict
 
 def _experts(shape: Architecture, experts: range, m: str, h: str) -> dict[str, Entry]:
     family = shape.kind
+    if family.stacked_experts:
+        out = {f"{m}router.{kind}": Entry((f"{h}router.{kind}",), "plain", None) for kind in ("weight", "bias")}
+        for ours, theirs in STACKED.items():
+            out[f"{m}experts.{ours}"] = Entry((f"{h}experts.{theirs}",), "plain", 0, expert=experts.start, stacked=True)
+        return out
     out = {f"{m}router.weight": Entry((f"{h}gate.weight",), "plain", None)}
     if family.sigmoid_router:
         out[f"{m}router.expert_bias"] = Entry((f"{h}gate.e_score_correction_bias",), "plain", None)
@@ -117,6 +134,13 @@ def _hf_shape(shape: Architecture, name: str) -> tuple[int, ...]:
         "up_proj.weight": (ffn, hidden),
         "gate_up_proj.weight": (2 * ffn, hidden),
         "down_proj.weight": (hidden, ffn),
+        "experts.gate_up_proj": (shape.experts, hidden, 2 * ffn),
+        "experts.gate_up_proj_bias": (shape.experts, 2 * ffn),
+        "experts.down_proj": (shape.experts, ffn, hidden),
+        "experts.down_proj_bias": (shape.experts, hidden),
+        "router.weight": (shape.experts, hidden),
+        "router.bias": (shape.experts,),
+        "self_attn.sinks": (shape.heads,),
         "gate.weight": (shape.experts, hidden),
         "gate.e_score_correction_bias": (shape.experts,),
         "shared_expert_gate.weight": (1, hidden),

@@ -77,13 +77,13 @@ def expert_fault(experts: int, width: int, degrees: Degrees, ranks: int) -> Faul
     """Why ``experts`` of MLP width ``width`` cannot be spread over the ``ranks`` processes of a stage."""
     tp, ep, etp = degrees.tp, degrees.ep, degrees.etp or degrees.tp
     if not experts:
-        none = "the model has no experts"
-        if ep == 1 and etp != tp:
-            return Fault("train.etp", etp, none, f"0 or {tp}")
-        return None if ep == 1 else Fault("train.ep", ep, none, "1")
+        return _without_experts(tp, ep, etp)
     if experts % ep:
         why = f"it does not divide the model's {experts} experts"
         return Fault("train.ep", ep, why, f"divisors of {experts}")
+    if ep == 1 and tp > 1 and width == 1:
+        why = "tensor ranks cannot share the experts of the model, so expert ranks must"
+        return Fault("train.ep", ep, why, "2 or more, or train.tp = 1")
     if ep == 1 and etp != tp:
         return Fault("train.etp", etp, "without expert parallelism tensor ranks share the experts too", str(tp))
     if etp not in (1, tp) or width % etp:
@@ -93,6 +93,13 @@ def expert_fault(experts: int, width: int, degrees: Degrees, ranks: int) -> Faul
         why = f"ep x etp = {ep * etp} does not divide the {ranks} processes of a stage"
         return Fault("train.ep", ep, why, f"divisors of {ranks // etp}")
     return None
+
+
+def _without_experts(tp: int, ep: int, etp: int) -> Fault | None:
+    none = "the model has no experts"
+    if ep == 1 and etp != tp:
+        return Fault("train.etp", etp, none, f"0 or {tp}")
+    return None if ep == 1 else Fault("train.ep", ep, none, "1")
 
 
 def cut_fault(degrees: Degrees, tokens: int) -> Fault | None:
@@ -109,5 +116,5 @@ def runs(shape: ModelShape, degrees: Degrees, nodes: int, processes: int) -> boo
     return (
         shape.trains(degrees.tp, degrees.pp)
         and world_fault(degrees, nodes, processes) is None
-        and expert_fault(shape.experts, shape.moe_intermediate, degrees, nodes * processes // degrees.pp) is None
+        and expert_fault(shape.experts, shape.expert_columns, degrees, nodes * processes // degrees.pp) is None
     )

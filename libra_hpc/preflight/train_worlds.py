@@ -91,7 +91,7 @@ def trains_simulated(config: RunConfig, shape: ModelShape) -> Iterator[UserError
 
 def _experts_of(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
     for name, world in worlds(config).items():
-        fault = expert_fault(shape.experts, shape.moe_intermediate, degrees_of(world), world.ranks // world.pp)
+        fault = expert_fault(shape.experts, shape.expert_columns, degrees_of(world), world.ranks // world.pp)
         if fault is not None:
             where = "on hybrid nodes, " if name == "hybrid" else ""
             yield fault._replace(why=where + fault.why).error()

@@ -28,6 +28,16 @@ from .pieces import TensorBlock, elements
 PADDED_TO = 64
 """vLLM's vocabulary has a multiple of as many rows; those beyond the tensor's are zero."""
 
+ENGINE_STACKED = {
+    "gate_up_proj": "w13_weight",
+    "gate_up_proj_bias": "w13_bias",
+    "down_proj": "w2_weight",
+    "down_proj_bias": "w2_bias",
+}
+"""vLLM's names of stacked experts."""
+ENGINE_RENAMED = {".self_attn.": ".attn.", ".embed_tokens.": ".embedding."}
+"""Parts of names that vLLM replaces in models with stacked experts."""
+
 
 class Slice(NamedTuple):
     """Element (r, c) of ``block`` is at ``offset + r * stride + c`` of the flattened ``parameter``."""
@@ -55,12 +65,18 @@ def own_slices(shape: Architecture, place: ReplicaPlace) -> dict[str, list[Slice
 
     Replicated parameters are those of tensor rank 0; the last stage's copy of a tied embedding is its original's.
     """
-    shapes = hf_shapes(shape)
+    shapes = _matrices(shape)
     return {
         name: _slices(name, _trained_rows(entry, shape, place, shapes), shapes)
         for name, entry in own_entries(shape, place).items()
         if not entry.copy and (entry.expert is not None or entry.dim is not None or not place.tp_rank)
     }
+
+
+def _matrices(shape: Architecture) -> Shapes:
+    """`hf_shapes`, where a tensor of three dimensions has the rows of all its matrices."""
+    sizes = hf_shapes(shape).items()
+    return {name: size if len(size) < 3 else (math.prod(size[:-1]), size[-1]) for name, size in sizes}
 
 
 def within(slices: Iterable[Slice], begin: int, end: int) -> list[Slice]:
@@ -86,10 +102,12 @@ def engine_slices(shape: Architecture, tp: int, rank: int) -> dict[str, list[Sli
 
     With fewer key/value heads than ranks several ranks have the same head.
     """
-    shapes = hf_shapes(shape)
+    shapes = _matrices(shape)
     out: dict[str, list[Slice]] = defaultdict(list)
     for entry in own_entries(shape, ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)).values():
         parameter, rows, base = _engine_rows(entry, shape, tp, rank, shapes)
+        for ours, theirs in ENGINE_RENAMED.items() if shape.stacked_experts else ():
+            parameter = parameter.replace(ours, theirs)
         for one in _slices(parameter, rows, shapes, base):
             out[one.block.tensor].append(one)
     return dict(out)
@@ -167,6 +185,9 @@ def _engine_rows(entry: Entry, shape: Architecture, tp: int, rank: int, shapes: 
     layer, _, kind = name.rpartition(".")
     module = layer.rpartition(".")[0]
     experts = f"{module.rpartition('.')[0]}.routed_experts"
+    if entry.stacked:
+        parameter = f"{layer}.routed_experts.{ENGINE_STACKED[kind]}"
+        return parameter, list(_engine_stacked(name, kind, shape, first, tp=tp, rank=rank)), 0
     if entry.layout == "qkv":
         return f"{module}.qkv_proj.{kind}", list(_engine_heads(entry, shape, tp, rank)), 0
     if entry.layout == "gated":
@@ -186,8 +207,24 @@ def _engine_rows(entry: Entry, shape: Architecture, tp: int, rank: int, shapes: 
         return f"{experts}.w2_weight", rows, entry.expert * first[0] * (right - left)
     if entry.dim is None:
         return name, [_Rows(name, 0, first[0], 0)], 0
-    begin, end = _span(-(-first[0] // PADDED_TO) * PADDED_TO, tp, rank)
+    padded = PADDED_TO if len(first) > 1 else tp
+    begin, end = _span(-(-first[0] // padded) * padded, tp, rank)
     return name, [_Rows(name, begin, min(end, first[0]), 0)], 0
+
+
+def _engine_stacked(
+    name: str, kind: str, shape: Architecture, first: tuple[int, ...], *, tp: int, rank: int
+) -> Iterator[_Rows]:
+    """Rows of all experts, which the engine transposes; its first rank alone adds the bias of their outputs."""
+    if kind.startswith("gate_up"):
+        yield _Rows(name, 0, first[0], 0, *_span(first[1], tp, rank))
+    elif kind == "down_proj":
+        each = first[0] // shape.experts
+        begin, end = _span(each, tp, rank)
+        for expert in range(shape.experts):
+            yield _Rows(name, expert * each + begin, expert * each + end, expert * (end - begin))
+    elif not rank:
+        yield _Rows(name, 0, first[0], 0)
 
 
 def _engine_heads(entry: Entry, shape: Architecture, tp: int, rank: int) -> Iterator[_Rows]:

@@ -93,6 +93,8 @@ def cut(entry: Entry, place: ReplicaPlace) -> tuple[int, int]:
     """Into how many parts a parameter is cut over ranks, and which one this rank holds."""
     if entry.dim is None:
         return 1, 0
+    if entry.stacked:
+        return place.ep, place.ep_rank
     return (place.tp, place.tp_rank) if entry.expert is None else (place.expert_ranks, place.etp_rank)
 
 

@@ -82,6 +82,7 @@ def model_of(kind: str, folder: Path, seed: int) -> Model:
         return make_model(folder, seed, tied=kind == "qwen2, tied")
     sizes: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 1024}
     sizes |= {"head_dim": 64} if "head_dim" in OF_FAMILY.get(kind, {}) else {}
+    sizes |= {"intermediate_size": 64} if kind == "gpt_oss" else {}
     sizes |= {"moe_intermediate_size": 64} if "moe_intermediate_size" in OF_FAMILY.get(kind, {}) else {}
     reference = make_family(kind, folder, bos_token_id=1, eos_token_id=2, vocab_size=VOCAB, **sizes)
     with torch.no_grad():
@@ -116,6 +117,7 @@ class Served(NamedTuple):
                 ("ernie4_5", 1),
                 ("gemma3_text", 1),
                 ("glm4_moe", 2),
+                ("gpt_oss", 2),
                 ("glm", 1),
                 ("olmoe", 1),
                 ("smollm3", 1),

@@ -72,6 +72,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "n_group = 2: the trainer has no groups of experts; valid: 1.",
     ),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = {'quant_method': 'fp8'}"),
+    (
+        {"model_type": "gpt_oss", "layer_types": None, "quantization_config": {"quant_method": "mxfp4"}},
+        "quantization_config = {'quant_method': 'mxfp4'}: the trainer reads weights of bfloat16, float16 or float32; "
+        "valid: no such key, as in what transformers saves of a model loaded with Mxfp4Config(dequantize=True).",
+    ),
+    (
+        {"model_type": "gpt_oss", "layer_types": None, "swiglu_limit": 5.0},
+        "swiglu_limit = 5.0: vLLM has another number",
+    ),
     # Rotary embeddings, under the old key and in the new section.
     (rope("dynamic", factor=4.0), no_rotary("rope_type", "dynamic", "default, linear, llama3, yarn")),
     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type = 'dynamic'"),

@@ -61,6 +61,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "routed_scaling_factor": 1.5,
     },
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8},
     "granite": {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.5,

@@ -45,7 +45,9 @@ Weights = dict[str, torch.Tensor]
 
 
 def worlds(family: str) -> list[ReplicaPlace]:
-    return [world for world in WORLDS if FAMILIES[family].experts or world.ep == world.etp == 1]
+    kind = FAMILIES[family]
+    found = [world for world in WORLDS if kind.experts or world.ep == world.etp == 1]
+    return [world for world in found if world.etp == 1 or not kind.stacked_experts]
 
 
 def pairs(kind: tuple[str, bool], world: ReplicaPlace) -> Pairs:

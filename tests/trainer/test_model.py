@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         {"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 0},
     ),
+    "gpt_oss": ("gpt_oss", {}),
     "granite": ("granite", {}),
     "llama": ("llama", {}),
     "llama llama3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}}),

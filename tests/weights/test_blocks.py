@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 import msgspec
@@ -51,6 +52,13 @@ KINDS = sorted(
 """One family of those with the same tensors; a tied embedding is the same thing in all."""
 
 
+def worlds(shape: Architecture) -> list[ReplicaPlace]:
+    """Layouts of its experts."""
+    if not shape.experts:
+        return [one for one in WORLDS if one.ep == one.etp == 1]
+    return [one for one in WORLDS if one.etp == 1 or not shape.stacked_experts]
+
+
 def numbered(shape: Architecture) -> dict[str, torch.Tensor]:
     """Every element has a number of its own."""
     out, at = {}, 1
@@ -81,7 +89,7 @@ def test_a_rank_has_what_it_loads(family: str, tied: bool, tp: int) -> None:
     """Also when a cut goes through a head: 2 groups on 4 ranks."""
     shape = architecture(family, tied)
     whole = numbered(shape)
-    for world in (one for one in WORLDS if one.tp == tp and one.dp == 2):
+    for world in (one for one in worlds(shape) if one.tp == tp and one.dp == 2):
         for rank in ranks(world):
             entries = own_entries(shape, rank)
             for name, slices in own_slices(shape, rank).items():
@@ -101,7 +109,7 @@ def test_every_element_is_offered_once_whatever_the_layout(family: str, tied: bo
     """Cut by the optimizer as well, at places that no row or head respects."""
     shape = architecture(family, tied)
     sizes = hf_shapes(shape)
-    for world in WORLDS if shape.experts else [one for one in WORLDS if one.ep == one.etp == 1]:
+    for world in worlds(shape):
         assert trainer_fault(shape, world) == "", world
         count = {name: torch.zeros(math.prod(size), dtype=torch.int8) for name, size in sizes.items()}
         for rank in ranks(world):
@@ -161,7 +169,15 @@ def engine_parameters(shape: Architecture, whole: dict[str, torch.Tensor], tp: i
             out[f"{prefix}self_attn.qkv_proj.{kind}"] = torch.cat([part(parts[0], 0), *keys])
         out[f"{prefix}self_attn.o_proj.weight"] = part(whole[f"{prefix}self_attn.o_proj.weight"], 1)
         mlp = f"{prefix}mlp."
-        if shape.experts and layer >= shape.dense_layers:
+        if shape.stacked_experts:
+            # As they are before the engine transposes them.
+            experts, held = f"{mlp}experts.routed_experts.", f"{mlp}experts."
+            out[f"{experts}w13_weight"] = part(whole[f"{held}gate_up_proj"], 2)
+            out[f"{experts}w13_bias"] = part(whole[f"{held}gate_up_proj_bias"], 1)
+            out[f"{experts}w2_weight"] = part(whole[f"{held}down_proj"], 1)
+            out |= {} if rank else {f"{experts}w2_bias": whole[f"{held}down_proj_bias"]}
+            out[f"{prefix}self_attn.sinks"] = part(whole[f"{prefix}self_attn.sinks"], 0)
+        elif shape.experts and layer >= shape.dense_layers:
             each = [f"{mlp}experts.{expert}." for expert in range(shape.experts)]
             gated = [torch.cat([part(whole[f"{name}{x}_proj.weight"], 0) for x in ("gate", "up")]) for name in each]
             if shared := shape.kind.shared_expert:
@@ -180,12 +196,17 @@ def engine_parameters(shape: Architecture, whole: dict[str, torch.Tensor], tp: i
             out[f"{mlp}gate_up_proj.weight"] = torch.cat([part(x, 0) for x in halves])
             out[f"{mlp}down_proj.weight"] = part(whole[f"{mlp}down_proj.weight"], 1)
     for name in whole:
-        if "norm" in name or name.endswith(("gate.weight", "correction_bias")):
+        if "norm" in name or name.endswith(
+            ("gate.weight", "correction_bias", "router.weight", "router.bias", "o_proj.bias")
+        ):
             out[name] = whole[name]
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             padded = torch.zeros(128, shape.hidden, dtype=torch.long)
             padded[: shape.vocab] = whole[name]
             out[name] = part(padded, 0)
+    if shape.stacked_experts:
+        renamed = ((".self_attn.", ".attn."), ("embed_tokens", "embedding"))
+        out = {reduce(lambda to, pair: to.replace(*pair), renamed, name): tensor for name, tensor in out.items()}
     return out
 
 

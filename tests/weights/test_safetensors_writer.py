@@ -57,9 +57,10 @@ def test_cut_tensors_put_together_are_the_same_bits(kind: str, groups: int, tmp_
         together: dict[str, torch.Tensor] = {}
         for pp_rank in range(2):
             for entry in stage_entries(shape, 2, pp_rank).values():
-                parts = [
-                    from_hf(entry, files.__getitem__, shape, ReplicaPlace(tp, rank, 2, pp_rank)) for rank in range(tp)
-                ]
+                places = [ReplicaPlace(tp, rank, 2, pp_rank) for rank in range(tp)]
+                if entry.stacked:
+                    places = [place._replace(ep=tp, etp=1) for place in places]
+                parts = [from_hf(entry, files.__getitem__, shape, place) for place in places]
                 assert len({part.shape for part in parts}) == 1
                 together.update(zip(entry.hf, to_hf(entry, parts, shape), strict=True))
         assert together.keys() == files.keys()

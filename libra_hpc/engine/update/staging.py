@@ -55,6 +55,7 @@ class Staging:
         if not rank and (fault := engine_fault(shape, tp)):
             raise RuntimeError(f"the map of the engine's weights is wrong: {fault}")
         self._model, self._dtype, self._experts = model, dtype, shape.experts
+        self._transposed = shape.stacked_experts
         self._places: dict[str, list[Slice]] = defaultdict(list)
         for slices in engine_slices(shape, tp, rank).values():
             for one in slices:
@@ -139,6 +140,9 @@ class Staging:
     def _value(self, name: str, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """This rank's part of a parameter, as vLLM would load it, from whole tensors."""
         places = self._places.get(name) or (self._places[f"{EMBEDDING}.weight"] if name == f"{HEAD}.weight" else [])
+        if not places and name.endswith(".w2_bias"):
+            # The first tensor rank adds it.
+            return torch.zeros_like(parameter)
         if not places:
             raise WeightFileError(f"the map has no place for the engine's parameter {name}")
         cols = places[0].stride
@@ -152,6 +156,7 @@ class Staging:
             target.copy_(source.as_strided((rows, width), (stride, 1), source.storage_offset()))
         if name.rpartition(".")[2] in EXPERTS:
             value = flat.view(self._experts, -1, cols)
+            value = value.transpose(1, 2).contiguous() if self._transposed else value
         else:
             value = flat if parameter.ndim == 1 and parameter.numel() else flat.view(-1, cols)
         return value.to(parameter.dtype)

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from . import context
 from .packing import PackedLayout
@@ -37,30 +36,39 @@ class Kernel(Protocol):
         *,
         scale: float | None,
         window: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend within each sequence: query [t, heads, d] -> [t, heads * d]; ``scale`` None: 1 / sqrt(d).
 
-        ``window``: columns that a row sees, its own among them; 0: all up to its own.
+        ``window``: columns that a row sees, its own among them; 0: all up to its own. ``sinks``: of
+        `context.attention`.
         """
 
 
 def rectangles(
-    query: torch.Tensor, columns: context.Columns, layout: PackedLayout, *, scale: float | None, window: int = 0
+    query: torch.Tensor,
+    columns: context.Columns,
+    layout: PackedLayout,
+    *,
+    scale: float | None,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One call per block and tail of ``layout``."""
     key, value, whole = columns
-    grouped = query.shape[1] != key.shape[1]
     parts: dict[int, torch.Tensor] = {}
     padded = []
     if whole is not None:
-        parts = {tail.begin: context.attend(query, whole, tail, scale, window) for tail in layout.tails or ()}
+        parts = {
+            tail.begin: context.attend(query, whole, tail, scale, window=window, sinks=sinks)
+            for tail in layout.tails or ()
+        }
     for begin, end, rows, width, index in layout.blocks:
         q, k, v = (_rectangle(x[begin:end], rows, width, index) for x in (query, key, value))
         # Padding follows each sequence, so the causal mask hides it.
-        mask = context.band(width, width, window, q.device) if 0 < window < width else None
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-        )
+        masked = sinks is not None or 0 < window < width
+        mask = context.band(width, width, window, q.device) if masked else None
+        out = context.attention(q, k, v, mask, scale=scale, sinks=sinks)
         flat = out.transpose(1, 2).reshape(rows * width, -1)
         parts[begin] = flat if index is None else flat.index_select(0, index)
         padded.append(out)
@@ -96,6 +104,7 @@ class Segments:
         *,
         scale: float | None,
         window: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         key, value = columns[:2] if columns.whole is None else columns.whole.chunk(2, dim=-1)
         pieces = layout.pieces

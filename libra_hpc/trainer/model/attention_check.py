@@ -31,7 +31,8 @@ PARTS = ("output", "gradient of the queries", "gradient of the keys", "gradient 
 
 def choose_kernel(shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace) -> Kernel:
     """The kernel of this rank; a fault of the variable-length one is a line on stderr."""
-    if not has_segments(device, dtype, shape.head_dim):
+    # The variable-length kernel has no sinks.
+    if shape.sinks or not has_segments(device, dtype, shape.head_dim):
         return rectangles
     found = checked_segments(shape, device, dtype, place)
     if isinstance(found, Segments):

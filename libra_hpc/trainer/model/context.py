@@ -91,16 +91,46 @@ def band(rows: int, width: int, window: int, device: torch.device) -> torch.Tens
     return mask.triu(width - rows + 1 - window) if window else mask
 
 
-def attend(query: torch.Tensor, whole: torch.Tensor, tail: Tail, scale: float | None, window: int) -> torch.Tensor:
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention [.., heads, rows, d]; without a mask it is causal.
+
+    ``sinks``, [heads]: scores of a column without a value, which takes a share of each row; they need a mask.
+    """
+    grouped = query.shape[-3] != key.shape[-3]
+    if sinks is not None:
+        assert mask is not None
+        hidden = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf).expand(len(sinks), -1, -1)
+        mask = torch.cat((hidden, sinks[:, None, None].expand(-1, len(mask), 1).to(query.dtype)), dim=-1)[None]
+        key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    whole: torch.Tensor,
+    tail: Tail,
+    scale: float | None,
+    *,
+    window: int,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
     """Attention of one tail; query [rows, heads, d] -> [tail rows, heads * d]."""
     q, columns = query[tail.begin : tail.end], whole[tail.first : tail.last]
     key, value = columns.chunk(2, dim=-1)
     rows, width = q.shape[0], columns.shape[0]
     # Without a window no mask is stored on a GPU; on the CPU the class has no kernel.
-    lower = q.is_cuda and not 0 < window < width
+    lower = q.is_cuda and not 0 < window < width and sinks is None
     mask = causal_lower_right(rows, width) if lower else band(rows, width, window, q.device)
     q, key, value = (x.transpose(0, 1)[None] for x in (q, key, value))
-    out = F.scaled_dot_product_attention(
-        q, key, value, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != key.shape[1]
-    )
+    out = attention(q, key, value, mask, scale=scale, sinks=sinks)
     return out[0].transpose(0, 1).flatten(1)

@@ -72,8 +72,13 @@ class PackedAttention(MegatronModule):
         *,
         windows: tuple[int, ...] = (),
         turned: tuple[bool, ...] = (),
+        sinks: bool = False,
     ) -> None:
         super().__init__(config=config)
+        self.sinks = None
+        if sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
         self.scale = softmax_scale
         self.window = windows[layer_number - 1] if windows else 0
         self.turned = not turned or turned[layer_number - 1]
@@ -101,7 +106,7 @@ class PackedAttention(MegatronModule):
         columns = context.Columns(key, value, None)
         if packed_seq_params.tails is not None:
             columns = context.gather(key, value)
-        return self.kernel(query, columns, packed_seq_params, scale=self.scale, window=self.window)
+        return self.kernel(query, columns, packed_seq_params, scale=self.scale, window=self.window, sinks=self.sinks)
 
 
 class OffsetNorm(Norm):
@@ -175,7 +180,7 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, place: ReplicaPl
         gated_linear_unit=True,
         # Megatron-Core's fused form of the second is that of tanh.
         activation_func=F.silu if shape.kind.activation == "silu" else F.gelu,
-        add_bias_linear=False,
+        add_bias_linear=shape.sinks,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
         softmax_scale=shape.attention_scale,
@@ -222,7 +227,9 @@ def _layer_spec(shape: Architecture, config: TransformerConfig, norm: type[Norm]
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm if shape.pre_norm else IdentityOp
-    attention.core_attention = partial(PackedAttention, windows=shape.windows, turned=shape.rotated)
+    attention.core_attention = partial(PackedAttention, windows=shape.windows, turned=shape.rotated, sinks=shape.sinks)
+    if experts and shape.stacked_experts:
+        layer.mlp.submodules.experts = moe.StackedExperts
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     if shape.whole_qk_norm:
@@ -267,7 +274,7 @@ def build_model(
             post_process=parallel_state.is_pipeline_last_stage(),
         )
     attend_with(model, choose_kernel(shape, device, dtype, place))
-    if shape.router_bias:
+    if shape.kind.sigmoid_router:
         moe.add_biases(model)
     if parallel_state.is_pipeline_last_stage():
         return_hidden_states(model, shape.logits_scale)

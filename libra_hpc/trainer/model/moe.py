@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from libra_hpc.models.architecture import Architecture
+from libra_hpc.models.supported import CLAMPED
 from libra_hpc.weights.names import ReplicaPlace
 
-from .mcore import GPTModel, MoEAlltoAllTokenDispatcher, mappings, moe_utils
+from .mcore import GPTModel, MegatronModule, MoEAlltoAllTokenDispatcher, TransformerConfig, mappings, moe_utils
 
 _EQUAL = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 """Megatron-Core's own functions, right for equal parts."""
@@ -37,7 +39,7 @@ def expert_config(shape: Architecture, place: ReplicaPlace) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": shape.shared_intermediate or None,
         "moe_shared_expert_gate": shape.shared_gate,
         "moe_router_pre_softmax": not shape.norm_topk,
-        "moe_router_score_function": "sigmoid" if shape.router_bias else "softmax",
+        "moe_router_score_function": "sigmoid" if shape.kind.sigmoid_router else "softmax",
         "moe_router_topk_scaling_factor": shape.routed_scale if shape.routed_scale != 1.0 else None,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -86,6 +88,45 @@ def _reduce_scatter(whole: torch.Tensor, group: Any, sizes: list[int] | None = N
     total = whole.contiguous().clone()
     dist.all_reduce(total, group=group)
     return torch.split(total, sizes)[group.rank()]
+
+
+class StackedExperts(MegatronModule):
+    """The experts of this rank, whose weights [experts, in, out] and biases [experts, out] are one parameter each."""
+
+    def __init__(self, experts: int, config: TransformerConfig, pg_collection: Any = None) -> None:
+        super().__init__(config=config)
+        hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
+        for name, sizes in {"linear_fc1": (hidden, 2 * ffn), "linear_fc2": (ffn, hidden)}.items():
+            linear = torch.nn.Module()
+            for kind, size in {"weight": (experts, *sizes), "bias": (experts, sizes[1])}.items():
+                parameter = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype))
+                # As Megatron-Core marks parameters whose copies are those of an expert.
+                parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+                linear.register_parameter(kind, parameter)
+            self.add_module(name, linear)
+
+    def forward(
+        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """``tokens`` are in the order of the experts; each result is multiplied by its weight."""
+        counts, fc1, fc2 = tokens_per_expert.tolist(), self.linear_fc1, self.linear_fc2
+        # One gradient for all experts: that of an index would be as large for each of them.
+        parameters = (x.unbind() for x in (fc1.weight, fc1.bias, fc2.weight, fc2.bias))
+        parts = []
+        for x, weight, up, up_bias, down, down_bias in zip(
+            torch.split(tokens, counts), torch.split(weights, counts), *parameters, strict=True
+        ):
+            both = torch.addmm(up_bias, x, up)
+            product = checkpoint(_clamped, both, use_reentrant=False, preserve_rng_state=False)
+            parts.append((torch.addmm(down_bias, product, down) * weight[:, None]).to(x.dtype))
+        return torch.cat(parts), None
+
+
+def _clamped(both: torch.Tensor) -> torch.Tensor:
+    """Gated activation of columns in turns."""
+    alpha, limit = CLAMPED["swiglu_alpha"], CLAMPED["swiglu_limit"]
+    gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
 def _layers(model: GPTModel) -> list[Any]:

@@ -117,6 +117,8 @@ class ShardFiles:
             return torch.empty(self._hf_shapes[name], device="meta")
 
         place = ReplicaPlace(tp=parts, tp_rank=part, pp=1, pp_rank=0)
+        if entry.stacked:
+            place = place._replace(ep=parts, etp=1)
         return from_hf(entry, empty, self._shape, place).shape
 
     def _span(self, kind: str, name: str, part: int, begin: int, end: int) -> torch.Tensor:
