@@ -28,6 +28,7 @@ from vllm.v1.executor import Executor
 from libra_hpc.gate.gated_steps import GatedSteps
 from libra_hpc.models.capacity import GIB
 from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.tensors import predicts_ahead
 from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, WeightsApplied, refusal
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
 from libra_hpc.weights.weightfile import WeightFileError, folder_shapes
@@ -60,12 +61,14 @@ class RolloutEngine:
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[], None] | None = None) -> None:
         started = time.monotonic()
-        self._expected = folder_shapes(config.model)
+        shape = model_shape(config.model)
+        files = folder_shapes(config.model).items()
+        self._expected = {name: size for name, size in files if not predicts_ahead(name, shape.layers)}
         args = EngineArgs(**engine_arguments(config))
         vllm_config = args.create_engine_config()
         model = vllm_config.model_config
         # vLLM's own configuration calls them untied where the files have a head that equals the embedding.
-        self._tied = model_shape(config.model).tied_embeddings
+        self._tied = shape.tied_embeddings
         self._vocab_size = model.get_vocab_size()
         self._client = InprocClient(
             vllm_config, Executor.get_class(vllm_config), log_stats=True, executor_fail_callback=on_failure

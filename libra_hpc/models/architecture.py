@@ -82,7 +82,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
         window_rope=rope_settings(config, SLIDING) if family.window_theta else None,
         rotated=rotated(config),
         max_positions=int(config.get("max_position_embeddings", 4096)),
-        norm_topk=bool(config.get("norm_topk_prob", family.stacked_experts)),
+        norm_topk=bool(config.get("norm_topk_prob", family.stacked_experts or bool(family.delta_net))),
         routed_scale=float(config["routed_scaling_factor"]) if family.sigmoid_router else 1.0,
         **scales,
     )

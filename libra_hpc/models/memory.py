@@ -211,6 +211,7 @@ def activation_bytes_per_token(shape: ModelShape, recompute: Recompute, tp: int 
     - Divided by TP (sequence parallelism): the inputs of all norms and both blocks, mostly 4 h.
     - Divided by TP: attention's padded input q and output q, and its unpadded output q.
     - Divided by TP, at most by the key/value heads: projection q + 2 kv, and padded inputs 2 kv. A rank has whole ones.
+    - An output gate: itself and the gated output. A gated delta net has its inputs, outputs and gates; the mean counts.
     - Divided by TP, dense: gate, up and product, 3 f.
     - Mixture of experts, divided by TP: 3 expert widths of each routed token. Its input and output on every one of the
       ``etp`` (0: ``tp``) tensor ranks of an expert.
@@ -223,7 +224,10 @@ def activation_bytes_per_token(shape: ModelShape, recompute: Recompute, tp: int 
     stored = recompute == "none"
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     whole = max(1.0, tp / shape.kv_heads)
-    elements = whole * (q + 2 * kv + PADDING * 2 * kv) + PADDING * (1 + stored) * q + q
+    elements = whole * (q + 2 * kv + PADDING * 2 * kv) + PADDING * (1 + stored) * q + q + 2 * q * shape.output_gate
+    if net := shape.delta_net:
+        mixed = net.channels + 4 * net.values
+        elements += (1 - shape.attention_layers / shape.layers) * (mixed - elements)
     if shape.experts:
         elements += 3 * shape.shared_intermediate + shape.experts_per_token * (
             2 * shape.hidden * (etp or tp) + 3 * shape.moe_intermediate

@@ -6,6 +6,7 @@ A shape comes from a short name (`models.toml`) or a Hugging Face ``config.json`
 from __future__ import annotations
 
 import json
+import math
 import os
 import tomllib
 from functools import cache
@@ -16,7 +17,7 @@ import msgspec
 
 from libra_hpc.errors import UserError, error_text, invalid
 
-from .supported import FAMILIES, MIXTURE, has_qkv_bias, refusals, sliding_window, windows, with_defaults
+from .supported import FAMILIES, MIXTURE, delta_layers, has_qkv_bias, refusals, sliding_window, windows, with_defaults
 
 CONFIG = "a Hugging Face config.json"
 BUILTIN = Path(__file__).with_name("models.toml")
@@ -25,8 +26,55 @@ ARCHITECTURES = tuple(FAMILIES)
 LARGEST_COUNT = 10_000_000
 """Largest count of layers, channels or tokens; the largest vocabulary has 300,000."""
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+FUSED, SPLIT = ("in_proj_qkvz", "in_proj_ba"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+"""Projections of gated delta nets: queries, keys and values, gates, and two numbers of each head."""
 KV_ELEMENT_BYTES = {"auto": 0, "fp8": 1}
 """Values of ``rollout.kv_dtype``; 0: as of a weight."""
+
+
+class DeltaNet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The gated delta nets of a model, which are alike."""
+
+    layers: tuple[bool, ...]
+    """Whether each layer of the model is one; others have attention."""
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Tokens that the convolution sees."""
+    fused: bool
+    """Projections are `FUSED`, else `SPLIT`."""
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return FUSED if self.fused else SPLIT
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values, which are convolved."""
+        return 2 * self.keys + self.values
+
+    def sizes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Tensors of one layer, by their names in the files."""
+        rows: tuple[int, ...] = (self.channels, self.values, self.value_heads, self.value_heads)
+        rows = (sum(rows[:2]), sum(rows[2:])) if self.fused else rows
+        inputs = {f"{name}.weight": (count, hidden) for name, count in zip(self.projections, rows, strict=True)}
+        return inputs | {
+            "conv1d.weight": (self.channels, 1, self.kernel),
+            "A_log": (self.value_heads,),
+            "dt_bias": (self.value_heads,),
+            "norm.weight": (self.value_dim,),
+            "out_proj.weight": (hidden, self.values),
+        }
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,6 +108,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shared_gate: bool = False
     """A sigmoid of the token weighs its result."""
     router_bias: bool = False
+    delta_net: DeltaNet | None = None
+    """Its layers have a state in the place of keys and values."""
+    output_gate: bool = False
+    """The projection of queries has a gate for each channel of the output of attention."""
     stacked_experts: bool = False
     """Experts have biases, and no tensor ranks."""
     sinks: bool = False
@@ -79,11 +131,29 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def attention_params(self) -> int:
         """Weights of one layer's attention and norms."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        matrices = self.hidden * (2 * q + 2 * kv)
+        matrices = self.hidden * ((2 + self.output_gate) * q + 2 * kv)
         heads = self.heads + self.kv_heads if self.whole_qk_norm else 2
         norms = self.norms * self.hidden + heads * self.head_dim * self.qk_norm
         sinks = (self.heads + self.hidden) * self.sinks
         return matrices + (q + 2 * kv) * self.qkv_bias + norms + sinks
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of the projection of queries for each key and value head."""
+        return self.heads // self.kv_heads * self.head_dim * (1 + self.output_gate)
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers - self._nets(0, self.layers)
+
+    def _nets(self, first: int, count: int) -> int:
+        return sum(self.delta_net.layers[first : first + count]) if self.delta_net else 0
+
+    @property
+    def net_params(self) -> int:
+        """Weights of one gated delta net and its layer's norms."""
+        sizes = self.delta_net.sizes(self.hidden).values() if self.delta_net else ()
+        return sum(map(math.prod, sizes)) + self.norms * self.hidden
 
     @property
     def expert_params(self) -> int:
@@ -104,7 +174,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         dense = min(max(self.dense_layers - first, 0), count) if self.experts else count
         router = self.hidden * (self.experts + self.shared_gate) + self.experts * self.router_bias
         mlp = dense * self.intermediate + (count - dense) * self.shared_intermediate
-        common = count * self.attention_params + (count - dense) * router + 3 * self.hidden * mlp
+        nets = self._nets(first, count)
+        mixers = (count - nets) * self.attention_params + nets * self.net_params
+        common = mixers + (count - dense) * router + 3 * self.hidden * mlp
         return common, (count - dense) * self.experts * self.expert_params
 
     @property
@@ -123,7 +195,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def kv_bytes_per_device(self, tp: int) -> int:
         """Bytes of one token's keys and values on each of ``tp`` devices; heads are replicated if ``tp > kv_heads``."""
-        return 2 * self.layers * -(-self.kv_heads // tp) * self.head_dim * (self.kv_element_bytes or self.dtype_bytes)
+        each = 2 * -(-self.kv_heads // tp) * self.head_dim * (self.kv_element_bytes or self.dtype_bytes)
+        return self.attention_layers * each
 
     @property
     def kv_ratio(self) -> float:
@@ -148,7 +221,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def attention_flops_per_pair(self) -> int:
         """FLOPs of scores and weighted sum for one (query, key) pair, all layers and heads."""
-        return 4 * self.layers * self.heads * self.head_dim
+        return 4 * self.attention_layers * self.heads * self.head_dim
 
     def pairs(self, tokens: float, squares: float) -> float:
         """(Query, key) pairs of an average layer; ``squares``: sum of the squared lengths of all sequences."""
@@ -158,6 +231,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def fault(self, tp: int) -> str:
         """Why Megatron-Core cannot cut the model over ``tp`` devices; empty: it can."""
         fault = self.head_fault(tp)
+        if self.delta_net and tp > 1:
+            return "does not divide the 1 part that the trainer makes of the model's gated delta nets"
         # Fewer key/value heads than devices: Megatron-Core cuts the rows of q, k and v evenly, and gathers the result.
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
         sizes = {"intermediate_size": self.intermediate, "vocab_size": self.vocab, "rows of q, k and v": rows}
@@ -169,6 +244,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
         The rule of vLLM, and a part of that of Megatron-Core.
         """
+        if self.delta_net and self.delta_net.key_heads % tp:
+            return f"does not divide the model's linear_num_key_heads = {self.delta_net.key_heads}"
         if self.heads % tp:
             return f"does not divide the model's num_attention_heads = {self.heads}"
         if self.kv_heads % tp and tp % self.kv_heads:
@@ -275,12 +352,26 @@ def shape_from_config(config: dict[str, Any], name: str) -> ModelShape:
         shared_intermediate=_shared_width(config, name) if family.shared_expert else 0,
         shared_gate=family.shared_gate,
         router_bias=family.sigmoid_router or family.stacked_experts,
+        delta_net=_delta_net(config, name, family.delta_net) if family.delta_net else None,
+        output_gate=bool(family.delta_net),
         stacked_experts=family.stacked_experts,
         sinks=family.sinks,
         dense_layers=config["first_k_dense_replace"] if family.sigmoid_router else 0,
         windows=windows(config),
         dtype_bytes=_dtype_bytes(config, name),
         untrained=next((refusal.reason for refusal in refusals(config)), ""),
+    )
+
+
+def _delta_net(config: dict[str, Any], name: str, kind: str) -> DeltaNet:
+    return DeltaNet(
+        layers=delta_layers(config),
+        key_heads=_count(config, name, "linear_num_key_heads"),
+        value_heads=_count(config, name, "linear_num_value_heads"),
+        key_dim=_count(config, name, "linear_key_head_dim"),
+        value_dim=_count(config, name, "linear_value_head_dim"),
+        kernel=_count(config, name, "linear_conv_kernel_dim"),
+        fused=kind == "fused",
     )
 
 

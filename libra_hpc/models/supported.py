@@ -78,6 +78,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     the router, and gate and up are clamped."""
     sinks: bool = False
     """Each head has a learned score that takes a share of the attention; all projections of attention have biases."""
+    delta_net: Literal["", "fused", "split"] = ""
+    """Layers but each fourth are gated delta nets unless ``layer_types`` differ, with one projection of all inputs in
+    the files or several; attention has an output gate."""
     fused_qkv: bool = False
     """One ``qkv_proj`` in the files: all q, all k, all v."""
     fused_mlp: bool = False
@@ -122,6 +125,7 @@ _ERNIE = {
 }
 _GLM_NORMS = PRE_NORMS | {"self_attn_bda.norm": "post_self_attn_layernorm", "mlp_bda.norm": "post_mlp_layernorm"}
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
+DELTA = "linear_attention"
 _GEMMA_NORMS = {
     "input_layernorm": "input_layernorm",
     "self_attn_bda.norm": "post_attention_layernorm",
@@ -179,6 +183,23 @@ _GPT_OSS = {
         "truncate": False,
         "original_max_position_embeddings": 4096,
     },
+}
+_DELTA_NET = {
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_DELTA_MOE = {
+    **_DELTA_NET,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
 }
 CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 """Numbers of the clamped activation, in vLLM and in the trainer."""
@@ -269,6 +290,33 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3": Family(qk_norm=True, window_switch=True, defaults={**_QWEN, "head_dim": 128}),
     "qwen3_moe": Family(qk_norm=True, experts=True, window_switch=True, defaults=_QWEN_MOE),
+    "qwen3_5_moe_text": Family(
+        qk_norm=True,
+        norm_offset=True,
+        partial_rotary=True,
+        delta_net="split",
+        experts=True,
+        shared_expert="shared_expert",
+        shared_gate=True,
+        defaults=_DELTA_MOE,
+    ),
+    "qwen3_5_text": Family(
+        qk_norm=True,
+        norm_offset=True,
+        partial_rotary=True,
+        delta_net="split",
+        defaults={**_DELTA_NET, "num_key_value_heads": 4},
+    ),
+    "qwen3_next": Family(
+        qk_norm=True,
+        norm_offset=True,
+        partial_rotary=True,
+        delta_net="fused",
+        experts=True,
+        shared_expert="shared_expert",
+        shared_gate=True,
+        defaults={**_DELTA_MOE, "num_experts": 512, "num_experts_per_tok": 10},
+    ),
     "seed_oss": Family(
         qkv_bias_only=True, defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True}
     ),
@@ -353,6 +401,15 @@ def windows(config: Mapping[str, Any]) -> tuple[int, ...]:
         return tuple(config["sliding_window"] * (kind == SLIDING) for kind in kinds)
     window = sliding_window(config)
     return (window,) * len(layers) if window else ()
+
+
+def delta_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Whether each layer is a gated delta net."""
+    every = config.get("full_attention_interval") or 4
+    kinds = config.get("layer_types") or [
+        (FULL, DELTA)[(i + 1) % every > 0] for i in range(config["num_hidden_layers"])
+    ]
+    return tuple(kind == DELTA for kind in kinds)
 
 
 def rotated(config: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -456,7 +513,7 @@ def _experts(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
 
 def _windows(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
     window = sliding_window(config)
-    possible = LAYER_TYPES if family.full_every > 0 else (FULL,)
+    possible = LAYER_TYPES if family.full_every > 0 else (FULL, DELTA) if family.delta_net else (FULL,)
     layers = {str(layer) for layer in config.get("layer_types") or ()} - set(possible)
     if window is not None and family.full_every < 0:
         why = "the trainer has no sliding-window attention for this family"

@@ -52,7 +52,7 @@ def stage_entries(shape: Architecture, pp: int, pp_rank: int, experts: range | N
     first = sum(stages[:pp_rank])
     for local in range(stages[pp_rank]):
         ours, theirs = f"decoder.layers.{local}.", f"model.layers.{first + local}."
-        out.update(_layer(shape, ours, theirs))
+        out.update(_mixer(shape, first + local, ours, theirs))
         mlp = (f"{ours}mlp.", f"{theirs}mlp.")
         dense = not shape.experts or first + local < shape.dense_layers
         out.update(_mlp(shape, *mlp) if dense else _experts(shape, experts, *mlp))
@@ -65,11 +65,16 @@ def stage_entries(shape: Architecture, pp: int, pp_rank: int, experts: range | N
     return out
 
 
-def _layer(shape: Architecture, m: str, h: str) -> dict[str, Entry]:
+def _mixer(shape: Architecture, layer: int, m: str, h: str) -> dict[str, Entry]:
+    """A layer without its MLP."""
     family = shape.kind
     attention = h + "self_attn."
     qkv = ["qkv_proj"] if family.fused_qkv else [f"{x}_proj" for x in "qkv"]
-    plain = dict(family.norms)
+    plain, net = dict(family.norms), shape.delta_net
+    if net and net.layers[layer]:
+        out = {f"{m}{ours}.weight": Entry((f"{h}{theirs}.weight",), "plain", None) for ours, theirs in plain.items()}
+        own = {x: Entry((f"{h}linear_attn.{x}",), "plain", None) for x in net.sizes(shape.hidden)}
+        return out | {f"{m}self_attention.{name}": entry for name, entry in own.items()}
     if shape.qk_norm:
         plain |= {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"}
     out = {f"{m}{ours}.weight": Entry((f"{h}{theirs}.weight",), "plain", None) for ours, theirs in plain.items()}
@@ -117,10 +122,12 @@ def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
 
 def _hf_shape(shape: Architecture, name: str) -> tuple[int, ...]:
     hidden, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if shape.delta_net and ".linear_attn." in name:
+        return shape.delta_net.sizes(hidden)[name.partition(".linear_attn.")[2]]
     shared = ".shared_expert" in name
     ffn = shape.shared_intermediate if shared else shape.moe_intermediate if ".experts." in name else shape.intermediate
     by_suffix: dict[str, tuple[int, ...]] = {
-        "q_proj.weight": (q, hidden),
+        "q_proj.weight": (q * (1 + shape.output_gate), hidden),
         "k_proj.weight": (kv, hidden),
         "v_proj.weight": (kv, hidden),
         "qkv_proj.weight": (q + 2 * kv, hidden),
@@ -148,6 +155,12 @@ def _hf_shape(shape: Architecture, name: str) -> tuple[int, ...]:
         "lm_head.weight": (shape.vocab, hidden),
     }
     return by_suffix.get(".".join(name.split(".")[-2:]), (hidden,))
+
+
+def predicts_ahead(name: str, layers: int) -> bool:
+    """Whether a tensor serves the prediction of several tokens, which neither engine has: ``mtp``, or a layer more."""
+    number = name.removeprefix("model.layers.").partition(".")[0]
+    return name.startswith("mtp.") or (number.isdecimal() and int(number) >= layers)
 
 
 def tensor_fault(found: Shapes, expected: Shapes, tied: bool) -> str:

@@ -34,6 +34,7 @@ from .job_checks import (
     alerts_can_be_sent,
     cache_fits,
     cache_type_runs,
+    delta_nets_run,
     local_folder,
     own_variables,
     sane_sizes,
@@ -365,4 +366,5 @@ MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]
     context_fits,
     cache_type_runs,
     cache_fits,
+    delta_nets_run,
 )

@@ -20,6 +20,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.capacity import blocks_of
 from libra_hpc.models.shapes import DTYPE_BYTES, shape_from_config
+from libra_hpc.models.supported import FAMILIES
 
 from .gpu_memory import component_device
 
@@ -137,6 +138,14 @@ def cache_type_runs(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Use
             heads = ", ".join(map(str, FP8_HEADS))
             why = f"on {gpu.name} vLLM reads such caches for heads of {heads} channels, and the model's have {head}"
             yield invalid("rollout.kv_dtype", value, why, ["auto"])
+
+
+def delta_nets_run(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
+    """Engines can take new weights of the model's gated delta nets."""
+    kind = model.get("model_type")
+    if config.slurm.device == "cpu" and FAMILIES[str(kind)].delta_net:
+        why = f"vLLM on CPUs packs weights of the gated delta nets of {kind} at its start, and takes no new ones"
+        yield invalid("slurm.device", "cpu", why, ["cuda"])
 
 
 def own_variables(config: RunConfig) -> Iterator[UserError]:

@@ -16,7 +16,7 @@ import msgspec
 from libra_hpc.config.learn import INITIAL
 from libra_hpc.errors import error_text, invalid
 from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.tensors import TIED_HEAD, hf_shapes, tensor_fault
+from libra_hpc.models.tensors import TIED_HEAD, hf_shapes, predicts_ahead, tensor_fault
 from libra_hpc.weights.weightfile import LENGTH, WeightFileError, folder_shapes
 
 INDEX = "model.safetensors.index.json"
@@ -48,9 +48,8 @@ def _check(field: str, path: str, model: Path) -> None:
     except WeightFileError as error:
         raise invalid(field, path, str(error).removeprefix(f"{folder}/").rstrip("."), VALID) from error
     shape = read_shape(model)
-    if shape.kind.sigmoid_router:
-        # Layers that predict several tokens follow the last one; neither engine has them.
-        found = {name: size for name, size in found.items() if not _beyond(name, shape.layers)}
+    if shape.kind.sigmoid_router or shape.delta_net:
+        found = {name: size for name, size in found.items() if not predicts_ahead(name, shape.layers)}
     # A layer has tensors: with more layers than there are tensors some are missing anyway.
     wanted = hf_shapes(msgspec.structs.replace(shape, layers=min(shape.layers, len(found))))
     if fault := tensor_fault(found, wanted, shape.tied_embeddings):
@@ -73,11 +72,6 @@ def _data(folder: Path, name: str) -> memoryview:
             begin, end = entry["data_offsets"]
             return memoryview(whole)[start + begin : start + end]
     raise WeightFileError(f"{folder}: no file has {name}.")
-
-
-def _beyond(name: str, layers: int) -> bool:
-    number = name.removeprefix("model.layers.").partition(".")[0]
-    return number.isdecimal() and int(number) >= layers
 
 
 class _Index(msgspec.Struct):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from libra_hpc.models.architecture import Architecture
+from libra_hpc.models.shapes import FUSED
 from libra_hpc.models.tensors import Entry, Shapes, hf_shapes, tensor_fault
 
 from .names import ReplicaPlace, cut, own_entries
@@ -35,6 +36,8 @@ ENGINE_STACKED = {
     "down_proj_bias": "w2_bias",
 }
 """vLLM's names of stacked experts."""
+ENGINE_NETS = {"in_proj_qkv": FUSED[0], "in_proj_z": FUSED[0], "in_proj_b": FUSED[1], "in_proj_a": FUSED[1]}
+"""vLLM's names of projections of gated delta nets."""
 ENGINE_RENAMED = {".self_attn.": ".attn.", ".embed_tokens.": ".embedding."}
 """Parts of names that vLLM replaces in models with stacked experts."""
 
@@ -159,7 +162,7 @@ def _halves(entry: Entry, ffn: int) -> Iterator[tuple[str, int]]:
 
 def _heads(entry: Entry, shape: Architecture) -> Iterator[tuple[str, int, int]]:
     """Tensor, first row and rows a group of q, k and v."""
-    q, kv = shape.heads // shape.kv_heads * shape.head_dim, shape.head_dim
+    q, kv = shape.group_rows, shape.head_dim
     at = 0
     for i, rows in enumerate((q, kv, kv)):
         yield entry.hf[i if len(entry.hf) > 1 else 0], at if len(entry.hf) == 1 else 0, rows
@@ -185,6 +188,8 @@ def _engine_rows(entry: Entry, shape: Architecture, tp: int, rank: int, shapes: 
     layer, _, kind = name.rpartition(".")
     module = layer.rpartition(".")[0]
     experts = f"{module.rpartition('.')[0]}.routed_experts"
+    if ".linear_attn." in name:
+        return _engine_net(name, shape, first, tp, rank)
     if entry.stacked:
         parameter = f"{layer}.routed_experts.{ENGINE_STACKED[kind]}"
         return parameter, list(_engine_stacked(name, kind, shape, first, tp=tp, rank=rank)), 0
@@ -227,6 +232,28 @@ def _engine_stacked(
         yield _Rows(name, 0, first[0], 0)
 
 
+def _engine_net(
+    name: str, shape: Architecture, first: tuple[int, ...], tp: int, rank: int
+) -> tuple[str, list[_Rows], int]:
+    """A part of a gated delta net: queries, keys, values and gates are one parameter, and each of them is cut."""
+    net = shape.delta_net
+    assert net is not None
+    prefix, _, own = name.partition("linear_attn.")
+    kind = own.partition(".")[0]
+    if kind == "norm":
+        return name, [_Rows(name, 0, first[0], 0)], 0
+    if kind == "out_proj":
+        return name, [_Rows(name, 0, first[0], 0, *_span(first[1], tp, rank))], 0
+    parts = (net.keys, net.keys, net.values) if kind in ("in_proj_qkv", "conv1d") else (first[0],)
+    to = {"in_proj_z": net.channels // tp, "in_proj_a": net.value_heads // tp}.get(kind, 0)
+    rows, at = [], 0
+    for count in parts:
+        begin, end = _span(count, tp, rank)
+        rows.append(_Rows(name, at + begin, at + end, to))
+        to, at = to + end - begin, at + count
+    return f"{prefix}linear_attn.{ENGINE_NETS.get(kind, kind)}{own.removeprefix(kind)}", rows, 0
+
+
 def _engine_heads(entry: Entry, shape: Architecture, tp: int, rank: int) -> Iterator[_Rows]:
     """Rows of ``qkv_proj``: the rank's q heads, its k heads, its v heads."""
     to = 0
@@ -248,7 +275,7 @@ def trainer_fault(shape: Architecture, place: ReplicaPlace) -> str:
     names = {name for entry in _entries(shape, place) for name in entry.hf}
     if fault := tensor_fault(dict.fromkeys(names, ()), dict.fromkeys(hf_shapes(shape), ()), False):
         return fault
-    few = msgspec.structs.replace(shape, layers=place.pp + shape.dense_layers)
+    few = _few(shape, place.pp)
     found: dict[str, list[TensorBlock]] = defaultdict(list)
     for rank in _stage_ranks(place):
         entries = own_entries(few, rank)
@@ -262,9 +289,16 @@ def trainer_fault(shape: Architecture, place: ReplicaPlace) -> str:
     return _cover_fault(found, hf_shapes(few))
 
 
+def _few(shape: Architecture, stages: int) -> Architecture:
+    """A model with a layer of each kind, and of each stage."""
+    nets = shape.delta_net.layers if shape.delta_net else ()
+    kinds = max((nets.index(kind) + 1 for kind in set(nets)), default=1)
+    return msgspec.structs.replace(shape, layers=max(stages, kinds) + shape.dense_layers)
+
+
 def engine_fault(shape: Architecture, tp: int) -> str:
     """Why the slices of an engine's ranks are not the whole model; empty: they are."""
-    few = msgspec.structs.replace(shape, layers=1 + shape.dense_layers)
+    few = _few(shape, 1)
     found: dict[str, list[TensorBlock]] = defaultdict(list)
     for rank in range(tp):
         by_parameter: dict[str, list[Slice]] = defaultdict(list)

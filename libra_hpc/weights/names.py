@@ -86,7 +86,7 @@ def own_entries(shape: Architecture, place: ReplicaPlace) -> dict[str, Entry]:
 
 
 def _per_group(shape: Architecture) -> tuple[int, int]:
-    return shape.heads // shape.kv_heads * shape.head_dim, shape.head_dim
+    return shape.group_rows, shape.head_dim
 
 
 def cut(entry: Entry, place: ReplicaPlace) -> tuple[int, int]:

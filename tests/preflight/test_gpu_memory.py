@@ -15,7 +15,7 @@ from libra_hpc.models.shapes import model_shape
 from libra_hpc.planning.initial import initial_plan
 from libra_hpc.preflight.checks import problems
 from libra_hpc.preflight.gpu_memory import check_cpus, check_memory
-from libra_hpc.preflight.job_checks import cache_type_runs
+from libra_hpc.preflight.job_checks import cache_type_runs, delta_nets_run
 
 NODE = {"nodes": 1, "gpus": 8, "gpu_type": "a800", "cpus": 16, "mem": "256G"}
 
@@ -203,3 +203,11 @@ def test_caches_in_fp8_need_a_kernel_that_reads_them(head: int, sections: dict[s
     found = list(cache_type_runs(configured(rollout={"kv_dtype": "fp8"}, **sections), model))
     assert all(sentence in str(error) and str(error).endswith("valid: auto.") for error in found)
     assert len(found) == bool(sentence)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_next"])
+def test_gated_delta_nets_need_gpus(kind: str, device: str) -> None:
+    found = [str(error) for error in delta_nets_run(configured(slurm={"device": device}), {"model_type": kind})]
+    assert len(found) == (kind == "qwen3_next" and device == "cpu")
+    assert all("vLLM on CPUs packs weights of the gated delta nets of qwen3_next" in error for error in found)

@@ -43,7 +43,10 @@ ALGORITHM = algorithm(kl_coef=0.1, temperature=0.8)
 MICRO_TOKENS = 96
 
 
+LINEAR = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
+DELTA_NET: dict[str, Any] = {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+DELTA_NET |= {f"linear_{key}": value for key, value in zip(LINEAR, (8, 12, 2, 4), strict=True)}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
@@ -74,6 +77,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen2_moe": {"shared_expert_intermediate_size": 40, "moe_intermediate_size": 24, **EXPERTS},
     "qwen3": {"head_dim": 16},
+    "qwen3_5_text": {**DELTA_NET},
+    "qwen3_5_moe_text": {**DELTA_NET, "shared_expert_intermediate_size": 40, "moe_intermediate_size": 24, **EXPERTS},
+    "qwen3_next": {**DELTA_NET, "shared_expert_intermediate_size": 40, "moe_intermediate_size": 24, **EXPERTS},
     "smollm3": {"no_rope_layers": [0, 1]},
     "seed_oss": {"head_dim": 16},
     "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True, "moe_intermediate_size": 24, **EXPERTS},

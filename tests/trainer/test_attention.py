@@ -18,6 +18,7 @@ from libra_hpc.trainer.model import attention_check
 from libra_hpc.trainer.model.attention import Kernel, Segments, has_segments, rectangles
 from libra_hpc.trainer.model.attention_check import choose_kernel, fault
 from libra_hpc.trainer.model.context import Columns, pieces
+from libra_hpc.trainer.model.delta_net import CHUNK, delta_rule
 from libra_hpc.trainer.model.megatron_model import attend_with
 from libra_hpc.trainer.model.packing import ALONE, decode, pack
 from libra_hpc.trainer.train_engine import TrainEngine
@@ -28,6 +29,23 @@ from .support import OPTIMIZER, make_model
 
 CPU = torch.device("cpu")
 HEAD = 8
+
+
+def test_the_delta_rule_in_chunks_is_that_of_one_token_after_the_other() -> None:
+    source = torch.Generator().manual_seed(0)
+    tokens, heads, width, value_width = 2 * CHUNK + 9, 3, 4, 5
+    query, key = (torch.randn(tokens, heads, width, generator=source, dtype=torch.float64) for _ in range(2))
+    value = torch.randn(tokens, heads, value_width, generator=source, dtype=torch.float64)
+    decay, beta = (torch.rand(tokens, heads, generator=source, dtype=torch.float64) for _ in range(2))
+    got = delta_rule(query, key, value, -decay, beta)
+    state = torch.zeros(heads, width, value_width, dtype=torch.float64)
+    query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    for t in range(tokens):
+        state = state * torch.exp(-decay[t])[:, None, None]
+        moved = beta[t][:, None] * (value[t] - torch.einsum("hkv,hk->hv", state, key[t]))
+        state = state + key[t][:, :, None] * moved[:, None]
+        want = torch.einsum("hkv,hk->hv", state, query[t]) / width**0.5
+        assert (got[t] - want).abs().max() < 1e-12
 
 
 def varlen(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from libra_hpc.errors import UserError
-from libra_hpc.models.architecture import check_parallel, read_shape
+from libra_hpc.models.architecture import check_experts, check_parallel, read_shape
 from libra_hpc.models.supported import TRAINED
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.state import state_folders as folders
@@ -65,6 +65,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe, unscaled experts": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3_5_text": ("qwen3_5_text", {"tied": True}),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
+    "qwen3_next": ("qwen3_next", {}),
     "phi3": ("phi3", {}),
     "phi3 partial": ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
     "glm": ("glm", {}),
@@ -230,6 +233,14 @@ def test_splits_that_do_not_divide_are_refused(tmp_path: Path) -> None:
         check_parallel(shape, 1, 3)
     with pytest.raises(UserError, match=r"no config\.json"):
         read_shape(tmp_path / "nowhere")
+    make_model("qwen3_5_text", tmp_path / "net")
+    with pytest.raises(UserError, match=r"train\.tp = 2: .* gated delta nets; valid: 1\."):
+        check_parallel(read_shape(tmp_path / "net"), 2, 1)
+    make_model("gpt_oss", tmp_path / "oss")
+    with pytest.raises(
+        UserError, match=r"train\.ep = 1: tensor ranks cannot share .* valid: 2 or more, or train\.tp = 1"
+    ):
+        check_experts(read_shape(tmp_path / "oss"), tp=2, ep=1, etp=2, ranks=2)
 
 
 def test_folders_appear_whole_and_an_unknown_format_is_named(tmp_path: Path) -> None:

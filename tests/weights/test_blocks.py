@@ -18,6 +18,7 @@ import torch
 
 from libra_hpc.models.architecture import Architecture
 from libra_hpc.models.architecture import architecture as read
+from libra_hpc.models.shapes import DeltaNet
 from libra_hpc.models.supported import TRAINED
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.weights import blocks
@@ -37,7 +38,8 @@ def architecture(family: str, tied: bool, **keys: Any) -> Architecture:
     sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 68}
     sizes |= {"hidden_size": 12, "head_dim": 6, "intermediate_size": 16, "max_position_embeddings": 64}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    experts |= {"shared_expert_intermediate_size": 20}
+    experts |= {"shared_expert_intermediate_size": 20, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    experts |= {"linear_key_head_dim": 2, "linear_value_head_dim": 3, "full_attention_interval": 2}
     shape = read({"model_type": family, "tie_word_embeddings": tied, **sizes, **experts})
     return msgspec.structs.replace(shape, **keys)
 
@@ -54,9 +56,9 @@ KINDS = sorted(
 
 def worlds(shape: Architecture) -> list[ReplicaPlace]:
     """Layouts of its experts."""
-    if not shape.experts:
-        return [one for one in WORLDS if one.ep == one.etp == 1]
-    return [one for one in WORLDS if one.etp == 1 or not shape.stacked_experts]
+    found = [one for one in WORLDS if shape.experts or one.ep == one.etp == 1]
+    found = [one for one in found if one.etp == 1 or not shape.stacked_experts]
+    return [one for one in found if one.tp == 1 or not shape.delta_net]
 
 
 def numbered(shape: Architecture) -> dict[str, torch.Tensor]:
@@ -149,6 +151,21 @@ def test_the_parts_of_a_shard_lie_where_they_say() -> None:
                 assert len(parts) <= 3
 
 
+def engine_net(net: DeltaNet, own: dict[str, torch.Tensor], prefix: str, part: Any) -> dict[str, Any]:
+    """vLLM's parameters of a gated delta net: the parts of a projection are cut each, then concatenated."""
+    mixed = [net.keys, net.keys, net.values]
+    out = {x: part(own[x], 0) for x in ("A_log", "dt_bias")}
+    out["conv1d.weight"] = torch.cat([part(x, 0) for x in own["conv1d.weight"].split(mixed)])
+    out["out_proj.weight"] = part(own["out_proj.weight"], 1)
+    if net.fused:
+        out |= {f"{x}.weight": part(own[f"{x}.weight"], 0) for x in net.projections}
+    else:
+        parts = [*own["in_proj_qkv.weight"].split(mixed), own["in_proj_z.weight"]]
+        out["in_proj_qkvz.weight"] = torch.cat([part(x, 0) for x in parts])
+        out["in_proj_ba.weight"] = torch.cat([part(own[f"in_proj_{x}.weight"], 0) for x in "ba"])
+    return {f"{prefix}linear_attn.{name}": tensor for name, tensor in out.items()}
+
+
 def engine_parameters(shape: Architecture, whole: dict[str, torch.Tensor], tp: int, rank: int) -> dict[str, Any]:
     """vLLM's parameters of a rank, by its own rules: shard, then concatenate; heads replicated; vocabulary padded."""
     out: dict[str, Any] = {}
@@ -158,7 +175,12 @@ def engine_parameters(shape: Architecture, whole: dict[str, torch.Tensor], tp: i
 
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        net = shape.delta_net if shape.delta_net and shape.delta_net.layers[layer] else None
+        if net:
+            out |= engine_net(
+                net, {x: whole[f"{prefix}linear_attn.{x}"] for x in net.sizes(shape.hidden)}, prefix, part
+            )
+        for kind in () if net else ("weight", "bias") if shape.qkv_bias else ("weight",):
             if shape.kind.fused_qkv:
                 q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
                 parts = list(whole[f"{prefix}self_attn.qkv_proj.{kind}"].split([q, kv, kv]))
@@ -167,7 +189,8 @@ def engine_parameters(shape: Architecture, whole: dict[str, torch.Tensor], tp: i
             of_groups = min(tp, shape.kv_heads)
             keys = [x.chunk(of_groups)[rank * of_groups // tp] for x in parts[1:]]
             out[f"{prefix}self_attn.qkv_proj.{kind}"] = torch.cat([part(parts[0], 0), *keys])
-        out[f"{prefix}self_attn.o_proj.weight"] = part(whole[f"{prefix}self_attn.o_proj.weight"], 1)
+        if not net:
+            out[f"{prefix}self_attn.o_proj.weight"] = part(whole[f"{prefix}self_attn.o_proj.weight"], 1)
         mlp = f"{prefix}mlp."
         if shape.stacked_experts:
             # As they are before the engine transposes them.

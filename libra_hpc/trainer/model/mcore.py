@@ -23,6 +23,7 @@ with compat.eager_import():
         reduce_from_tensor_model_parallel_region,
     )
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils

@@ -26,12 +26,14 @@ from libra_hpc.weights.names import ReplicaPlace
 from . import compat, context, fusions, moe
 from .attention import Kernel, rectangles
 from .attention_check import choose_kernel
+from .delta_net import GatedDeltaNet
 from .head import return_hidden_states
 from .mcore import (
     GPTModel,
     IdentityOp,
     MegatronModule,
     ModuleSpec,
+    SelfAttention,
     TransformerBlockSubmodules,
     TransformerConfig,
     copy_to_tensor_model_parallel_region,
@@ -109,6 +111,19 @@ class PackedAttention(MegatronModule):
         return self.kernel(query, columns, packed_seq_params, scale=self.scale, window=self.window, sinks=self.sinks)
 
 
+class OutputGated(SelfAttention):
+    """Self-attention with a gate for each channel of its output; in the files a head has its query, then its gate."""
+
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+        """Queries, keys, values and gates, [t, 1, heads, d]."""
+        mixed, _bias = self.linear_qkv(hidden_states)
+        groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        mixed = mixed.unflatten(-1, (groups, -1))
+        both, key, value = torch.split(mixed, [mixed.shape[-1] - 2 * size, size, size], dim=-1)
+        query, gate = both.reshape(*both.shape[:2], -1, 2, size).unbind(-2)
+        return self.q_layernorm(query), self.k_layernorm(key), value, gate
+
+
 class OffsetNorm(Norm):
     """RMSNorm that multiplies by 1 + weight, rounds once, and stores its input alone."""
 
@@ -182,6 +197,7 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, place: ReplicaPl
         activation_func=F.silu if shape.kind.activation == "silu" else F.gelu,
         add_bias_linear=shape.sinks,
         add_qkv_bias=shape.qkv_bias,
+        attention_output_gate=shape.output_gate,
         qk_layernorm=shape.qk_norm,
         softmax_scale=shape.attention_scale,
         hidden_dropout=0.0,
@@ -218,7 +234,8 @@ def attend_with(model: torch.nn.Module, kernel: Kernel) -> None:
             module.kernel = kernel
 
 
-def _layer_spec(shape: Architecture, config: TransformerConfig, norm: type[Norm], *, experts: bool) -> ModuleSpec:
+def _layer_spec(shape: Architecture, config: TransformerConfig, norm: type[Norm], layer_index: int) -> ModuleSpec:
+    experts = shape.experts > 0 and layer_index >= shape.dense_layers
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm",
         qk_layernorm=shape.qk_norm,
@@ -228,6 +245,10 @@ def _layer_spec(shape: Architecture, config: TransformerConfig, norm: type[Norm]
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm if shape.pre_norm else IdentityOp
     attention.core_attention = partial(PackedAttention, windows=shape.windows, turned=shape.rotated, sinks=shape.sinks)
+    if shape.output_gate:
+        layer.self_attention.module = OutputGated
+    if shape.delta_net and shape.delta_net.layers[layer_index]:
+        layer.self_attention = ModuleSpec(GatedDeltaNet, params={"net": shape.delta_net})
     if experts and shape.stacked_experts:
         layer.mlp.submodules.experts = moe.StackedExperts
     if shape.qk_norm:
@@ -255,11 +276,10 @@ def build_model(
     fusions.install(device)
     norm = OffsetNorm if shape.kind.norm_offset else Norm
     stages = stage_layers(shape.layers, place.pp)
-    dense = shape.layers if not shape.experts else shape.dense_layers
     # Megatron-Core builds as many layers of the stage as there are specifications.
     first = sum(stages[: place.pp_rank])
     layers = range(first, first + stages[place.pp_rank])
-    specs = [_layer_spec(shape, config, norm, experts=layer >= dense) for layer in layers]
+    specs = [_layer_spec(shape, config, norm, layer) for layer in layers]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
     with compat.mcore_device():
         model = GPTModel(

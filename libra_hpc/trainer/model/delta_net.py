@@ -1,0 +1,164 @@
+"""Gated delta nets over packed sequences: layers with a state in the place of keys and values (arXiv 2412.06464).
+
+- State and convolution begin from zero at every sequence of a pack.
+- CUDA with flash-linear-attention: its kernel. Elsewhere `delta_rule`.
+- Context ranks gather the tokens of a pack. Each computes all of them and continues with its own.
+- What lies between two projections is computed again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from libra_hpc.models.shapes import DeltaNet
+
+from . import context
+from .mcore import MegatronModule, TransformerConfig
+from .packing import PackedLayout
+
+CHUNK = 64
+"""Tokens of a chunk. Half: twice as many steps; double: twice the pairs of tokens, and worse rounding."""
+LENGTH_EPS = 1e-6
+"""Added to squared lengths of queries and keys, as in flash-linear-attention."""
+
+
+class GatedDeltaNet(MegatronModule):
+    """A layer's delta net in the place of Megatron-Core's self-attention; parameters have the names of the files."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        *,
+        net: DeltaNet,
+    ) -> None:
+        super().__init__(config=config)
+        self._net = net
+        for name, size in net.sizes(config.hidden_size).items():
+            module, _, leaf = name.rpartition(".")
+            owner = torch.nn.Module() if module else self
+            owner.register_parameter(leaf, torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype)))
+            if module:
+                self.add_module(module, owner)
+
+    def forward(
+        self, hidden_states: torch.Tensor, packed_seq_params: PackedLayout | None = None, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        """``hidden_states`` [t, 1, hidden] -> the same, and no bias."""
+        layout, x = packed_seq_params, hidden_states
+        assert layout is not None, "the trainer always packs"
+        if layout.tails is not None:
+            whole = context.gather(x, x[..., :0]).whole
+            assert whole is not None
+            x = whole
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        mixed, gate, beta, decay = self._projected(x[:, 0])
+        out = again(self._mix, mixed, beta, decay, layout.cu_seqlens_q)
+        if layout.tails is not None:
+            # A piece's own rows are the last of its columns.
+            own = [torch.arange(piece.columns.stop - len(piece.rows), piece.columns.stop) for piece in layout.pieces]
+            rows = torch.cat(own).to(out.device)
+            out, gate = out[rows], gate[rows]
+        return F.linear(again(self._gated, out, gate), self.get_parameter("out_proj.weight"))[:, None], None
+
+    def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values side by side [t, channels], gate [t, heads, d], then two numbers of each head."""
+        net = self._net
+        parts = [F.linear(x, self.get_parameter(f"{name}.weight")) for name in net.projections]
+        if not net.fused:
+            mixed, gate, beta, decay = parts
+            return mixed, gate.view(len(x), net.value_heads, -1), beta, decay
+        # For each key head: its query, its key, its values, their gates.
+        each = net.value_heads // net.key_heads
+        widths = [net.key_dim, net.key_dim, each * net.value_dim, each * net.value_dim]
+        *mixed_parts, gate = torch.split(parts[0].view(len(x), net.key_heads, -1), widths, dim=-1)
+        beta, decay = (part.flatten(1) for part in parts[1].view(len(x), net.key_heads, 2, each).unbind(2))
+        mixed = torch.cat([part.flatten(1) for part in mixed_parts], dim=-1)
+        return mixed, gate.reshape(len(x), net.value_heads, -1), beta, decay
+
+    def _mix(self, mixed: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+        """Convolution and delta rule of every sequence; ``bounds`` int32[sequences + 1] -> [t, heads, d]."""
+        net = self._net
+        heads = [(net.key_heads, net.key_dim)] * 2 + [(net.value_heads, net.value_dim)]
+        parts = torch.split(self._convolved(mixed, bounds), [count * width for count, width in heads], dim=-1)
+        query, key, value = (part.reshape(len(mixed), *size) for part, size in zip(parts, heads, strict=True))
+        query, key = (x.repeat_interleave(net.value_heads // net.key_heads, dim=1) for x in (query, key))
+        rate = F.softplus(decay.float() + self.get_parameter("dt_bias").float())
+        decays = -self.get_parameter("A_log").float().exp() * rate
+        inputs = query, key, value, decays, beta.sigmoid()
+        if (kernel := flas_kernel()) is not None and mixed.is_cuda:
+            batched = (x[None] for x in inputs)
+            out: torch.Tensor = kernel(*batched, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)[0][0]
+            return out
+        sequences = zip(*(torch.split(x, bounds.diff().tolist()) for x in inputs), strict=True)
+        return torch.cat([delta_rule(*one) for one in sequences]).to(mixed.dtype)
+
+    def _convolved(self, mixed: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+        lengths, x = bounds.diff(), mixed.float()
+        place = torch.arange(len(x), device=x.device) - bounds[:-1].repeat_interleave(lengths)
+        weights = self.get_parameter("conv1d.weight").float()[:, 0].flip(-1).unbind(-1)
+        total = x * weights[0]
+        for back, weight in enumerate(weights[1:], 1):
+            earlier = F.pad(x, (0, 0, back, 0))[: len(x)]
+            total = total + earlier * (place >= back)[:, None] * weight
+        return F.silu(total).to(mixed.dtype)
+
+    def _gated(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(out.float(), out.shape[-1:], eps=self.config.layernorm_epsilon).to(out.dtype)
+        return (self.get_parameter("norm.weight") * normed * F.silu(gate.float())).to(out.dtype).flatten(1)
+
+
+def delta_rule(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """The gated delta rule of one sequence in chunks: [t, heads, d] and, for the last two, [t, heads] -> [t, heads, d].
+
+    Each token multiplies the state by exp(decay), then moves what it holds at the key by ``beta`` towards the value.
+    """
+    count, heads, precise = len(query), query.shape[1], torch.promote_types(query.dtype, torch.float32)
+    query, key, value, decay, beta = (
+        # [heads, chunks, tokens, d]
+        F.pad(x.reshape(count, heads, -1).to(precise), (0, 0, 0, 0, 0, -count % CHUNK))
+        .reshape(-1, CHUNK, heads, x[0, 0].numel())
+        .permute(2, 0, 1, 3)
+        for x in (query, key, value, decay, beta)
+    )
+    query, key = (x * (x.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt() for x in (query, key))
+    total = decay.cumsum(-2)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
+    between = (total - total.mT).masked_fill(later, -torch.inf).exp()
+    scaled = key * beta
+    # Within a chunk every token corrects what those before it wrote: one triangular system for all.
+    system = scaled @ key.mT * between
+    new, read = (
+        torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True)
+        for x in (value * beta, scaled * total.exp())
+    )
+    query = query * query.shape[-1] ** -0.5
+    scores = query @ key.mT * between
+    query, whole = query * total.exp(), total[:, :, -1:]
+    written = (key * (whole - total).exp()).mT
+    state = value.new_zeros(value.shape[0], key.shape[-1], value.shape[-1])
+    out = []
+    for chunk in range(value.shape[1]):
+        values = new[:, chunk] - read[:, chunk] @ state
+        out.append(query[:, chunk] @ state + scores[:, chunk] @ values)
+        state = state * whole[:, chunk].exp() + written[:, chunk] @ values
+    return torch.cat(out, dim=1).transpose(0, 1)[:count]
+
+
+@cache
+def flas_kernel() -> Any:
+    """The kernel of flash-linear-attention; None where the package is missing."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+    return chunk_gated_delta_rule
