@@ -161,7 +161,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def _own_files(task: TaskTable) -> dict[str, str]:
     """Data and reward of a task, with absolute paths."""
-    return {"data": placed("task.data", task.data), "reward": absolute("task.reward", task.reward)}
+    functions = {key: absolute(f"task.{key}", getattr(task, key)) for key in ("reward", "agent")}
+    return {"data": placed("task.data", task.data), **functions}
 
 
 def _program(field: str, given: str) -> str:

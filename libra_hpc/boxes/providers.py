@@ -11,16 +11,22 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from libra_hpc.errors import invalid
 
 WORK = "/work"
 """Where a box has its folder, except without isolation."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
 SOCKET = "/run/endpoint.sock"
 """Where a box without network has the endpoint's socket."""
+
+
+OTHERS = "env.box = [...], or env.sandbox = 'none' for agents that you trust"
 
 
 class BoxLimits(NamedTuple):
@@ -89,6 +95,25 @@ def template(parts: Sequence[str]) -> Wrap:
         return [*(part.replace("{root}", str(place.root)) for part in parts), *limited(place.limits, command)]
 
     return wrap
+
+
+def chosen(sandbox: str, box: Sequence[str]) -> Wrap:
+    """What ``env.sandbox`` and ``env.box`` ask for; raises `UserError` where that does not work on this node."""
+    if sandbox == "none":
+        return none
+    if box and sandbox == "auto":
+        if shutil.which(box[0]) is None:
+            raise invalid("env.box", box[0], "no such program on this node", "a command that runs what follows it")
+        return template(box)
+    program = bwrap_program()
+    if program is None:
+        raise invalid("env.sandbox", sandbox, "bubblewrap is not on this node", OTHERS)
+    trial = [program, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
+    ended = subprocess.run(trial, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        why = f"bubblewrap does not work on this node ({ended.stderr.strip()})"
+        raise invalid("env.sandbox", sandbox, why, OTHERS)
+    return bubblewrap(program)
 
 
 def none(place: BoxedCommand, command: Sequence[str]) -> list[str]:

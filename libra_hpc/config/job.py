@@ -248,3 +248,33 @@ class TrackSection(Section, frozen=True):
         """By key, the module that it needs where the run is tracked."""
         needed = {"tensorboard": ("tensorboardX", self.tensorboard), "wandb": ("wandb", bool(self.wandb.project))}
         return {f"track.{key}": module for key, (module, wanted) in needed.items() if wanted}
+
+
+Size = Annotated[str, Valid("a number of MiB, or one with K, M, G or T"), Meta(pattern=r"^[0-9]+[KMGT]?\Z")]
+
+
+class LimitsSection(Section, frozen=True):
+    """``[env.limits]``: what one box may use; 0: no limit."""
+
+    memory: Size = "4G"
+    """Memory of all its processes, and address space of each."""
+    disk: Size = "2G"
+    """Its folder, one file, and its `/tmp`."""
+    processes: Annotated[int, Meta(ge=0)] = 256
+    """Processes at once."""
+    wall_s: Annotated[Seconds, Meta(gt=0)] = 3600.0
+    """Length of an agent's work; then it is ended, and the reward is asked."""
+
+
+class EnvSection(Section, frozen=True):
+    """``[env]``: the box of each episode whose agent is a program (``task.command``, ``task.agent``)."""
+
+    sandbox: Literal["auto", "bwrap", "none"] = "auto"
+    """``auto``: ``box``, else bubblewrap, which needs user namespaces. ``none``: a folder and limits alone: what runs
+    there can do what you can."""
+    box: list[str] = []
+    """A command of your own that runs what follows it in a box; ``{root}`` is the folder that it shall see:
+    ``["apptainer", "exec", "--containall", "--bind", "{root}:/work", "--pwd", "/work", "image.sif"]``."""
+    network: Literal["none", "host"] = "none"
+    """Network of a box. The endpoint is always reached."""
+    limits: LimitsSection = LimitsSection()

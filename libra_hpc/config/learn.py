@@ -20,6 +20,8 @@ INITIAL = "initial"
 """The reference policy that the run starts from."""
 MIXTURE = "mixture"
 """The task that several tasks are together."""
+AGENT = "agent"
+"""The task whose agent is a program."""
 GYM = "reasoning_gym"
 """Before the colon in the name of a data set of `reasoning-gym`."""
 Clip = Annotated[
@@ -48,14 +50,20 @@ class TaskTable(Section, frozen=True):
     prompt: str = ""
     """Column of the prompt, text or a list of messages; empty: ``prompt``."""
     reward: str = ""
-    """Reward function, ``path/to/file.py:function``: ``def score(row, text)`` returns a number, or a dict of parts."""
+    """Reward function, ``path/to/file.py:function``: ``def score(row, text)`` returns a number, or a dict of parts.
+    With an agent: ``async def score(row, box)``."""
+    command: list[str] = []
+    """The agent is this program: it finds the policy at ``OPENAI_BASE_URL`` or ``ANTHROPIC_BASE_URL``, and
+    ``{prompt}``, ``{COLUMN}`` are values of its row."""
+    agent: str = ""
+    """The agent is this coroutine, ``path/to/file.py:function``: ``async def run(row, endpoint, box)``."""
     options: dict[str, Any] = {}
     """Arguments of the task's constructor, by name."""
 
     @property
     def own_arguments(self) -> dict[str, Any]:
         """Arguments of the task's constructor."""
-        given = {"data": self.data, "prompt": self.prompt, "reward": self.reward}
+        given = {key: getattr(self, key) for key in ("data", "prompt", "reward", "command", "agent")}
         return {**{name: value for name, value in given.items() if value}, **self.options}
 
 
@@ -148,7 +156,7 @@ class TaskSection(TaskTable, frozen=True):
     @property
     def code_files(self) -> list[Path]:
         """Python files of the classes and reward functions of every task."""
-        names = (name for kind, table in self.tables.values() for name in (kind, table.reward))
+        names = (name for kind, table in self.tables.values() for name in (kind, table.reward, table.agent))
         return [file for name in names if (file := file_of(name)) is not None]
 
 

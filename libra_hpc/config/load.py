@@ -21,10 +21,12 @@ import msgspec
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.files import read_object
 
-from .learn import MIXTURE
+from .learn import AGENT, MIXTURE
 from .run import GIVEN, RunConfig
 from .schema import REMOVED, find, first_mistake
 
+PARTS = ("train", "eval")
+"""Keys of ``[task]`` that are lists of tasks."""
 _TOML_PLACE = re.compile(r"^(?P<what>.*?)\s*\(at line (?P<line>\d+), column (?P<column>\d+)\)$", re.DOTALL)
 LARGEST = 2**63 - 1
 """Largest integer of TOML, and of the messages between the processes of a run."""
@@ -34,7 +36,7 @@ NAME_BYTES, PATH_BYTES = 255, 4000
 """Longest name of a file, and longest path, on all common file systems."""
 PATHS = (
     *("run.dir", "model.path", "task.name", "rollout.policy", "rollout.warm_start", "compute.python", "compute.image"),
-    *("algorithm.advantage", "algorithm.loss", "algorithm.reference", "task.data", "task.reward"),
+    *("algorithm.advantage", "algorithm.loss", "algorithm.reference", "task.data", "task.reward", "task.agent"),
     *(f"planner.{key}" for key in ("trace", "train_speed", "devices", "model")),
     *(f"simulated.{key}" for key in ("trace", "calibration", "devices", "model")),
     "slurm.template",
@@ -183,11 +185,22 @@ def _check_scalars(data: Mapping[str, Any]) -> None:
 def _implied(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """``data`` with the name of the task that its other keys imply, and without forms of keys of older run files."""
     task, train = data.get("task"), data.get("train")
-    if isinstance(task, dict) and (implied := MIXTURE if task.get("train") else "data" if task.get("data") else ""):
-        data = {**data, "task": {"name": implied, **task}}
+    if isinstance(task, dict):
+        lists = {key: task[key] for key in PARTS if isinstance(task.get(key), list)}
+        parts = {key: [_with_kind(one, "task") for one in tables] for key, tables in lists.items()}
+        kind = {"name": MIXTURE} if task.get("train") else {}
+        data = {**data, "task": {**kind, **_with_kind(task, "name"), **parts}}
     if isinstance(train, dict) and isinstance(train.get("recompute"), bool):
         data = {**data, "train": {**train, "recompute": "full" if train["recompute"] else "none"}}
     return data
+
+
+def _with_kind(table: Any, key: str) -> Any:
+    """A task's table with the name of its class, where its other keys imply one."""
+    if not isinstance(table, dict):
+        return table
+    implied = AGENT if table.get("command") or table.get("agent") else "data" if table.get("data") else ""
+    return {key: implied, **table} if implied else table
 
 
 def _too_long(path: str) -> bool:

@@ -11,6 +11,7 @@ from .job import (
     ComponentsSection,
     ComputeSection,
     DeadlinesSection,
+    EnvSection,
     NotifySection,
     RunSection,
     SlurmSection,
@@ -42,6 +43,7 @@ class RunConfig(Section, frozen=True):
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
     chat: ChatSection = ChatSection()
+    env: EnvSection = EnvSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     optimizer: OptimizerSection = OptimizerSection()
     train: TrainSection = TrainSection()

@@ -15,16 +15,20 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from libra_hpc.boxes.box import Box, Ran
-from libra_hpc.boxes.providers import SOCKET, BoxLimits, Wrap, none
+from libra_hpc.boxes.providers import SOCKET, BoxLimits, Wrap, chosen
 from libra_hpc.chat.selftest import choose_dialect
+from libra_hpc.config.job import EnvSection
+from libra_hpc.config.node_groups import memory_mb
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.protocol.env import Signal
-from libra_hpc.tasks.base import Episode, PolicyTurn, Task, Tools, Turn, Why
+from libra_hpc.tasks.base import Episode, PolicyTurn, Task, TaskMaker, Tools, Turn, Why
 from libra_hpc.tasks.rows import Row, open_rows, row_at
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from libra_hpc.tasks.tool_outcome import signal_of
@@ -34,6 +38,7 @@ from .agent_endpoint import AgentEndpoint
 from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused
 from .conversation import Conversation, PlacedTurn
 
+MIB = 1 << 20
 NO_LIMIT = 2**31 - 1
 """Tokens: as many as the context has room for."""
 INSIDE_PORT = 8000
@@ -53,8 +58,8 @@ class Address(NamedTuple):
     key: str
 
 
-class AgentTask(Task):
-    """Options of the run file's table; raises `UserError` for those that cannot be."""
+class AgentTask(TaskMaker):
+    """``task.command`` or ``task.agent``, with the other keys of its table."""
 
     def __init__(
         self,
@@ -67,24 +72,30 @@ class AgentTask(Task):
         agent: str = "",
         reward: str = "",
         max_tokens: int = NO_LIMIT,
-        wrap: Wrap = none,
-        network: bool = True,
-        limits: BoxLimits = BoxLimits(),  # noqa: B008  a tuple
     ) -> None:
-        super().__init__(tokenizer, seed=seed)
         if bool(command) == bool(agent):
             raise invalid("task.command", list(command), "one of task.command and task.agent is the agent")
+        self.tokenizer, self.seed, self.data, self.prompt = tokenizer, seed, data, prompt
         self.command, self.max_tokens = tuple(command), max_tokens
-        self.agent = load_function("task.agent", agent) if agent else None
-        self.reward, self.judge = reward, load_function("task.reward", reward)
-        for field, function in (("task.agent", self.agent), ("task.reward", self.judge)):
-            if function is not None and not inspect.iscoroutinefunction(function):
-                raise invalid(field, function.__name__, "it is no coroutine function", "`async def NAME(...)`")
-        self.rows, self._prompt = open_rows(data), prompt
-        self._name = Path(data).stem
+        self.agent = _coroutine("task.agent", agent) if agent else None
+        self.reward, self.judge = reward, _coroutine("task.reward", reward)
+
+    def make(self, settings: Mapping[str, Any]) -> Task:
+        env = msgspec.convert(settings.get("env", {}), EnvSection)
+        memory, disk = (int(memory_mb(size) * MIB) for size in (env.limits.memory, env.limits.disk))
+        limits = BoxLimits(memory, disk, env.limits.processes, env.limits.wall_s)
+        return AgentEnvironment(self, chosen(env.sandbox, env.box), env.network == "host", limits)
+
+
+class AgentEnvironment(Task):
+    """An `AgentTask` as the host serves it; raises `UserError` for a template that cannot be followed exactly."""
+
+    def __init__(self, made: AgentTask, wrap: Wrap, network: bool, limits: BoxLimits) -> None:
+        super().__init__(made.tokenizer, seed=made.seed)
+        self.made, self.rows, self._name = made, open_rows(made.data), Path(made.data).stem
         self.wrap, self.network, self.limits = wrap, network, limits
         self.step_limit_s = limits.wall_s + LEAVE_S
-        self.choice = choose_dialect(tokenizer, with_tools=True)
+        self.choice = choose_dialect(made.tokenizer, with_tools=True)
         self.chats = (self.choice.found,)
         self.endpoint = AgentEndpoint()
         self._failures: set[str] = set()
@@ -95,12 +106,12 @@ class AgentTask(Task):
 
     def check(self) -> None:
         row = self.rows[0]
-        for part in self.command:
+        for part in self.made.command:
             for name in re.findall(r"{(\w+)}", part):
                 if name != "prompt" and name not in row:
                     raise invalid("task.command", part, f"the rows have no column {name!r}", list(row))
-        if any("{prompt}" in part for part in self.command) and self._prompt not in row:
-            raise invalid("task.prompt", self._prompt, "the rows have no such column", list(row))
+        if any("{prompt}" in part for part in self.made.command) and self.made.prompt not in row:
+            raise invalid("task.prompt", self.made.prompt, "the rows have no such column", list(row))
 
     def report(self, ran: Ran) -> None:
         """Log how a program failed, once for each last line."""
@@ -111,16 +122,16 @@ class AgentTask(Task):
 
     def command_for(self, row: Row) -> list[str]:
         """The agent's program, with the row's columns in it."""
-        values = {"prompt": row.get(self._prompt, "")} | row
-        return [re.sub(r"{(\w+)}", lambda m: str(values.get(m[1], m[0])), part) for part in self.command]
+        values = row | {"prompt": row.get(self.made.prompt, "")}
+        return [re.sub(r"{(\w+)}", lambda m: str(values.get(m[1], m[0])), part) for part in self.made.command]
 
 
 class AgentEpisode(Episode):
     """One agent at work."""
 
-    def __init__(self, task: AgentTask, row: Row, prompt_id: str) -> None:
+    def __init__(self, task: AgentEnvironment, row: Row, prompt_id: str) -> None:
         self.prompt_id, self._task, self._row = prompt_id, task, row
-        self.max_tokens, self.stop_ids = task.max_tokens, task.choice.dialect.stop_ids
+        self.max_tokens, self.stop_ids = task.made.max_tokens, task.choice.dialect.stop_ids
         self._conversation = Conversation(task.choice.dialect)
         self._key = secrets.token_hex(16)
         self._asked: asyncio.Queue[tuple[AgentRequest, asyncio.Future[Answer]]] = asyncio.Queue()
@@ -210,7 +221,7 @@ class AgentEpisode(Episode):
             except RequestRefused as why:
                 self._answer(why)
                 continue
-            self.max_tokens = min(request.max_tokens or NO_LIMIT, self._task.max_tokens)
+            self.max_tokens = min(request.max_tokens or NO_LIMIT, self._task.made.max_tokens)
             self._signals = self._signals_of(request, len(placed.tokens))
             return placed
 
@@ -226,11 +237,11 @@ class AgentEpisode(Episode):
     async def _work(self, box: Box) -> Ran:
         """Run the agent to its end; raises `OperationError` when its box fails."""
         task, url = self._task, f"{self._task.endpoint.url}/v1"
-        if task.agent is None:
+        if task.made.agent is None:
             return await self._program(box)
         try:
             async with asyncio.timeout(task.limits.wall_s or None):
-                await task.agent(self._row, Address(url, self._key), box)
+                await task.made.agent(self._row, Address(url, self._key), box)
         except TimeoutError:
             return Ran(1, "", "time")
         except OperationError:
@@ -266,16 +277,23 @@ class AgentEpisode(Episode):
         if failed:
             self._task.report(ran)
         try:
-            found = await self._task.judge(self._row, self._box)
+            found = await self._task.made.judge(self._row, self._box)
         except OperationError:
             raise
         except Exception as error:
             why = f"it fails for {self.prompt_id} ({type(error).__name__}: {error})"
-            raise UserError(f"task.reward = {self._task.reward!r}: {why}.") from error
+            raise UserError(f"task.reward = {self._task.made.reward!r}: {why}.") from error
         numbers = {"turns": self._turns, "samples": self._conversation.samples, "agent_failed": float(failed)}
         causes = {f"new_{cause}": count for cause, count in self._conversation.causes.items()}
         limit = {f"limit_{ran.limit}": 1.0} if ran.limit else {}
         return Turn.end(found, (), **numbers, **causes, **limit)
+
+
+def _coroutine(field: str, name: str) -> Callable[..., Any]:
+    found = load_function(field, name)
+    if not inspect.iscoroutinefunction(found):
+        raise invalid(field, name, "it is no coroutine function", "`async def NAME(...)`")
+    return found
 
 
 def _ending(ran: Ran) -> str:

@@ -18,8 +18,8 @@ from libra_hpc.tasks.chat_template import Message
 from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused, answer_of
 
 CAUSES = ("rewritten", "tools", "returned", "unbridged")
-"""Why a request began a sample: it changed messages that came before; its tools are others (a sub-agent's); it goes on
-with a sample that is not the newest; the template cannot write what follows."""
+"""Why a request began a sample: it changed messages that came before; its tools are others than the newest sample's (a
+sub-agent); it goes on with a sample that is not the newest; the template cannot write what follows."""
 
 
 class PlacedTurn(NamedTuple):
@@ -82,7 +82,7 @@ class Conversation:
             return "unbridged"
         if not self._samples:
             return ""
-        return "rewritten" if any(one.tools == request.tools for one in self._samples) else "tools"
+        return "rewritten" if self._samples[-1].tools == request.tools else "tools"
 
     def _rendered(self, request: AgentRequest) -> list[int]:
         try:

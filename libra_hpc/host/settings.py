@@ -28,7 +28,7 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Hugging Face folder whose ``tokenizer.json`` the task uses."""
     options: dict[str, Any]
     chat: dict[str, Any]
-    """The run file's ``[chat]`` table."""
+    """The run file's ``[chat]`` table, and ``[env]`` by that name."""
     seed: int
     """Seed of the data order, unless ``options`` has a ``seed``."""
     tool_timeout_s: float
@@ -50,7 +50,7 @@ def host_config(config: RunConfig) -> HostConfig:
         task=task.host_task,
         model=config.model.path,
         options=task.arguments,
-        chat=msgspec.to_builtins(config.chat),
+        chat=msgspec.to_builtins(config.chat) | {"env": msgspec.to_builtins(config.env)},
         seed=config.run.seed,
         tool_timeout_s=task.tool_timeout_s,
         tool_memory_mb=task.tool_memory_mb,

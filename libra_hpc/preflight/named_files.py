@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.config.learn import GYM, MIXTURE, NamedTask, TaskSection, TaskTable
+from libra_hpc.config.learn import AGENT, GYM, MIXTURE, NamedTask, TaskSection, TaskTable
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid, nearest
 from libra_hpc.facts.columns import COLUMNS
@@ -167,12 +167,13 @@ def check_task(key: str, name: str, task: TaskTable) -> None:
 
 def _check_data(section: str, name: str, task: TaskTable) -> None:
     for field, given, form in (("data", task.data, DATA_FORM), ("reward", task.reward, FUNCTION_FORM)):
-        if name == "data" and not given:
+        if name in ("data", AGENT) and not given:
             raise invalid(f"{section or 'task'}.{field}", given, "not given", form)
     if task.data and not Path(task.data).exists():
         raise invalid(f"{section}.data", task.data, "no such file or folder", DATA_FORM)
-    if task.reward:
-        check_function(f"{section}.reward", task.reward, ())
+    for field, function in (("reward", task.reward), ("agent", task.agent)):
+        if function:
+            check_function(f"{section}.{field}", function, ())
 
 
 def _constructor_options(task: ast.ClassDef) -> list[str] | None:

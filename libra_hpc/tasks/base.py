@@ -181,4 +181,4 @@ class TaskMaker(ABC):
 
     @abstractmethod
     def make(self, settings: Mapping[str, Any]) -> Task:
-        """``settings`` is the run file's ``[chat]`` table."""
+        """``settings`` is the run file's ``[chat]`` table, and its ``[env]`` table by that name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +18,17 @@ from .runs import ENGINE_MARKS, Case
 
 pytestmark = ENGINE_MARKS
 STEPS = 3
+PROGRAM = """
+import json, os, sys, urllib.request
+messages = [dict(role='user', content=sys.argv[1])]
+for _ in range(2):
+    body = json.dumps(dict(model='policy', messages=messages, max_tokens=16)).encode()
+    headers = dict(Authorization='Bearer ' + os.environ['OPENAI_API_KEY'])
+    request = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, headers)
+    answer = json.load(urllib.request.urlopen(request))['choices'][0]['message']
+    messages += [answer, dict(role='user', content='go on')]
+"""
+"""An agent of two turns that has only Python."""
 TASKS = f"""
 [[task.train]]
 name = "shop"
@@ -35,6 +47,17 @@ options = {{ max_tokens = 24 }}
 name = "legs"
 task = "reasoning_gym:leg_counting"
 options = {{ max_tokens = 24 }}
+[[task.train]]
+name = "agent"
+agent = "{EXAMPLES}/my_agent.py:run"
+data = "{EXAMPLES}/my_data.jsonl"
+reward = "{EXAMPLES}/my_agent.py:solved"
+options = {{ max_tokens = 32 }}
+[[task.train]]
+name = "program"
+command = ["{sys.executable}", "-IS", "-c", {json.dumps(PROGRAM)}, "{{problem}}"]
+data = "{EXAMPLES}/my_data.jsonl"
+reward = "{EXAMPLES}/my_agent.py:solved"
 [[task.eval]]
 name = "held"
 task = "{EXAMPLES}/my_gym_task.py:Sums"
@@ -63,19 +86,22 @@ def test_what_a_mixture_of_workloads_samples_is_what_it_trains(chat_policy: Path
     toy = f'[task]\nname = "{KEYCHAIN_TASK}"\n[task.options]\np_more = 0.5\nnotes = 0\n'
     text = case.run_file.read_text().replace(toy, "")
     case.run_file.write_text(text + TASKS)
-    run = case.submit()
+    run = case.submit("-o", "algorithm.prompts_per_step=6")
     assert case.ended() == "completed", case.logs()
 
     lines = list(read_lines(run.metrics))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line, path in zip(lines, transcripts.steps(run.transcripts).values(), strict=True):
         records = list(transcripts.read(path))
-        assert Counter(one.task for one in records) == dict.fromkeys(("shop", "sums", "rows", "legs"), 4)
+        names = ("shop", "sums", "rows", "legs", "agent", "program")
+        assert Counter(one.task for one in records) == dict.fromkeys(names, 4)
         said = [len(ids) for one in records for who, ids in one.segments() if who == "policy"]
         assert sum(said) == line["gen_tokens"] == line["loss_tokens"], "tokens trained are the tokens sampled"
         # Older samples have another policy, which training has changed.
         assert line["staleness_max"] or line["logprob_gap"] < 1e-3, "in the context in which they were sampled"
         assert {"shop/reward", "sums/tool_calls", "rows/brief", "legs/turns"} <= line.keys()
+        assert (line["program/turns"], line["program/samples"]) == (2, 1)
+        assert line["agent/agent_failed"] == line["program/agent_failed"] == 0
     assert sum(line["shop/tool_calls"] for line in lines) > 0
     texts = case.cli("show", str(run.path), "--step", "1", "--task", "shop").stdout
     assert "What does this cost" in texts

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from libra_hpc.boxes.providers import BoxLimits
-from libra_hpc.endpoint.agent_task import AgentTask
+from libra_hpc.endpoint.agent_task import AgentEnvironment, AgentTask
 from libra_hpc.endpoint.conversation import CAUSES
+from libra_hpc.errors import UserError
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.chat.chat_folder import write_chat_folder
 
@@ -24,9 +24,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TaskTokenizer:
     return TaskTokenizer(write_chat_folder(tmp_path_factory.mktemp("policy")))
 
 
-def task_of(tokenizer: TaskTokenizer, folder: Path, agent: str, **options: Any) -> AgentTask:
+def task_of(tokenizer: TaskTokenizer, folder: Path, agent: str, wall_s: float = 60.0) -> AgentEnvironment:
     data = write_rows(folder, {"prompt": "What is there?"})
-    return AgentTask(tokenizer, data=data, agent=f"{AGENTS}:{agent}", reward=f"{AGENTS}:one", **options)
+    task = AgentTask(tokenizer, data=data, agent=f"{AGENTS}:{agent}", reward=f"{AGENTS}:one")
+    made = task.make({"env": {"sandbox": "none", "limits": {"wall_s": wall_s}}})
+    assert isinstance(made, AgentEnvironment)
+    return made
 
 
 def looks_and_talks(context: str) -> str:
@@ -81,7 +84,7 @@ async def test_an_equal_request_in_flight_and_a_retry_get_one_answer(tokenizer: 
 async def test_the_reward_of_an_agent_that_fails_or_is_ended_is_asked(
     tokenizer: TaskTokenizer, tmp_path: Path, agent: str, column: str
 ) -> None:
-    task = task_of(tokenizer, tmp_path, agent, limits=BoxLimits(wall_s=1.0))
+    task = task_of(tokenizer, tmp_path, agent, wall_s=1.0)
     played = await play(task, lambda context: "yes")
     assert played.end.reward == 1.0
     assert played.end.info[column] == 1.0
@@ -107,3 +110,53 @@ async def test_episodes_share_a_server_and_no_key_opens_another(tokenizer: TaskT
             headers = {"Authorization": f"Bearer {key}"}
             answer = await client.post(f"{task.endpoint.url}/v1/chat/completions", json={}, headers=headers)
             assert answer.status == 410
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+def ask(messages):
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+messages = [{"role": "user", "content": sys.argv[1]}]
+for _ in range(2):
+    messages += [ask(messages), {"role": "user", "content": "go on"}]
+assert not os.path.exists("/tests")
+os.makedirs("tests", exist_ok=True)
+open("answer.txt", "w").write(sys.argv[2])
+open("/tmp/reward", "w").write("1")
+"""
+
+
+@pytest.mark.parametrize("answer", [42, 7])
+async def test_a_program_in_a_box_without_network_is_judged_when_it_is_dead(
+    tokenizer: TaskTokenizer, tmp_path: Path, answer: int
+) -> None:
+    (tmp_path / "hidden").write_text("")
+    row = {"prompt": "What is 6 * 7?", "answer": answer, "tests": str(tmp_path)}
+    task = AgentTask(
+        tokenizer,
+        data=write_rows(tmp_path, row),
+        command=[sys.executable, "-IS", "-c", PROGRAM, "{prompt}", "{answer}"],
+        reward=f"{AGENTS}:answer_file",
+    ).make({})
+    task.check()
+    assert isinstance(task, AgentEnvironment)
+    played = await play(task, lambda context: "yes")
+    assert (played.end.info["agent_failed"], played.end.info["turns"]) == (0, 2)
+    assert "What is 6 * 7?" in played.texts(tokenizer)[0]
+    assert played.end.reward == float(answer == 42)
+
+
+def test_mistakes_of_a_command_and_a_box_are_sentences(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
+    data = write_rows(tmp_path, {"prompt": "x"})
+    judged = {"data": data, "reward": f"{AGENTS}:one"}
+    with pytest.raises(UserError, match=r"one of task.command and task.agent is the agent"):
+        AgentTask(tokenizer, **judged)
+    with pytest.raises(UserError, match=r"task.command = '\{repo\}': the rows have no column 'repo'; valid: prompt"):
+        AgentTask(tokenizer, command=["mini", "{repo}"], **judged).make({}).check()
+    with pytest.raises(UserError, match=r"env.box = 'apptainer-none': no such program on this node"):
+        AgentTask(tokenizer, command=["mini"], **judged).make({"env": {"box": ["apptainer-none", "exec"]}})
+    with pytest.raises(UserError, match=r"task.agent = .*by_openai': it is no coroutine function"):
+        AgentTask(tokenizer, agent=f"{AGENTS}:by_openai", **judged)
