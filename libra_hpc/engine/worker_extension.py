@@ -27,8 +27,8 @@ class WorkerExtension:
         if self._weight_staging is None:
             config = self.vllm_config
             tp = config.parallel_config.tensor_parallel_size
-            model, folder, dtype = self.model_runner.get_model(), config.model_config.model, config.model_config.dtype
-            self._weight_staging = Staging(model, folder, dtype, (tp, self.rank % tp))
+            model, folder = self.model_runner.get_model(), config.model_config.model
+            self._weight_staging = Staging(model, folder, (tp, self.rank % tp))
         self._weight_staging.start(image)
 
     def staged_weights(self) -> str | None:

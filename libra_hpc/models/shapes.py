@@ -63,6 +63,11 @@ class DeltaNet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Queries, keys and values, which are convolved."""
         return 2 * self.keys + self.values
 
+    def sections(self, name: str) -> tuple[int, ...]:
+        """Rows of queries, of keys and of values in a tensor that has them one after the other; empty: it has not."""
+        one_after_the_other = name in ("conv1d.weight", f"{SPLIT[0]}.weight")
+        return (self.keys, self.keys, self.values) if one_after_the_other else ()
+
     def sizes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Tensors of one layer, by their names in the files."""
         rows: tuple[int, ...] = (self.channels, self.values, self.value_heads, self.value_heads)
@@ -231,8 +236,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def fault(self, tp: int) -> str:
         """Why Megatron-Core cannot cut the model over ``tp`` devices; empty: it can."""
         fault = self.head_fault(tp)
-        if self.delta_net and tp > 1:
-            return "does not divide the 1 part that the trainer makes of the model's gated delta nets"
+        if self.output_gate and tp > self.kv_heads:
+            return f"exceeds num_key_value_heads = {self.kv_heads} of a model with an output gate"
         # Fewer key/value heads than devices: Megatron-Core cuts the rows of q, k and v evenly, and gathers the result.
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
         sizes = {"intermediate_size": self.intermediate, "vocab_size": self.vocab, "rows of q, k and v": rows}

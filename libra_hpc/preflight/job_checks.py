@@ -141,11 +141,11 @@ def cache_type_runs(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Use
 
 
 def delta_nets_run(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """Engines can take new weights of the model's gated delta nets."""
+    """vLLM has kernels for the model's gated delta nets."""
     kind = model.get("model_type")
-    if config.slurm.device == "cpu" and FAMILIES[str(kind)].delta_net:
-        why = f"vLLM on CPUs packs weights of the gated delta nets of {kind} at its start, and takes no new ones"
-        yield invalid("slurm.device", "cpu", why, ["cuda"])
+    if config.slurm.device == "cpu" and FAMILIES[str(kind)].delta_net and config.model.dtype != "bfloat16":
+        why = f"vLLM on CPUs computes the gated delta nets of {kind} in another type"
+        yield invalid("model.dtype", config.model.dtype, why, ["bfloat16"])
 
 
 def own_variables(config: RunConfig) -> Iterator[UserError]:

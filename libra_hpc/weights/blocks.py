@@ -23,7 +23,7 @@ from libra_hpc.models.architecture import Architecture
 from libra_hpc.models.shapes import FUSED
 from libra_hpc.models.tensors import Entry, Shapes, hf_shapes, tensor_fault
 
-from .names import ReplicaPlace, cut, own_entries
+from .names import ReplicaPlace, cut, own_entries, sections
 from .pieces import TensorBlock, elements
 
 PADDED_TO = 64
@@ -148,10 +148,21 @@ def _trained_rows(entry: Entry, shape: Architecture, place: ReplicaPlace, shapes
             yield _Rows(tensor, at + begin, at + end, half * (end - begin))
     elif entry.layout == "qkv":
         yield from _groups(entry, shape, parts, part)
+    elif entry.layout == "sections":
+        yield from _each_cut(entry.hf[0], sections(entry, shape), parts, part)
     elif entry.dim == 1:
         yield _Rows(entry.hf[0], 0, first[0], 0, *_span(first[1], parts, part))
     else:
         yield _Rows(entry.hf[0], *_span(first[0], parts, part), 0)
+
+
+def _each_cut(tensor: str, sections: Iterable[int], parts: int, part: int, to: int = 0) -> Iterator[_Rows]:
+    """A rank's rows of each section of a tensor, one after the other."""
+    at = 0
+    for count in sections:
+        begin, end = _span(count, parts, part)
+        yield _Rows(tensor, at + begin, at + end, to)
+        to, at = to + end - begin, at + count
 
 
 def _halves(entry: Entry, ffn: int) -> Iterator[tuple[str, int]]:
@@ -244,13 +255,8 @@ def _engine_net(
         return name, [_Rows(name, 0, first[0], 0)], 0
     if kind == "out_proj":
         return name, [_Rows(name, 0, first[0], 0, *_span(first[1], tp, rank))], 0
-    parts = (net.keys, net.keys, net.values) if kind in ("in_proj_qkv", "conv1d") else (first[0],)
     to = {"in_proj_z": net.channels // tp, "in_proj_a": net.value_heads // tp}.get(kind, 0)
-    rows, at = [], 0
-    for count in parts:
-        begin, end = _span(count, tp, rank)
-        rows.append(_Rows(name, at + begin, at + end, to))
-        to, at = to + end - begin, at + count
+    rows = list(_each_cut(name, net.sections(own) or (first[0],), tp, rank, to))
     return f"{prefix}linear_attn.{ENGINE_NETS.get(kind, kind)}{own.removeprefix(kind)}", rows, 0
 
 

@@ -98,6 +98,12 @@ def cut(entry: Entry, place: ReplicaPlace) -> tuple[int, int]:
     return (place.tp, place.tp_rank) if entry.expert is None else (place.expert_ranks, place.etp_rank)
 
 
+def sections(entry: Entry, shape: Architecture) -> tuple[int, ...]:
+    """Rows of a tensor with several sections."""
+    assert shape.delta_net is not None
+    return shape.delta_net.sections(".".join(entry.hf[0].split(".")[-2:]))
+
+
 def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: Architecture, split: ReplicaPlace) -> torch.Tensor:
     """This rank's part of a parameter; ``get`` returns a full Hugging Face tensor by name."""
     parts = [get(name) for name in entry.hf]
@@ -112,6 +118,9 @@ def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: Architectur
         )
     elif entry.layout == "gated":
         full = torch.stack(parts)
+    elif entry.layout == "sections":
+        rows = torch.split(parts[0], list(sections(entry, shape)))
+        full = torch.cat([x.reshape(cut(entry, split)[0], -1, *x.shape[1:]) for x in rows], dim=1).flatten(0, 1)
     else:
         full = parts[0]
     parts_of, part = cut(entry, split)
@@ -127,6 +136,9 @@ def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture) -> list[
     """
     if entry.layout == "plain":
         return [parts[0].clone() if entry.dim is None else torch.cat(parts, entry.dim)]
+    if entry.layout == "sections":
+        counts = [rows // len(parts) for rows in sections(entry, shape)]
+        return [torch.cat([torch.cat(own) for own in zip(*(torch.split(part, counts) for part in parts), strict=True)])]
     if entry.layout == "gated":
         halves = [part.chunk(2) for part in parts]
         split = [torch.cat([half[i] for half in halves]) for i in range(2)]

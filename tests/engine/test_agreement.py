@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -29,6 +30,7 @@ from tests.trainer.settings import optimizer
 from tests.trainer.support import OF_FAMILY
 from tests.trainer.support import make_model as make_family
 
+from .engine_harness import PROMPTS as ENGINE_PROMPTS
 from .engine_harness import (
     VOCAB,
     EngineUnderTest,
@@ -83,6 +85,9 @@ def model_of(kind: str, folder: Path, seed: int) -> Model:
     sizes: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 1024}
     sizes |= {"head_dim": 64} if "head_dim" in OF_FAMILY.get(kind, {}) else {}
     sizes |= {"intermediate_size": 64} if kind == "gpt_oss" else {}
+    if kind == "qwen3_next":
+        sizes |= {"num_key_value_heads": 1, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+        sizes |= {"shared_expert_intermediate_size": 64}
     sizes |= {"moe_intermediate_size": 64} if "moe_intermediate_size" in OF_FAMILY.get(kind, {}) else {}
     reference = make_family(kind, folder, bos_token_id=1, eos_token_id=2, vocab_size=VOCAB, **sizes)
     with torch.no_grad():
@@ -200,6 +205,23 @@ def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(served: Served
     second = engine.generate(*(turn(f"b{i}", prompt, 24, temperature=TEMPERATURE) for i, prompt in enumerate(PROMPTS)))
     assert all(answer.versions == ((version, len(tokens_of(answer))),) for answer in second)
     assert gaps(trainer, as_samples(second)).max() < TOLERANCE
+
+
+@pytest.mark.nightly
+def test_gated_delta_nets_are_swapped_bit_for_bit(tmp_path: Path) -> None:
+    """vLLM's CPU build computes them in bfloat16 alone, from convolutions that it packs."""
+    model, other = (model_of("qwen3_next", tmp_path / name, seed) for name, seed in (("model", 3), ("other", 4)))
+    config = msgspec.structs.replace(engine_config(model), dtype="bfloat16", kv_cache_mb=64)
+    with closing(EngineUnderTest(tmp_path / "e", config)) as engine:
+        engine.ready()
+        first = engine.greedy()
+        engine.apply(other.update(next(versions)))
+        for prompt, (tokens, logprobs) in zip(ENGINE_PROMPTS, engine.greedy(), strict=True):
+            got = torch.frombuffer(bytearray(logprobs), dtype=torch.float32)
+            right, wrong = (torch.tensor(x.logprobs([*prompt, *tokens], len(prompt))) for x in (other, model))
+            assert 10 * (got - right).abs().mean() < (got - wrong).abs().mean()
+        engine.apply(model.update(next(versions)))
+        assert engine.greedy() == first
 
 
 def test_it_ends_when_asked_and_a_killed_one_leaves_no_worker(served: Served) -> None:

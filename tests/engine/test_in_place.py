@@ -88,10 +88,7 @@ def test_an_image_reaches_the_parameters_as_it_would_by_exchange(tp: int, tmp_pa
     versions = [load_file(old.weights), few, load_file(old.weights), load_file(new.weights)]
     ranks = [(_parameters(shape, tp, rank), _parameters(shape, tp, rank)) for rank in range(tp)]
     staged = [
-        tuple(
-            Staging(m, str(old.folder), torch.float32, (tp, rank), in_place=own)
-            for m, own in zip(both, (True, False), strict=True)
-        )
+        tuple(Staging(m, str(old.folder), (tp, rank), in_place=own) for m, own in zip(both, (True, False), strict=True))
         for rank, both in enumerate(ranks)
     ]
     addresses = [[p.data_ptr() for p in kept.parameters()] for kept, _ in ranks]

@@ -205,9 +205,11 @@ def test_caches_in_fp8_need_a_kernel_that_reads_them(head: int, sections: dict[s
     assert len(found) == bool(sentence)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_next"])
-def test_gated_delta_nets_need_gpus(kind: str, device: str) -> None:
-    found = [str(error) for error in delta_nets_run(configured(slurm={"device": device}), {"model_type": kind})]
-    assert len(found) == (kind == "qwen3_next" and device == "cpu")
-    assert all("vLLM on CPUs packs weights of the gated delta nets of qwen3_next" in error for error in found)
+def test_gated_delta_nets_on_cpus_are_in_bfloat16(kind: str, device: str, dtype: str) -> None:
+    config = configured(slurm={"device": device}, model={"dtype": dtype})
+    found = [str(error) for error in delta_nets_run(config, {"model_type": kind})]
+    assert len(found) == ((kind, device, dtype) == ("qwen3_next", "cpu", "float32"))
+    assert all("model.dtype = 'float32': vLLM on CPUs computes" in error for error in found)

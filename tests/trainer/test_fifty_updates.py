@@ -47,8 +47,7 @@ Weights = dict[str, torch.Tensor]
 def worlds(family: str) -> list[ReplicaPlace]:
     kind = FAMILIES[family]
     found = [world for world in WORLDS if kind.experts or world.ep == world.etp == 1]
-    found = [world for world in found if world.etp == 1 or not kind.stacked_experts]
-    return [world for world in found if world.tp == 1 or not kind.delta_net]
+    return [world for world in found if world.etp == 1 or not kind.stacked_experts]
 
 
 def pairs(kind: tuple[str, bool], world: ReplicaPlace) -> Pairs:

@@ -234,8 +234,8 @@ def test_splits_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no config\.json"):
         read_shape(tmp_path / "nowhere")
     make_model("qwen3_5_text", tmp_path / "net")
-    with pytest.raises(UserError, match=r"train\.tp = 2: .* gated delta nets; valid: 1\."):
-        check_parallel(read_shape(tmp_path / "net"), 2, 1)
+    with pytest.raises(UserError, match=r"train\.tp = 4: exceeds num_key_value_heads = 2 of .*; valid: 1, 2\."):
+        check_parallel(read_shape(tmp_path / "net"), 4, 1)
     make_model("gpt_oss", tmp_path / "oss")
     with pytest.raises(
         UserError, match=r"train\.ep = 1: tensor ranks cannot share .* valid: 2 or more, or train\.tp = 1"

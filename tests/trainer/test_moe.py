@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
         ("qwen3_moe", Layout(dp=2, ep=2)),
         ("qwen2_moe", Layout(tp=2, ep=2, etp=1)),
         ("gpt_oss", Layout(tp=2, cp=2, ep=2, etp=1)),
-        ("qwen3_next", Layout(cp=2, ep=2)),
+        ("qwen3_next", Layout(tp=2, cp=2, ep=2, etp=1)),
         pytest.param("qwen3_5_moe_text", Layout(pp=2, dp=2, ep=2), marks=pytest.mark.nightly),
         pytest.param("gpt_oss", Layout(pp=2, dp=2, ep=2), marks=pytest.mark.nightly),
         pytest.param("qwen3_moe", Layout(tp=2, ep=2, etp=1), marks=pytest.mark.nightly),

@@ -31,6 +31,7 @@ ONE_GROUP = {"num_key_value_heads": 1}
         ("olmo2", ONE_GROUP, Layout(tp=2), "selective"),
         ("qwen2", {"tied": True, "layers": 3}, Layout(pp=2), "none"),
         ("qwen3", {"tied": True}, Layout(dp=3), "none"),
+        pytest.param("qwen3_5_text", {}, Layout(tp=2, pp=2), "selective", marks=pytest.mark.nightly),
         pytest.param("gemma3_text", {"tied": True}, Layout(tp=2, pp=2), "selective", marks=pytest.mark.nightly),
         pytest.param("gemma3_text", {}, Layout(tp=2, cp=2), "full", marks=pytest.mark.nightly),
         pytest.param("smollm3", {"tied": True}, Layout(tp=2, pp=2), "none", marks=pytest.mark.nightly),

@@ -57,8 +57,7 @@ KINDS = sorted(
 def worlds(shape: Architecture) -> list[ReplicaPlace]:
     """Layouts of its experts."""
     found = [one for one in WORLDS if shape.experts or one.ep == one.etp == 1]
-    found = [one for one in found if one.etp == 1 or not shape.stacked_experts]
-    return [one for one in found if one.tp == 1 or not shape.delta_net]
+    return [one for one in found if one.etp == 1 or not shape.stacked_experts]
 
 
 def numbered(shape: Architecture) -> dict[str, torch.Tensor]:

@@ -41,20 +41,14 @@ class Staging:
     """One version on its way into a worker's model; `outcome` is there when it is ready."""
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        model_folder: str,
-        dtype: torch.dtype,
-        place: tuple[int, int],
-        *,
-        in_place: bool | None = None,
+        self, model: torch.nn.Module, model_folder: str, place: tuple[int, int], *, in_place: bool | None = None
     ) -> None:
         """``place``: tensor-parallel ranks and this one.  ``in_place``: whether parameters keep their addresses; None:
         those of a CPU do not.  Raises `RuntimeError` where slices are no whole model."""
         shape, (tp, rank) = read_shape(Path(model_folder)), place
         if not rank and (fault := engine_fault(shape, tp)):
             raise RuntimeError(f"the map of the engine's weights is wrong: {fault}")
-        self._model, self._dtype, self._experts = model, dtype, shape.experts
+        self._model, self._experts = model, shape.experts
         self._transposed = shape.stacked_experts
         self._places: dict[str, list[Slice]] = defaultdict(list)
         for slices in engine_slices(shape, tp, rank).values():
@@ -122,7 +116,7 @@ class Staging:
                     if self._in_place:
                         self._in_place.stage(f"{name}.{kind}", parameter, value)
                     elif parameter.numel() and kind not in EXPERTS:
-                        swaps.append(Swap(parameter, "data", value))
+                        swaps.append(Swap(parameter, "data", _held(name, value)))
                 if not self._in_place and kind == "weight" and "cpu_linear" in vars(module) and self._used(name):
                     swaps.append(Swap(module, "cpu_linear", _packed(value, bool(parameter.numel()))))
             if not self._in_place and all(hasattr(module, kind) for kind in EXPERTS):
@@ -149,7 +143,8 @@ class Staging:
         size = max(one.offset + (one.block.rows - 1) * one.stride + one.block.cols for one in places)
         # A vocabulary is padded with zeros; a packed parameter is empty, and packed experts may be padded.
         whole = parameter.numel() if size < parameter.numel() and name.rpartition(".")[2] not in EXPERTS else size
-        flat = torch.zeros(whole, dtype=self._dtype)
+        # Some parameters have a wider type than the model.
+        flat = torch.zeros(whole, dtype=parameter.dtype)
         for (tensor, offset, rows, width, stride), _, to, step in places:
             source = tensors[tensor].reshape(-1)[offset:]
             target = flat.as_strided((rows, width), (step, 1), to)
@@ -159,7 +154,7 @@ class Staging:
             value = value.transpose(1, 2).contiguous() if self._transposed else value
         else:
             value = flat if parameter.ndim == 1 and parameter.numel() else flat.view(-1, cols)
-        return value.to(parameter.dtype)
+        return value
 
 
 def _packed(value: torch.Tensor, keep: bool) -> Any:
@@ -168,6 +163,17 @@ def _packed(value: torch.Tensor, keep: bool) -> Any:
     aside.weight = torch.nn.Parameter(value, requires_grad=False)
     dispatch_cpu_unquantized_gemm(aside, remove_weight=not keep)
     return aside.cpu_linear
+
+
+def _held(name: str, value: torch.Tensor) -> torch.Tensor:
+    """A module's weight as vLLM has it: a convolution is packed in bfloat16, where the CPU has instructions for it."""
+    if not name.endswith(".conv1d"):
+        return value
+    aside = torch.nn.Module()
+    aside.weight = torch.nn.Parameter(value[:, None], requires_grad=False)
+    dispatch_cpu_unquantized_gemm(aside, remove_weight=False)
+    held: torch.Tensor = aside.weight.data
+    return held
 
 
 def _experts(module: Any, values: dict[str, torch.Tensor]) -> list[Swap]:

@@ -2,6 +2,7 @@
 
 - State and convolution begin from zero at every sequence of a pack.
 - CUDA with flash-linear-attention: its kernel. Elsewhere `delta_rule`.
+- Tensor ranks have some of the heads each.
 - Context ranks gather the tokens of a pack. Each computes all of them and continues with its own.
 - What lies between two projections is computed again in the backward pass.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from libra_hpc.models.shapes import DeltaNet
 
 from . import context
-from .mcore import MegatronModule, TransformerConfig
+from .mcore import (
+    MegatronModule,
+    TransformerConfig,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from .packing import PackedLayout
 
 CHUNK = 64
@@ -40,11 +47,16 @@ class GatedDeltaNet(MegatronModule):
         net: DeltaNet,
     ) -> None:
         super().__init__(config=config)
-        self._net = net
+        tp = config.tensor_model_parallel_size
+        # What this rank has of it.
+        self._net = net = msgspec.structs.replace(net, key_heads=net.key_heads // tp, value_heads=net.value_heads // tp)
         for name, size in net.sizes(config.hidden_size).items():
             module, _, leaf = name.rpartition(".")
             owner = torch.nn.Module() if module else self
-            owner.register_parameter(leaf, torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype)))
+            parameter = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype))
+            # Megatron-Core then sums the gradients that the heads of each rank give it.
+            parameter.sequence_parallel = config.sequence_parallel and name == "norm.weight"  # type: ignore[attr-defined]
+            owner.register_parameter(leaf, parameter)
             if module:
                 self.add_module(module, owner)
 
@@ -54,6 +66,8 @@ class GatedDeltaNet(MegatronModule):
         """``hidden_states`` [t, 1, hidden] -> the same, and no bias."""
         layout, x = packed_seq_params, hidden_states
         assert layout is not None, "the trainer always packs"
+        if self.config.sequence_parallel:
+            x = gather_from_sequence_parallel_region(x)
         if layout.tails is not None:
             whole = context.gather(x, x[..., :0]).whole
             assert whole is not None
@@ -66,7 +80,8 @@ class GatedDeltaNet(MegatronModule):
             own = [torch.arange(piece.columns.stop - len(piece.rows), piece.columns.stop) for piece in layout.pieces]
             rows = torch.cat(own).to(out.device)
             out, gate = out[rows], gate[rows]
-        return F.linear(again(self._gated, out, gate), self.get_parameter("out_proj.weight"))[:, None], None
+        out = F.linear(again(self._gated, out, gate), self.get_parameter("out_proj.weight"))[:, None]
+        return reduce_scatter_to_sequence_parallel_region(out) if self.config.sequence_parallel else out, None
 
     def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values side by side [t, channels], gate [t, heads, d], then two numbers of each head."""

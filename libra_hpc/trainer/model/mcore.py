@@ -21,6 +21,7 @@ with compat.eager_import():
         gather_from_sequence_parallel_region,
         mappings,
         reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.attention import SelfAttention
