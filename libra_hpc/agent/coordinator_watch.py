@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from libra_hpc.coordinator.liveness import read_gone
-from libra_hpc.process.deadlines import stall_of
+from libra_hpc.process.progress import ticks
 
 CHECK_S = 1.0
 """Between two checks."""
@@ -45,10 +45,8 @@ class CoordinatorWatch:
         self._seen_at, self._pid = time.monotonic(), pid or self._pid
 
     async def gone(self) -> None:
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(CHECK_S)
-            self._seen_at += stall_of(time.monotonic() - before, CHECK_S)
+        async for stall in ticks(CHECK_S):
+            self._seen_at += stall
             silent_s = time.monotonic() - self._seen_at
             if silent_s > (ORPHAN_S if self._pid else FIRST_WORD_S):
                 log.error("no word from the coordinator for %.0f s: leaving", silent_s)

@@ -27,6 +27,7 @@ from libra_hpc.errors import error_text
 from libra_hpc.files import OWNER_ONLY, write_atomic
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
+from libra_hpc.process.progress import ProgressWatch
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import (
     CarrierConfig,
@@ -47,6 +48,7 @@ from libra_hpc.protocol.carriers import (
     from_carrier,
     to_carrier,
 )
+from libra_hpc.protocol.engine_state import WRITE
 from libra_hpc.protocol.trainer import OfferFailed
 from libra_hpc.simulated.state import image_shapes
 from libra_hpc.weights.image import IMAGE_FILE
@@ -58,8 +60,6 @@ from .supervised import NO_START_S, ChildCommand, EngineNode, Supervised
 class _Asked(NamedTuple):
     order: SavePolicy
     answer: Callable[[PolicySaved], None]
-    at: float
-    """Monotonic seconds."""
 
 
 class NodeCarrier(EngineNode[Supervised]):
@@ -72,6 +72,7 @@ class NodeCarrier(EngineNode[Supervised]):
         self._changed = changed
         self._stopping = False
         self._policy: _Asked | None = None
+        self._saves = ProgressWatch(context.config.deadlines)
         self._parts: dict[str, tuple[PullPart, asyncio.Future[str]]] = {}
         """Pulls of snapshots in progress, by the folder that they fill."""
         self.peer: Peer | None = None
@@ -123,7 +124,8 @@ class NodeCarrier(EngineNode[Supervised]):
 
     def save_policy(self, order: SavePolicy, answer: Callable[[PolicySaved], None]) -> None:
         """Have a version of the weights written; ``answer`` is called once, unless another order comes first."""
-        self._policy = _Asked(order, answer, time.monotonic())
+        self._policy = _Asked(order, answer)
+        self._saves.begin(order.path, WRITE, time.monotonic())
         if self._carrier.state == "ready":
             self._carrier.send(order)
 
@@ -148,6 +150,7 @@ class NodeCarrier(EngineNode[Supervised]):
     def _policy_saved(self, message: PolicySaved) -> None:
         if self._policy is not None and message.path == self._policy.order.path:
             answer, self._policy = self._policy.answer, None
+            self._saves.drop(message.path)
             answer(message)
 
     def engines_have(self, version: int | None) -> None:
@@ -231,16 +234,14 @@ class NodeCarrier(EngineNode[Supervised]):
             task.add_done_callback(self._restarts.discard)
 
     async def check(self, now: float) -> None:
-        """What does not arrive, it reports itself; a file system may stop it in the middle of a file."""
-        self._carrier.stuck(now)
-        limit_s = self._context.config.deadlines.storage_s
-        if self._policy is not None and now - self._policy.at > limit_s:
-            path = self._policy.order.path
-            self._policy_saved(PolicySaved(path, reason=f"{path} was not written within {limit_s:.0f} s"))
+        """A file system may stop it in the middle of a policy, while it carries weights."""
+        await super().check(now)
+        for stall in self._saves.stalled(now):
+            self._policy_saved(PolicySaved(stall.key, reason=stall.sentence))
 
-    def discount(self, seconds: float) -> None:
-        if self._policy is not None:
-            self._policy = self._policy._replace(at=self._policy.at + seconds)
+    def discount(self, stall: float) -> None:
+        super().discount(stall)
+        self._saves.discount(stall)
 
 
 def _outside_port(context: AgentContext) -> int:

@@ -3,7 +3,7 @@
 - An engine started, restarted or woke -> it asks for the newest weights, and is ``ready`` once it has them.
 - Standby -> the process lives with its device memory released; coming back costs a weight update, not a start.
 - The node's trainers still free their memory -> no engine starts or wakes until they have.
-- An engine is late, hangs (`EngineWatch`) or ends too often -> as `Supervised`; a hung one is ``ending`` at once.
+- An engine is late, stalled or ends too often -> as `Supervised`; a stalled one is ``ending`` at once.
 - An engine cannot take new weights -> it is ended: the version does not wait for it, the next one begins with it.
 - Its process lives -> no other is started beside it.
 - A process ends unasked -> state ``lost``, and the coordinator orders the next start.
@@ -20,6 +20,7 @@ import msgspec
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
+from libra_hpc.process.progress import Stall
 from libra_hpc.process.visible_devices import VARIABLE, engine_environment
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine import (
@@ -39,7 +40,6 @@ from libra_hpc.protocol.engine_state import EngineState, EngineStats
 
 from .commands import engine_command
 from .engine_start import engine_config
-from .engine_watch import START, WAKE, WEIGHTS, EngineWatch
 from .node_carrier import NodeCarrier
 from .supervised import ChildCommand, EngineNode, Supervised
 
@@ -68,7 +68,6 @@ class RolloutNode(EngineNode[VllmEngine]):
     def __init__(self, context: AgentContext, carrier: NodeCarrier) -> None:
         self._tp, count = context.engines
         super().__init__(context, [f"r{context.rank}.{i}" for i in range(count)])
-        self._watch = EngineWatch(context.config.deadlines)
         self._carrier = carrier
         self._again: asyncio.TimerHandle | None = None
         """The next request for weights that did not exist at the last one."""
@@ -96,7 +95,6 @@ class RolloutNode(EngineNode[VllmEngine]):
                     # the newest.
                     engine.state, engine.version, engine.updating = "loading", -1, -1
                     engine.send(Wake())
-                    self._watch.began(engine.name, WAKE, self._ordered_at)
                     self._catch_up(engine)
                 elif engine.state == "lost":
                     await self._spawn(engine)
@@ -109,16 +107,11 @@ class RolloutNode(EngineNode[VllmEngine]):
                 engine.state = "standby"
                 self._frees.add(engine.name)
                 engine.send(Sleep())
-                # It answers no update any more.
-                self._watch.gone(engine.name)
-                self._watch.sign(engine.name, time.monotonic())
                 self._report_closed(engine, "standby")
         self._update_carrier()
 
     async def stop(self) -> None:
         self._wanted = False
-        for engine in self._engines.values():
-            self._watch.gone(engine.name)
         await asyncio.gather(*(engine.stop(StopEngine()) for engine in self._engines.values()))
 
     async def reset(self) -> None:
@@ -126,29 +119,15 @@ class RolloutNode(EngineNode[VllmEngine]):
         async with self._changing:
             self._wanted, self._outbox = False, []
             for engine in self._engines.values():
-                self._watch.gone(engine.name)
                 self.has_freed(engine.name)
                 engine.version = -1
             await asyncio.gather(*(engine.reset() for engine in self._engines.values()))
 
-    async def check(self, now: float) -> None:
-        """End engines that hang."""
-        for late in self._watch.late(now):
-            self._engines[late.engine].slow(late.reason)
-        ends = []
-        for hung in self._watch.hung(now):
-            engine = self._engines[hung.engine]
-            if engine.alive:
-                engine.state = "ending"
-                # A process may outlive its SIGKILL, and its turns need not wait for that.
-                self._report_closed(engine, hung.reason)
-                ends.append(engine.end_hung(hung.reason))
-        await asyncio.gather(*ends)
-        for engine in self._engines.values():
-            engine.stuck(now)
-
-    def discount(self, seconds: float) -> None:
-        self._watch.discount(seconds)
+    async def stalled(self, engine: VllmEngine, stall: Stall) -> None:
+        engine.state = "ending"
+        # A process may outlive its SIGKILL, and its turns need not wait for that.
+        self._report_closed(engine, stall.sentence)
+        await engine.end_hung(stall.sentence)
 
     def on_turns(self, message: wire.Turns) -> None:
         for name, request in message.items:
@@ -201,11 +180,9 @@ class RolloutNode(EngineNode[VllmEngine]):
         )
         argv = engine_command(context.config, context.component, path, environment[VARIABLE])
         engine.state, engine.ready, engine.updating, engine.reported = "starting", None, -1, None
-        self._watch.began(engine.name, START, time.monotonic())
         await engine.start([ChildCommand(engine.name, argv, environment)])
 
     def received(self, engine: VllmEngine, process: int, message: Any) -> None:
-        now = time.monotonic()
         if engine.hung:
             return
         match message:
@@ -214,19 +191,11 @@ class RolloutNode(EngineNode[VllmEngine]):
             case EngineStats():
                 if message.asleep:
                     self.has_freed(engine.name)
-                else:
-                    self._watch.ended(engine.name, WAKE, now)
-                if message.stands_still:
-                    self._watch.stands_still(engine.name, now)
                 if message != engine.reported:
                     engine.reported = message
                     self._context.send_to_rollout_leader(wire.EngineLoad(engine.name, message))
             case WeightsApplied(version=version):
                 engine.version = version
-                self._watch.ended(engine.name, WAKE, now)
-                self._watch.ended(engine.name, WEIGHTS, now)
-                if version < engine.updating:
-                    self._watch.began(engine.name, WEIGHTS, now)
                 self._update_carrier()
                 self._context.log(
                     "weights_applied",
@@ -242,7 +211,6 @@ class RolloutNode(EngineNode[VllmEngine]):
                 elif engine.state == "loading":
                     self._catch_up(engine)
             case EngineState():
-                self._watch.ended(engine.name, START, now)
                 engine.ready, engine.version, engine.state = message, message.version, "loading"
                 self._catch_up(engine)
             case EngineFailed(what=what, fatal=fatal, version=version):
@@ -251,8 +219,6 @@ class RolloutNode(EngineNode[VllmEngine]):
                 self._context.log("engine_error", rank=self._context.rank, engine=engine.name, reason=what, fatal=fatal)
                 if version >= 0 and engine.state in ("ready", "loading"):
                     self._end_unable(engine, version, what)
-                    return
-        self._watch.sign(engine.name, now)
 
     def _announce(self, engine: VllmEngine, applied: WeightsApplied) -> None:
         served = wire.EngineVersion(
@@ -295,7 +261,6 @@ class RolloutNode(EngineNode[VllmEngine]):
         if version <= max(engine.version, engine.updating) or self._newer_comes():
             return False
         engine.updating = version
-        self._watch.began(engine.name, WEIGHTS, time.monotonic())
         engine.send(UpdateWeights(str(self._carrier.image), version))
         return True
 
@@ -320,7 +285,6 @@ class RolloutNode(EngineNode[VllmEngine]):
 
     def _end_unable(self, engine: VllmEngine, version: int, what: str) -> None:
         engine.state, engine.hung = "ending", f"it cannot take version {version} of the weights: {what}"
-        self._watch.gone(engine.name)
         # Its turns and the version do not wait for the end of its process.
         self._report_closed(engine, engine.hung)
         engine.kill()
@@ -333,7 +297,6 @@ class RolloutNode(EngineNode[VllmEngine]):
     def exited(self, engine: VllmEngine, child: Child, reason: str) -> None:
         was, engine.state, engine.version = engine.state, "lost", -1
         self.has_freed(engine.name)
-        self._watch.gone(engine.name)
         self._update_carrier()
         if child.stopping:
             return

@@ -1,7 +1,7 @@
 """What a node agent supervises: an engine or an environment host, made of processes that live and end together.
 
 - A process ends by itself -> the telling line of its own log is the reason.
-- It is late -> event ``slow``; it hangs -> event ``hung``, stacks into its logs, SIGKILL (`Supervised.end_hung`).
+- A process is late -> event ``slow``; stalled -> event ``hung``, stacks into the logs, SIGKILL (`ProgressWatch`).
 - A process lives `KILL_S` after that (a call into a device or file system) -> ``hung`` again every `REPEAT_S`.
 - It ends more often than `RestartBudget` allows, or `MAX_STARTS` times before it was ready -> all ranks restart; the
   same once more at the same step fails the run.
@@ -23,12 +23,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.child import Child, send_all
-from libra_hpc.process.deadlines import stall_of
 from libra_hpc.process.log_limit import MOST_BYTES, cut
+from libra_hpc.process.progress import ProgressWatch, Stall, ticks
 from libra_hpc.process.visible_devices import MAX_STARTS
 from libra_hpc.protocol.agents import Fatal
 from libra_hpc.protocol.codec import Codec
-from libra_hpc.protocol.engine_state import StateName
+from libra_hpc.protocol.engine_state import START, Doing, StateName
 from libra_hpc.slurm.queue.cause import tail, telling_line
 
 WATCH_S = 1.0
@@ -57,6 +57,7 @@ class Supervisor(ABC):
 
     outbound: Codec[Any]
     inbound: Codec[Any]
+    progress: ProgressWatch
 
     @abstractmethod
     def received(self, one: Any, process: int, message: Any) -> None:
@@ -114,6 +115,7 @@ class Supervised:
                 on_exit=self._exited,
             )
             self.children.append(child)
+            self._supervisor.progress.begin(child.name, START, time.monotonic())
             await child.start(command.argv, command.environment, self._context.logs / f"{command.name}.log")
             if self._killed_at is not None:
                 child.kill()  # another has ended meanwhile
@@ -123,6 +125,7 @@ class Supervised:
 
     async def stop(self, farewell: Any = None) -> None:
         """End all processes, asked by ``farewell`` where that is given."""
+        self._watch_no_more()
         for child in self.children:
             child.stopping = True
             if farewell is not None:
@@ -134,14 +137,20 @@ class Supervised:
 
     async def reset(self) -> None:
         """End all processes unreported."""
+        self._watch_no_more()
         children, self.children, self.state, self.starts = self.children, [], "lost", 0
         self._killed_at = None
         await asyncio.gather(*(child.stop(0.0) for child in children))
 
     def kill(self) -> None:
+        self._watch_no_more()
         self._killed_at = self._killed_at or time.monotonic()
         for child in self.children:
             child.kill()
+
+    def _watch_no_more(self) -> None:
+        for child in self.children:
+            self._supervisor.progress.drop(child.name)
 
     def limit_logs(self) -> None:
         """Begin to cut logs that have grown too long, unless that is going on."""
@@ -163,6 +172,7 @@ class Supervised:
 
     async def end_hung(self, reason: str) -> None:
         """End it with its stacks."""
+        self._watch_no_more()
         self.hung = reason
         self._log_hung(reason)
         self._killed_at = time.monotonic()
@@ -206,11 +216,14 @@ class Supervised:
 
     def _received(self, child: Child, message: Any) -> None:
         if child in self.children:
+            if isinstance(message, Doing):
+                self._supervisor.progress.report(child.name, message, time.monotonic())
             self._supervisor.received(self, self.children.index(child), message)
 
     def _exited(self, child: Child, code: int) -> None:
         if child not in self.children:
             return
+        self._supervisor.progress.drop(child.name)
         self._blamed = self._blamed or child.name
         how = f"ended with {code}" if code >= 0 else f"was killed by signal {-code}"
         known, how = self.hung or child.fault, f"process {child.name} {how}"
@@ -235,13 +248,13 @@ E = TypeVar("E", bound=Supervised)
 
 
 class EngineNode(Supervisor, Generic[E]):
-    """The engines of one kind on a node; base of the two halves of an agent."""
+    """What a node has of one kind, each an engine, a carrier or an environment host."""
 
     engine: type[E]
 
-    def __init__(self, context: AgentContext, names: Sequence[str]) -> None:
-        self._context = context
-        self._engines = {name: self.engine(context, self, name, f"engine {name}") for name in names}
+    def __init__(self, context: AgentContext, names: Sequence[str], title: str = "engine {}") -> None:
+        self._context, self.progress = context, ProgressWatch(context.config.deadlines)
+        self._engines = {name: self.engine(context, self, name, title.format(name)) for name in names}
         self._changing = asyncio.Lock()
         """Held while processes are started or all of them ended."""
         self._ordered_at = 0.0
@@ -274,22 +287,31 @@ class EngineNode(Supervisor, Generic[E]):
         return {name: pid for engine in self._engines.values() for name, pid in engine.pids.items()}
 
     async def watch(self) -> None:
-        """Check the deadlines, until cancelled."""
-        checked_at = time.monotonic()
-        while True:
-            await asyncio.sleep(WATCH_S)
-            now = time.monotonic()
-            if stall := stall_of(now - checked_at, WATCH_S):
-                self.discount(stall)
-            await self.check(now)
+        """Check the progress of all, until cancelled."""
+        async for stall in ticks(WATCH_S):
+            self.discount(stall)
+            await self.check(time.monotonic())
             for engine in self._engines.values():
                 engine.limit_logs()
-            checked_at = time.monotonic()
 
-    @abstractmethod
+    def discount(self, stall: float) -> None:
+        self.progress.discount(stall)
+
     async def check(self, now: float) -> None:
-        """Log what is late and end what hangs."""
+        """Log what is late and end what is stalled."""
+        for late in self.progress.late(now):
+            self._having(late).slow(late.sentence)
+        found = {self._having(stall): stall for stall in reversed(self.progress.stalled(now))}
+        await asyncio.gather(*(self.stalled(engine, stall) for engine, stall in found.items()))
+        for engine in self._engines.values():
+            self.stuck(engine, engine.stuck(now))
 
-    @abstractmethod
-    def discount(self, seconds: float) -> None:
-        """Extend all deadlines by a stall of this process."""
+    def _having(self, stall: Stall) -> E:
+        return next(e for e in self._engines.values() if any(child.name == stall.key for child in e.children))
+
+    async def stalled(self, engine: E, stall: Stall) -> None:
+        """A process of it is stalled."""
+        await engine.end_hung(stall.sentence)
+
+    def stuck(self, engine: E, reason: str) -> None:
+        """SIGKILL has not ended a process of it, if there is a reason."""

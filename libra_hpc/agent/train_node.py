@@ -29,10 +29,11 @@ import msgspec
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
+from libra_hpc.process.progress import Stall
 from libra_hpc.process.visible_devices import VARIABLE, engine_environment, own_devices
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import PolicySaved, SavePolicy
-from libra_hpc.protocol.engine_state import EngineState, StateName
+from libra_hpc.protocol.engine_state import STORAGE, WRITE, Doing, EngineState, StateName
 from libra_hpc.protocol.trainer import (
     Freed,
     FromWorker,
@@ -53,25 +54,25 @@ from libra_hpc.protocol.trainer import (
     TakeSnapshot,
     ToWorker,
     WorkerFailed,
-    WorkerHeartbeat,
     from_worker,
     to_worker,
 )
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.snapshot_keeper import SnapshotKeeper
 from libra_hpc.state.snapshots import holders
-from libra_hpc.trainer.link import STORAGE
 from libra_hpc.trainer.settings import write_config
 
 from .commands import trainer_command
 from .node_carrier import NodeCarrier
-from .replica_watch import ReplicaWatch
 from .supervised import ChildCommand, EngineNode, Supervised
 from .trainer_start import worker_configs
 
 IMAGE_SHARE = 1 / 6
 """Share of the shortest deadline for which a join waits for the image: 10 s by default, in which 100 Gb/s bring 32B.
 The core waits with it; half: large models come from the core more often."""
+GIVE_UP = 4
+"""Storage phases in a row that were stalled.  Half: two stalls of a file system restart all; double: two hours without
+a saved state."""
 ASKED: dict[type, type] = {SaveFailed: Saved, OfferFailed: Offered, SnapshotFailed: SnapshotTaken}
 """Answers that count as the same answer to one request."""
 
@@ -109,7 +110,8 @@ class TrainNode(EngineNode[Supervised]):
         """Parts of the checkpoint that was asked for last."""
         self._begun = self._world = 0
         """Starts of the processes so far, and the number of the present one among the nodes of its replica."""
-        self._watch = ReplicaWatch(context.config.deadlines, context.config.deadlines.storage_s)
+        self._storage_stalls = 0
+        """Reads and writes of saved states in a row that were stalled."""
         self._stopping = False
         layout = context.layout
         self.keeper = SnapshotKeeper(
@@ -155,8 +157,6 @@ class TrainNode(EngineNode[Supervised]):
         if self._trainer.state == "ready":
             self._trainer.state, self._postponed, self._answers = "standby", None, {}
             self._frees.add(self._trainer.name)
-            self._watch.clear()
-            self._watch.asked(Standby(), time.monotonic())
             self._trainer.send(Standby())
             if self._elastic:
                 self.trained, self.step = self.step, -1
@@ -173,7 +173,6 @@ class TrainNode(EngineNode[Supervised]):
         self._ordered_at = time.monotonic()
         async with self._changing:
             self._ready, self._answers, self.step, self._postponed = {}, {}, -1, None
-            self._watch.clear()
             self._carrier.drop_policy()
             self.has_freed(self._trainer.name)
             await self._trainer.reset()
@@ -217,10 +216,8 @@ class TrainNode(EngineNode[Supervised]):
         self._forward(message)
 
     def _forward(self, message: ToWorker) -> None:
-        if self._trainer.state == "ready":
-            self._watch.asked(message, time.monotonic())
-            if isinstance(message, SaveCheckpoint):
-                self._save(message)
+        if self._trainer.state == "ready" and isinstance(message, SaveCheckpoint):
+            self._save(message)
         self._trainer.send(message)
 
     def _save(self, message: SaveCheckpoint) -> None:
@@ -248,20 +245,18 @@ class TrainNode(EngineNode[Supervised]):
     def _to_leader(self, message: FromWorker) -> None:
         self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, message))
 
-    async def check(self, now: float) -> None:
+    async def stalled(self, engine: Supervised, stall: Stall) -> None:
         """End a replica that makes no progress; it is rebuilt as after any other death."""
-        for reason in self._watch.late(now):
-            self._trainer.slow(reason)
-        if (reason := self._watch.hung(now)) and not self._stopping:
-            if often := self._watch.give_up(now):
-                self._trainer.restart_all(often)
-            await self._trainer.end_hung(reason)
-        if not self._stopping and (reason := self._trainer.stuck(now)):
-            # A process that SIGKILL does not end counts as ended.
-            self._ended(reason)
+        self._storage_stalls += stall.phase in (*STORAGE, WRITE)
+        if stall.phase in (*STORAGE, WRITE) and self._storage_stalls >= GIVE_UP:
+            often = f"{self._storage_stalls} times in a row; raise deadlines.storage_s if the file system needs longer"
+            engine.restart_all(f"{stall.sentence}, {often}")
+        await engine.end_hung(stall.sentence)
 
-    def discount(self, seconds: float) -> None:
-        self._watch.discount(seconds)
+    def stuck(self, engine: Supervised, reason: str) -> None:
+        """A process that SIGKILL does not end counts as ended."""
+        if reason:
+            self._ended(reason)
 
     def on_offers_lost(self, reason: str) -> None:
         """The carrier of a node of the core lost the offers: the train leader has whole tensors offered again."""
@@ -278,7 +273,6 @@ class TrainNode(EngineNode[Supervised]):
                 context.log("snapshot_failed", step=point.step, reason=f"the part of node {context.rank}: {why}")
         # May read whole states, which this loop must not wait for.
         workers = await asyncio.to_thread(worker_configs, context, self._begun, self._world)
-        self._watch.started(time.monotonic())
         self._begun += 1
         environment = engine_environment(
             os.environ, config.slurm.device, first=0, count=len(workers), threads=config.train.threads
@@ -298,19 +292,15 @@ class TrainNode(EngineNode[Supervised]):
             self._ready[local_rank] = message
             if len(self._ready) == len(trainer.children):
                 trainer.state, self.step, trainer.starts = "ready", self._ready[0].version, 0
-                self._watch.ready(time.monotonic())
                 seconds = time.monotonic() - self._ordered_at
                 self._context.report(self._engine_state("ready", seconds=seconds), 0)
             return
-        now = time.monotonic()
-        if isinstance(message, WorkerHeartbeat):
-            self._watch.alive(local_rank, message, now)
-            if message.phase in STORAGE and not local_rank:
+        if isinstance(message, Doing):
+            if not local_rank and any(phase in STORAGE for phase in message.now):
                 self._to_leader(message)
             return
         if isinstance(message, WorkerFailed):
             # One process may fail alone; its peers then never answer, so this cannot wait for them.
-            self._watch.answered(message, now)
             self._context.log("worker_error", rank=self._context.rank, reason=message.what, fatal=message.fatal)
             self._to_leader(message)
             return
@@ -326,12 +316,12 @@ class TrainNode(EngineNode[Supervised]):
     def _answered(self, answers: Mapping[int, FromWorker]) -> None:
         """Every process has answered."""
         answer = merged(answers)
-        self._watch.answered(answer, time.monotonic())
         if isinstance(answer, SnapshotTaken | SnapshotFailed):
             self.keeper.taken(answer)
         elif isinstance(answer, Freed):
             self.has_freed(self._trainer.name)
         elif isinstance(answer, Saved | SaveFailed):
+            self._storage_stalls *= isinstance(answer, SaveFailed)
             self._wrote(answer)
         elif isinstance(answer, Offered):
             self._offered, context = answer.version, self._context
@@ -355,7 +345,6 @@ class TrainNode(EngineNode[Supervised]):
         if self._stopping or trainer.state == "lost":
             return
         was, trainer.state, self._postponed = trainer.state, "lost", None
-        self._watch.clear()
         self._carrier.drop_policy()
         trainer.kill()
         lost = self._engine_state("lost", reason)

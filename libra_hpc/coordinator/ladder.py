@@ -3,9 +3,9 @@
 Every part has deadlines of its own, which end a process that hangs.  This is for what they do not see, or do not cure.
 
 1. No step for half a limit -> the status names what is waited for (`waits_for`).
-2. No progress for `DROP` limits -> the nodes that have been silent for a limit, or else those with the oldest weights,
-   are dropped, once a step, and begin as new ones.
-3. For `RESTART` limits -> all ranks restart from the newest state.
+2. No progress for the row ``drop`` of `TABLE` -> the nodes that have been silent for a limit, or else those with the
+   oldest weights, are dropped, once a step, and begin as new ones.
+3. For the row ``restart`` -> all ranks restart from the newest state.
 4. All of ``slurm.restarts`` are used -> the run fails with the sentence (`libra_hpc.owner.decision`).
 
 Progress is a step, a generated or computed token, or a node that changes its state; a state that comes back counts
@@ -20,12 +20,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from libra_hpc.policies.pool import states
-from libra_hpc.process.deadlines import LATE_SHARE, DeadlineLimits
+from libra_hpc.process.progress import DROP, LATE_SHARE, RESTART, TABLE, DeadlineLimits
 from libra_hpc.protocol.agents import RolloutReport
 
-DROP, RESTART = 2.0, 3.0
-"""Limits.  A part ends its hung process after one.  Half: that has no time to help; double: a run stands for an hour
-after steps of three minutes."""
 RETURNS = 4
 """The limit of a part doubles each time it hangs.  Half: what needs more time is ended; double: 16 times as long."""
 
@@ -96,11 +93,11 @@ class Ladder:
             return None
         waited_s, limit = now - self._since, self._limit(run)
         nothing = f"nothing progressed for {waited_s:.0f} s (limit {limit:.0f} s): {run.waits_for}"
-        if waited_s > DROP * limit and not self._dropped:
+        if waited_s > TABLE[DROP].times * limit and not self._dropped:
             self._dropped, why = _holding_up(run, limit)
             if self._dropped:
                 return Rung("drop", tuple(sorted(self._dropped)), f"{nothing}; {why}")
-        if waited_s > RESTART * limit:
+        if waited_s > TABLE[RESTART].times * limit:
             self._since = now
             return Rung("restart", (), nothing)
         return None

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from libra_hpc.process.deadlines import stall_of
+from libra_hpc.process.progress import stall_of
 from libra_hpc.protocol.agents import Heartbeat
 
 HEARTBEAT_LOST_S = 20.0

@@ -24,6 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
+from libra_hpc.process.progress import Pulse
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.engine import (
     Abort,
@@ -38,6 +39,7 @@ from libra_hpc.protocol.engine import (
     from_engine,
     to_engine,
 )
+from libra_hpc.protocol.engine_state import ENGINE_STEP, IDLE, PAUSED, WAKE, WEIGHTS
 from libra_hpc.weights.weightfile import WeightFileError
 
 from .core import DuplicateRequest, RolloutEngine
@@ -77,7 +79,7 @@ class _WorkerDied(Exception):
 
 class _Loop:
     def __init__(self, sock: EngineSocket[FromEngine], config: EngineConfig) -> None:
-        self._socket = sock
+        self._socket, self._pulse = sock, Pulse(sock.send)
         self._config = config
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._worker_died = threading.Event()
@@ -90,9 +92,13 @@ class _Loop:
     def run(self) -> int:
         try:
             self._engine = RolloutEngine(self._config, self._on_worker_death)
-            self._socket.send(self._engine.warm_up(self._wait_open))
-            while self._run_pass(self._engine):
-                pass
+            ready = self._engine.warm_up(self._wait_open)
+            self._pulse.end()
+            self._socket.send(ready)
+            going = True
+            while going:
+                with self._pulse.phase(ENGINE_STEP):
+                    going = self._run_pass(self._engine)
             return 0
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
@@ -150,12 +156,14 @@ class _Loop:
             self._socket.send_many([aborted] if aborted else [])
         elif isinstance(message, UpdateWeights):
             self._updates.append((message, _NOT_BEGUN))
+            self._pulse.begin(WEIGHTS)
             self._check_next(engine)
         elif isinstance(message, Sleep):
             self._socket.send_many([*engine.sleep(), engine.stats()])
             self._log_step(engine)
         elif isinstance(message, Wake):
-            engine.wake()
+            with self._pulse.phase(WAKE):
+                engine.wake()
 
     def _apply_checked(self, engine: RolloutEngine) -> bool:
         due = False
@@ -175,6 +183,10 @@ class _Loop:
                 version = update.version if isinstance(error, CannotStage) else -1
                 self._socket.send(EngineFailed(what=str(error), fatal=False, version=version))
             self._updates.popleft()
+            if self._updates:
+                self._pulse.begin(WEIGHTS)
+            else:
+                self._pulse.end(WEIGHTS)
             self._check_next(engine)
         return due
 
@@ -188,7 +200,8 @@ class _Loop:
 
     def _wait(self, engine: RolloutEngine) -> None:
         stood = engine.stands_still
-        idle = self._select(POLL_S if self._updates or stood else IDLE_INTERVAL_S)
+        with self._pulse.phase(IDLE):
+            idle = self._select(POLL_S if self._updates or stood else IDLE_INTERVAL_S)
         due = not (self._updates or stood) or time.monotonic() - self._beat >= IDLE_INTERVAL_S
         if stood:
             engine.may_step()
@@ -199,13 +212,18 @@ class _Loop:
 
     def _wait_open(self, engine: RolloutEngine) -> None:
         """Before a step of the warm-up profile; the agent's messages wait."""
-        while not engine.may_step():
-            self._report_paused(engine)
-            time.sleep(GATE_POLL_S)
+        with self._pulse.phase(PAUSED):
+            while not engine.may_step():
+                self._report_paused(engine)
+                time.sleep(GATE_POLL_S)
 
     def _pause(self, engine: RolloutEngine) -> None:
         self._report_paused(engine)
-        self._select(GATE_POLL_S)
+        if self._updates:
+            # The users of the device may hold it up.
+            self._pulse.begin(WEIGHTS)
+        with self._pulse.phase(PAUSED):
+            self._select(GATE_POLL_S)
 
     def _report_paused(self, engine: RolloutEngine) -> None:
         if self._pacer.due(time.monotonic(), worked=False, busy=True):

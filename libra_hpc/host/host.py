@@ -36,11 +36,12 @@ import msgspec
 from libra_hpc.errors import OperationError, UserError, error_text, invalid
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
+from libra_hpc.process.progress import PULSE_S
 from libra_hpc.process.reaper import become_subreaper, children
 from libra_hpc.protocol.codec import FrameBuffer, FrameError, unpack_i32
+from libra_hpc.protocol.engine_state import FIRST_STEPS, SERVING, Doing
 from libra_hpc.protocol.env import (
     EpisodeFailed,
-    HostHeartbeat,
     HostReady,
     OpenEpisode,
     StepEpisode,
@@ -71,9 +72,6 @@ LEAVE_S, CANCEL_S = 3.0, 0.5
 (`libra_hpc.process.child`); then for cancelled work to end.
 """
 
-ALIVE_S = 1.0
-"""Seconds between two `HostHeartbeat`."""
-
 OPENINGS = 4
 """Most episodes in their `Episode.start`, for each tool process. Half: starts that wait for a network queue up.
 Double: 32 containers start at once by default.
@@ -96,14 +94,15 @@ class Host(asyncio.Protocol):
         self._out: list[bytes] = []
         self._loop = asyncio.get_running_loop()
         self._alive_at = self._loop.time()
-        """Time of the last `HostHeartbeat`."""
+        """Time of the last report."""
+        self._doing = FIRST_STEPS
         self.closed: asyncio.Future[int] = self._loop.create_future()
         self._transport: asyncio.WriteTransport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
-        self._send(from_host.frame(HostReady(self._name, math.inf, busy_limit(self._task), self._task.chats)))
+        self._send(from_host.frame(HostReady(self._name, math.inf, self._task.chats)))
         self._alive()
 
     def data_received(self, data: bytes) -> None:
@@ -143,7 +142,7 @@ class Host(asyncio.Protocol):
 
     def _progress(self) -> None:
         """Each of many slow openings or steps in one loop iteration is progress."""
-        if self._loop.time() - self._alive_at > ALIVE_S:
+        if self._loop.time() - self._alive_at > PULSE_S:
             self._send_alive()
 
     def _flush(self) -> None:
@@ -152,13 +151,17 @@ class Host(asyncio.Protocol):
 
     def _send_alive(self) -> None:
         self._alive_at = self._loop.time()
-        self._out.append(from_host.frame(HostHeartbeat()))
+        self._out.append(self._report())
         self._flush()
+
+    def _report(self) -> bytes:
+        """This loop reports, not a thread: the task's code may block it."""
+        return from_host.frame(Doing({self._doing: 0.0}, silence_s=busy_limit(self._task)))
 
     def _alive(self) -> None:
         if not self.closed.done():
             self._send_alive()
-            self._loop.call_later(ALIVE_S, self._alive)
+            self._loop.call_later(PULSE_S, self._alive)
 
     def _fail(self, episode: str, error: str, kind: str = "raised") -> None:
         self._end(episode, "failed")
@@ -258,6 +261,9 @@ class Host(asyncio.Protocol):
             self._raised(name, error)
             return
         self._send(frame)
+        if self._doing != SERVING:
+            self._doing = SERVING
+            self._send(self._report())
         if done:
             self._end(name, "done")
 

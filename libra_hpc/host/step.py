@@ -14,11 +14,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from libra_hpc.process.progress import stall_of
 from libra_hpc.tasks.base import ToolResult, Tools
-
-STALL_S = 1.0
-"""Seconds by which a timer is late when the loop was blocked."""
-
 
 Work = Callable[[Tools], Coroutine[Any, Any, Any]]
 """A call of an episode's code."""
@@ -92,7 +89,7 @@ class Step:
         assert self._timer is not None
         late_s = self._loop.time() - self._timer.when()
         self._timer, self._left_s = None, late_s
-        if late_s > STALL_S:
+        if stall_of(late_s, 0.0):
             self._resume()
             return
         lines = suspended_at(self._coroutine)

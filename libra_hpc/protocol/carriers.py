@@ -11,6 +11,7 @@ from typing import Union
 import msgspec
 
 from .codec import Codec
+from .engine_state import Doing
 
 NIXL_WHEEL = "nixl_cu12"
 """Its CUDA is not used, so it fits any; the package ``nixl`` itself imports torch to choose among such wheels."""
@@ -174,7 +175,7 @@ class PartPulled(msgspec.Struct, tag=True, frozen=True):
 
 ToCarrier = Union[Publish, Engines, SavePolicy, PullPart]
 FromCarrier = Union[
-    CarrierReady, VersionHere, ImageHere, PieceRefused, Stalled, NotStored, WeightsByTcp, PolicySaved, PartPulled
+    CarrierReady, VersionHere, ImageHere, PieceRefused, Stalled, NotStored, WeightsByTcp, PolicySaved, PartPulled, Doing
 ]
 
 to_carrier: Codec[ToCarrier] = Codec(ToCarrier)

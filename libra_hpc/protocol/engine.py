@@ -11,7 +11,7 @@ from typing import Union
 import msgspec
 
 from .codec import Codec
-from .engine_state import EngineState, EngineStats
+from .engine_state import Doing, EngineState, EngineStats
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
@@ -114,7 +114,7 @@ class EngineFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Union[Generate, Abort, UpdateWeights, Sleep, Wake, StopEngine]
-FromEngine = Union[EngineState, Generated, EngineStats, WeightsApplied, EngineFailed]
+FromEngine = Union[EngineState, Generated, EngineStats, WeightsApplied, EngineFailed, Doing]
 
 to_engine: Codec[ToEngine] = Codec(ToEngine)
 from_engine: Codec[FromEngine] = Codec(FromEngine)

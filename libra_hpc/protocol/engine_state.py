@@ -1,5 +1,6 @@
 """What is known of an engine, from its process to its agent, the leaders, the coordinator and the pool.
 
+A child of an agent reports once a second what it does, and for how long (`Doing`), whatever it is.
 An *engine* is a vLLM engine (kind ``rollout``), or all Megatron processes of a node together (kind ``train``).
 """
 
@@ -14,6 +15,29 @@ LenderKind = Literal["idle", "spot", "lender"]
 """Kind of a borrowed engine: a node that somebody brought (``join``), a job of ``borrow.spot``, a server (``lend``)."""
 StateName = Literal["starting", "loading", "ready", "standby", "ending", "lost"]
 """``loading``: waits for weights; ``standby``: without device memory; ``ending``: was killed, a process lives."""
+
+
+START, IDLE = "start", "idle"
+STEP, PORTION, JOIN, OFFER, STANDBY = "train step", "train portion", "join", "offer", "standby"
+SNAPSHOT, CHECKPOINT, LOAD, WRITE = "snapshot", "checkpoint", "load", "write of a checkpoint"
+STORAGE = (SNAPSHOT, CHECKPOINT, LOAD)
+"""Phases that read a saved state, or copy one to host memory once the write before has ended; orders wait."""
+FIRST_STEPS, SERVING = "first steps", "serving"
+ENGINE_STEP, WEIGHTS, WAKE, PAUSED = "engine step", "weight update", "waking", "pause beside users"
+WRITE_IMAGE = "write of the image"
+
+
+class Doing(msgspec.Struct, tag=True, frozen=True):
+    """A child's report.  Times are its own, less those in which the process was stopped."""
+
+    now: dict[str, float] = {}
+    """Seconds since each phase that it is in began."""
+    ended: dict[str, float] = {}
+    """Longest seconds of each phase that ended since the report before."""
+    waits: bool = False
+    """Whether it waits for peers."""
+    silence_s: float = 0.0
+    """So long its own code may keep it from the next report."""
 
 
 class EngineStats(msgspec.Struct, tag=True, frozen=True):

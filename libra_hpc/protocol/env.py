@@ -7,6 +7,7 @@ from typing import Union
 import msgspec
 
 from .codec import Codec
+from .engine_state import Doing
 
 EVALUATIONS, PROMPTS = 1 << 60, 1 << 32
 """First number of a prompt of an evaluation; numbers of each evaluation."""
@@ -132,20 +133,14 @@ class HostReady(msgspec.Struct, tag=True, frozen=True):
     step_limit_s: float = 0.0
     """Most seconds until an answer to `StepEpisode`; 0: unknown.
 
-    Infinite: the host itself ends overdue steps, and `HostHeartbeat` shows that it works while tool calls wait.
+    Infinite: the host itself ends overdue steps, and `Doing` shows that it works while tool calls wait.
     """
-    busy_s: float = 0.0
-    """Longest declared time of a step or tool: so long the task's code may delay `HostHeartbeat`."""
     chats: tuple[ChatChoice, ...] = ()
     """Chat formats of its chat tasks."""
 
 
-class HostHeartbeat(msgspec.Struct, tag=True, frozen=True):
-    """Sent once a second by the host's event loop; missing while the task's code blocks it."""
-
-
 ToHost = Union[OpenEpisode, StepEpisode, TruncateEpisode, CloseEpisode]
-FromHost = Union[HostReady, HostHeartbeat, EpisodeOpened, EpisodeStepped, EpisodeFailed]
+FromHost = Union[HostReady, Doing, EpisodeOpened, EpisodeStepped, EpisodeFailed]
 
 to_host: Codec[ToHost] = Codec(ToHost)
 from_host: Codec[FromHost] = Codec(FromHost)

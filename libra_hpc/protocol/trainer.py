@@ -13,7 +13,7 @@ from typing import Union
 import msgspec
 
 from .codec import Codec
-from .engine_state import EngineState
+from .engine_state import Doing, EngineState
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -278,15 +278,6 @@ class SnapshotFailed(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-class WorkerHeartbeat(msgspec.Struct, tag=True, frozen=True):
-    """The process's present phase, sent once a second by a thread of its own."""
-
-    phase: str
-    """``idle``, ``compute``, ``waiting for peers``, ``snapshot``, ``checkpoint`` or ``load``"""
-    seconds: float
-    """Since the start of the phase."""
-
-
 class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
     """A request failed; ``fatal``: the process is about to exit."""
 
@@ -313,7 +304,7 @@ FromWorker = Union[
     SaveFailed,
     SnapshotTaken,
     SnapshotFailed,
-    WorkerHeartbeat,
+    Doing,
     WorkerFailed,
 ]
 

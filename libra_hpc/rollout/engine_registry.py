@@ -16,12 +16,11 @@ from libra_hpc.policies.scheduling.measured_steps import MeasuredSteps
 from libra_hpc.policies.scheduling.protocol import TurnView
 from libra_hpc.policies.scheduling.slow_engines import SlowEngines
 from libra_hpc.policies.scheduling.turn_migration import Running
-from libra_hpc.process.deadlines import DeadlineLimits
+from libra_hpc.process.progress import TURN, DeadlineLimits, ProgressWatch
 from libra_hpc.protocol.engine_state import EngineState, EngineStats, LenderKind
 from libra_hpc.protocol.joining import is_guest
 
 from .engines.lender_totals import LenderTotals
-from .engines.turn_watch import TurnWatch
 from .trajectory import Trajectory
 
 SPEED_WINDOW_S = 10.0
@@ -57,7 +56,8 @@ class EngineEntry:
 class EngineRegistry:
     def __init__(self, board: Board, deadlines: DeadlineLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._board, self._clock = board, clock
-        self.turns = TurnWatch(deadlines)
+        self.turns = ProgressWatch(deadlines)
+        """Turns in flight, by (engine, request)."""
         self.engines: dict[str, EngineEntry] = {}
         self.generated = self.prefilled = 0
         """Tokens since the start, of all own engines including lost ones."""
@@ -111,7 +111,7 @@ class EngineRegistry:
         self.engines[name].inflight[rid] = OutstandingTurn(
             trajectory, trajectory.context_tokens, self._board.engines[name].steps
         )
-        self.turns.sent((name, rid), self._clock())
+        self.turns.begin((name, rid), TURN, self._clock())
 
     def take(self, name: str, rid: str, counts: bool = True) -> Trajectory | None:
         """Remove an answered turn; None when it is not in flight. ``counts``: the deadlines learn from its duration."""
@@ -121,7 +121,7 @@ class EngineRegistry:
             return None
         self._board.answered(name, sent.tokens)
         if counts:
-            self.turns.answered((name, rid), self._clock())
+            self.turns.end((name, rid), self._clock())
             if engine is not None and engine.lender is not None:
                 engine.lender.turns += 1
         self.turns.drop((name, rid))

@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.env import (
     CloseEpisode,
     EpisodeFailed,
     EpisodeOpened,
     EpisodeStepped,
-    HostHeartbeat,
     HostReady,
     OpenEpisode,
     StepEpisode,
@@ -139,7 +139,7 @@ class Environments:
                 if self.episodes[episode].host == host
             }
             return
-        if isinstance(message, HostHeartbeat):
+        if isinstance(message, Doing):
             return
         trajectory = self.episodes.get(message.episode)
         if trajectory is None:

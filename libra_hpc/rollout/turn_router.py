@@ -19,6 +19,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.protocol import Policy, TurnView
+from libra_hpc.process.progress import TURN
 from libra_hpc.protocol.agents import Turns, TurnsDrained
 from libra_hpc.protocol.engine import Abort, Generate, Generated
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
@@ -143,7 +144,7 @@ class TurnRouter:
 
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
         for name, generated in items:
-            overdue = self.engines.turns.overdue((name, generated.rid))
+            overdue = self.engines.turns.over((name, generated.rid))
             nothing = generated.finish == "abort" and not generated.tokens
             trajectory = self.engines.take(name, generated.rid, counts=not nothing)
             if trajectory is None:
@@ -195,14 +196,16 @@ class TurnRouter:
         self._around.log("resubmitted", trajectory=trajectory.episode, reason=reason)
 
     def watch(self) -> None:
-        """Log slow turns and send overdue ones elsewhere; about once a second."""
-        for action, engine, rid, sentence in self.engines.turns.evaluate(self._clock()):
-            if action == "slow":
-                self._around.log("slow", part=f"engine {engine}", reason=f"The {sentence}.")
-            elif action == "abort":
+        """Log slow turns, abort overdue ones, and send those elsewhere that are not aborted; about once a second."""
+        now = self._clock()
+        for late in self.engines.turns.late(now):
+            self._around.log("slow", part=f"engine {late.key[0]}", reason=f"The {late.what}.")
+        for stall in self.engines.turns.stalled(now):
+            engine, rid = stall.key
+            if stall.phase == TURN:
                 self._abort(engine, rid)
             elif trajectory := self.engines.take(engine, rid, counts=False):
-                self._overdue(trajectory, f"At engine {engine} the {sentence}, and is not aborted either.")
+                self._overdue(trajectory, f"At engine {engine} the {stall.what}.")
                 self._maybe_drained(self.engines.engines[engine].rank)
 
     # --- engines

@@ -22,6 +22,7 @@ from libra_hpc.models.capacity import host_memory
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.process.progress import Pulse
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.engine import (
     Abort,
@@ -48,7 +49,7 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) ->
 
     Raises `EOFError` when the agent is gone, `UserError` for unknown hardware or an unknown model.
     """
-    begin = time.monotonic()
+    begin, pulse = time.monotonic(), Pulse(socket.send)
     shape = model_shape(pace.model).with_kv(config.kv_dtype)
     devices, calibration = pace.devices or None, pace.calibration or None
     machine = device(pace.device, devices).asynchronous() if config.async_steps else pace.device
@@ -63,6 +64,7 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) ->
     )
     wait(socket.fileno(), pace.start_s / pace.speedup - (time.monotonic() - begin))
     clock = Clock(pace.speedup)
+    pulse.end()
     socket.send(engine.ready(time.monotonic() - begin))
     sent_at = time.monotonic()
     while True:

@@ -22,8 +22,9 @@ from pathlib import Path
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.process.dump import dump_on_request
+from libra_hpc.process.progress import Pulse
 from libra_hpc.process.retry import patiently
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.engine_state import LOAD, EngineState
 from libra_hpc.protocol.trainer import (
     FromWorker,
     Join,
@@ -38,7 +39,7 @@ from libra_hpc.protocol.trainer import (
 )
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.store import resolve
-from libra_hpc.trainer.link import LOAD, WAITING, Arrived, BatchRejected, Pulse, WorkerLoop, WorkerSocket
+from libra_hpc.trainer.link import Arrived, BatchRejected, WorkerLoop, WorkerSocket
 from libra_hpc.trainer.settings import WorkerConfig, read_config
 from libra_hpc.trainer.shards import loss_tokens_of, spread, tokens_of
 from libra_hpc.weights.pieces import WHOLE, Offer
@@ -57,7 +58,7 @@ class Trainer(WorkerLoop):
     """One process of a replica.  Raises `UserError` for unknown hardware or an unknown model."""
 
     def __init__(self, config: WorkerConfig, pace: Pace, socket: WorkerSocket, begin: float) -> None:
-        super().__init__(socket, Pulse(socket))
+        super().__init__(socket, Pulse(socket.send))
         self._config, self._speedup, self._wake_s = config, pace.speedup, pace.wake_s
         self._asleep = False
         shape = model_shape(pace.model)
@@ -84,6 +85,7 @@ class Trainer(WorkerLoop):
         self._offered = WHOLE
         """The version that was offered last; as a real trainer, it knows what changed since, and no more."""
         self._take(pace.start_s, begin)
+        self.pulse.end()
         socket.send(EngineState(-1, "train", "ready", version=self.step))
 
     @property
@@ -98,7 +100,7 @@ class Trainer(WorkerLoop):
         self._generation, config, begin, self._ahead = -1, self._config, time.monotonic(), []
         first = config.core_dp + (message.rank - 1) * config.elastic_dp if config.elastic else 0
         ranks = config.core_dp + (message.size - 1) * config.elastic_dp
-        with self.pulse.phase(WAITING):
+        with self.pulse.waiting():
             core = state.meet(
                 f"{message.rendezvous}.{config.rank % self._time.devices}",
                 position=first + self._place,
@@ -212,7 +214,7 @@ class Trainer(WorkerLoop):
         except OSError as error:
             answer = SaveFailed(str(folder), copied.step, str(error))
         with contextlib.suppress(OSError):
-            self.socket.send(answer)
+            self.written(answer)
 
 
 def main(arguments: list[str] | None = None) -> int:

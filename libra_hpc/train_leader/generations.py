@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.protocol.agents import Fatal, Log, MeshMessage, ToReplica
-from libra_hpc.protocol.trainer import Join, Joined, WorkerHeartbeat
-from libra_hpc.trainer.link import STORAGE
+from libra_hpc.protocol.trainer import Join, Joined
 
 NEW_GENERATION_S = 120.0
 """Seconds after which failing steps or joins without a death end the run."""
@@ -86,9 +85,8 @@ class Generations:
         self._busy_at.pop(rank, None)
         self._wake.set()
 
-    def _on_alive(self, rank: int, message: WorkerHeartbeat) -> None:
-        if message.phase in STORAGE:
-            self._busy_at[rank] = self._clock()
+    def _on_busy(self, rank: int) -> None:
+        self._busy_at[rank] = self._clock()
 
     def _member_busy(self) -> bool:
         since = self._clock() - BUSY_S

@@ -34,6 +34,7 @@ from libra_hpc.protocol.agents import (
     TrainReport,
     WeightsOffered,
 )
+from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.trainer import (
     FromWorker,
@@ -50,7 +51,6 @@ from libra_hpc.protocol.trainer import (
     StepFailed,
     TakeSnapshot,
     WorkerFailed,
-    WorkerHeartbeat,
 )
 from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.snapshots import SnapshotIndex, Snapshots
@@ -158,8 +158,8 @@ class TrainLeader(StepRequests):
     def on_reply(self, rank: int, message: FromWorker) -> None:
         """An answer of a node; answers to an older generation or attempt are ignored."""
         match message:
-            case WorkerHeartbeat():
-                self._on_alive(rank, message)
+            case Doing():
+                self._on_busy(rank)
             case Joined(generation=generation, attempt=attempt):
                 if (generation, attempt) == (self.generation, self._joins):
                     self._replies[rank] = message

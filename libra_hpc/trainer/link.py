@@ -1,6 +1,6 @@
 """A worker process's end of the socket to its agent, and the loop that obeys what comes there.
 
-- `Pulse` reports the process's phase once a second.
+- `Pulse` reports the process's phase once a second: each order is one, and within it what touches a saved state.
 - While the process waits for peers, `interrupted` reads orders that end the wait; they are handled in order later.
 - An order fails (`PeerLost`, `BatchRejected`, `OSError`, another step) -> its answer has the reason; the loop goes on.
 
@@ -9,16 +9,16 @@ Needs no torch: the simulated trainer uses it too.
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from libra_hpc.process.progress import Pulse
 from libra_hpc.protocol.codec import EngineSocket
+from libra_hpc.protocol.engine_state import CHECKPOINT, JOIN, OFFER, PORTION, SNAPSHOT, STANDBY, STEP, WRITE
 from libra_hpc.protocol.trainer import (
     Freed,
     FromWorker,
@@ -40,7 +40,6 @@ from libra_hpc.protocol.trainer import (
     TrainPortion,
     TrainStep,
     WorkerFailed,
-    WorkerHeartbeat,
     from_worker,
     to_worker,
 )
@@ -65,38 +64,15 @@ class WorkerSocket(EngineSocket[FromWorker]):
         return any(isinstance(message, Join | Standby | StopWorker) for message in self._ahead)
 
 
-ALIVE_S = 1.0
-"""Seconds between two reports."""
-IDLE, COMPUTE, WAITING = "idle", "compute", "waiting for peers"
-SNAPSHOT, CHECKPOINT, LOAD = "snapshot", "checkpoint", "load"
-STORAGE = (SNAPSHOT, CHECKPOINT, LOAD)
-"""Phases that read a saved state, or copy one to host memory once the write before has ended; orders wait."""
+PHASES: dict[type, str] = {Join: JOIN, TrainPortion: PORTION, OfferWeights: OFFER, Standby: STANDBY}
 
 
-class Pulse:
-    """Reports the process's phase from a thread of its own."""
-
-    def __init__(self, socket: WorkerSocket) -> None:
-        self._socket = socket
-        self._now = (IDLE, time.monotonic())
-        threading.Thread(target=self._run, name="pulse", daemon=True).start()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        before, self._now = self._now, (name, time.monotonic())
-        try:
-            yield
-        finally:
-            self._now = (before[0], time.monotonic())
-
-    def _run(self) -> None:
-        while True:
-            name, since = self._now
-            try:
-                self._socket.send(WorkerHeartbeat(name, time.monotonic() - since))
-            except OSError:
-                return  # the agent is gone; the main thread notices too
-            time.sleep(ALIVE_S)
+def _phase(message: Any) -> str:
+    """The phase of an order; a step that is done again computes the parts that came ahead of it before."""
+    if isinstance(message, TrainStep):
+        parts = message.divisors.count(None)
+        return f"{STEP} with {parts} earlier parts" if parts else STEP
+    return PHASES.get(type(message), "order")
 
 
 class Arrived(NamedTuple):
@@ -157,7 +133,7 @@ class WorkerLoop(ABC):
     def run(self) -> None:
         """Obey orders until `StopWorker`; raises `EOFError` when the agent is gone."""
         while not isinstance(message := self.socket.receive(), StopWorker):
-            with self.pulse.phase(COMPUTE):
+            with self.pulse.phase(_phase(message)):
                 answer = self._obey(message, time.monotonic())
                 self.socket.send_many([answer] if answer is not None else [])
 
@@ -225,8 +201,14 @@ class WorkerLoop(ABC):
         self.socket.send(SaveStarted(message.step, time.monotonic() - begin))
         if write is None:
             return SaveFailed(message.folder, message.step, failure)
+        self.pulse.begin(WRITE)
         write()
         return None
+
+    def written(self, answer: FromWorker) -> None:
+        """Send the answer of the thread that writes."""
+        self.pulse.end(WRITE)
+        self.socket.send(answer)
 
     def _check_step(self, wanted: int, what: str) -> None:
         if wanted != self.step:

@@ -25,7 +25,8 @@ from safetensors import SafetensorError
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.process.progress import Pulse
+from libra_hpc.protocol.engine_state import LOAD, EngineState
 from libra_hpc.protocol.trainer import Join, PortionDone, StepDone, TrainPortion, TrainStep, WorkerFailed
 from libra_hpc.trainer.saved.state_writer import StateWriter
 from libra_hpc.weights.image import reading
@@ -35,7 +36,7 @@ from libra_hpc.weights.weightfile import WeightFileError
 from .device import choose_device, file_store
 from .elastic import ElasticReplicas
 from .grpo_trainer import GrpoTrainer
-from .link import COMPUTE, LOAD, WAITING, Arrived, Pulse, WorkerLoop, WorkerSocket
+from .link import Arrived, WorkerLoop, WorkerSocket
 from .saved import checkpoint, snapshot
 from .saved.reference_policy import ReferencePolicy
 from .saved.weight_offers import WeightOffers
@@ -86,7 +87,7 @@ class Worker(WorkerLoop):
             self._engine,
             config.step_timeout_s,
             config.join_timeout_s,
-            lambda: pulse.phase(WAITING),
+            pulse.waiting,
             socket.interrupted,
             core_dp=config.core_dp,
             elastic_dp=config.elastic_dp,
@@ -100,7 +101,8 @@ class Worker(WorkerLoop):
             self._reference(config.algorithm.reference, pulse),
         )
         self._offers = WeightOffers(self._engine, config.rank)
-        self._writer = StateWriter(self._engine, model_dir, socket.send)
+        self._writer = StateWriter(self._engine, model_dir, self.written)
+        pulse.end()
         socket.send(EngineState(-1, "train", "ready", version=self._engine.state.step))
 
     def _reference(self, folder: str, pulse: Pulse) -> ReferencePolicy | None:
@@ -164,11 +166,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     dump_on_request()
     socket = WorkerSocket(options.socket)
-    pulse = Pulse(socket)
+    pulse = Pulse(socket.send)
     try:
-        with pulse.phase(COMPUTE):
-            worker = Worker(read_config(options.config), socket, pulse)
-        worker.run()
+        Worker(read_config(options.config), socket, pulse).run()
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:

@@ -38,6 +38,7 @@ from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
+from libra_hpc.process.progress import Pulse
 from libra_hpc.protocol.carriers import (
     CarrierConfig,
     CarrierReady,
@@ -53,6 +54,7 @@ from libra_hpc.protocol.carriers import (
     to_carrier,
 )
 from libra_hpc.protocol.codec import EngineSocket
+from libra_hpc.protocol.engine_state import WRITE_IMAGE
 
 from .image import IMAGE_FILE, Image, pin, reading, write_pinned
 from .offers import OfferStore, StoredOffer
@@ -142,7 +144,7 @@ class NodeImage:
 
 class Carrier:
     def __init__(self, config: CarrierConfig, agent: EngineSocket[Any]) -> None:
-        self._agent = agent
+        self._agent, self._pulse = agent, Pulse(agent.send)
         self._image = NodeImage(config)
         self._store = OfferStore(cap_bytes=self._image.size)
         self._adopt(Path(config.folder))
@@ -176,6 +178,7 @@ class Carrier:
             threading.Thread(target=_or_end, args=(work,), daemon=True).start()
         self._puller.have = self._image.version
         self._store.whole(self._puller.have)
+        self._pulse.end()
         self._agent.send(CarrierReady(self._port, self._outside_fault, self._by_tcp))
         if self._image.whole:
             self._agent.send(ImageHere(self._puller.have, 0.0))
@@ -217,7 +220,8 @@ class Carrier:
             message, offers = pending[0]
             began = time.monotonic()
             try:
-                self._image.write(message.version, offers)
+                with self._pulse.phase(WRITE_IMAGE):
+                    self._image.write(message.version, offers)
             except WeightFileError as error:
                 self._agent.send(NotStored(message.version, str(error)))
                 self._pin(str(error))

@@ -21,7 +21,8 @@ from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.process import reaper
 from libra_hpc.process.child import Child
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.env import EpisodeOpened, HostHeartbeat, HostReady, OpenEpisode, StepEpisode
+from libra_hpc.protocol.engine_state import Doing
+from libra_hpc.protocol.env import EpisodeOpened, HostReady, OpenEpisode, StepEpisode
 from libra_hpc.protocol.layout import ResumePoint
 from tests.example_files import write_keychain_tokenizer
 
@@ -126,8 +127,8 @@ async def test_the_other_host_keeps_its_episodes_and_closes_each_once(
         await service.until(lambda: service.count(EpisodeOpened, 0) + service.count(EpisodeOpened, 1) == 4)
         service.child(0).kill()
         await service.until(lambda: service.downs == [0])
-        beats = service.count(HostHeartbeat, 1)
-        await service.until(lambda: service.count(HostHeartbeat, 1) > beats)
+        beats = service.count(Doing, 1)
+        await service.until(lambda: service.count(Doing, 1) > beats)
         assert not [line for line in service.lines() if line[1] not in ("process", "folder")]
         await service.hosts.stop()
         ends = [tuple(line) for line in service.lines() if line[1] not in ("process", "folder")]

@@ -144,8 +144,8 @@ async def test_a_stopped_engine_is_reported_ended_and_the_next_one_serves(tmp_pa
         await made.until(lambda: made.states("lost"), "the stopped engine ends")
         (slow,), (hung,) = made.events("slow"), made.events("hung")
         assert (slow["part"], hung["part"], hung["rank"]) == ("r2.0", "r2.0", NODE)
-        assert "silence of the engine" in hung["reason"]
-        assert "silence of the engine" in made.states("lost")[0].reason
+        for reason in (hung["reason"], made.states("lost")[0].reason):
+            assert "r2.0: has reported nothing for 4 s (limit 4 s)" in reason
         assert [(gone.engine, gone.state) for gone in made.gone()] == [("r2.0", "ending"), ("r2.0", "lost")]
         await made.up(2)
         assert made.pid() != stopped
@@ -288,23 +288,9 @@ async def test_an_engine_that_never_takes_new_weights_is_ended(tmp_path: Path) -
             if version == 1:
                 await made.until(lambda: made.node.version == 1, "the first weights are applied")
         await made.until(lambda: made.states("lost"), "the engine ends")
-        assert "weight update of the engine" in made.events("hung")[0]["reason"]
+        assert "r2.0: has reported nothing for 4 s" in made.events("hung")[0]["reason"]
         await made.up(2)
         assert made.served()[1].version == 2
-
-
-async def test_a_standby_engine_that_does_not_wake_is_ended(tmp_path: Path) -> None:
-    async with scene(tmp_path) as made:
-        await made.up()
-        made.write(1)
-        for count in (2, 3):
-            made.node.standby()
-            await made.up(count)
-        made.node.standby()
-        os.kill(made.pid(), signal.SIGSTOP)
-        await made.node.start()
-        await made.until(lambda: made.states("lost"), "the engine ends")
-        assert "waking of the engine" in made.events("hung")[0]["reason"]
 
 
 async def test_an_engine_that_ends_more_often_than_the_run_file_allows_ends_the_run_with_count_window_and_log(

@@ -14,6 +14,7 @@ import pytest
 from libra_hpc.agent import supervised
 from libra_hpc.process.child import Child
 from libra_hpc.protocol.agents import Fatal, Log, SnapshotOffered, SnapshotStored, WeightsOffered, WeightsWanted
+from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trainer import (
     Join,
@@ -26,7 +27,6 @@ from libra_hpc.protocol.trainer import (
     SaveStarted,
     Standby,
     TakeSnapshot,
-    WorkerHeartbeat,
 )
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.store import states
@@ -62,9 +62,8 @@ def test_a_stopped_process_is_ended_and_the_replica_counts_as_dead(here: Path) -
     scene.play(script)
     (hung,) = [log for log in scene.of(Log) if log.kind == "hung"]
     assert (hung.fields["rank"], hung.fields["part"]) == (1, "t1")
-    assert hung.fields["reason"].startswith(
-        "process 0 has given no sign of life for 4 s (limit 4 s), last in phase: waiting for peers"
-    )
+    reason = hung.fields["reason"]
+    assert reason.startswith("t1.0: has reported nothing for 4 s (limit 4 s); its last report: join")
     assert {log.fields["part"] for log in scene.of(Log) if log.kind == "slow"} == {"t1"}
 
 
@@ -155,13 +154,11 @@ def test_the_train_leader_hears_that_a_replica_writes_its_state_and_nothing_of_o
     async def script() -> None:
         await scene.ready()
         for process in range(2):
-            for phase in ("compute", "snapshot", "checkpoint", "waiting for peers"):
-                scene.node.received(scene.node._trainer, process, WorkerHeartbeat(phase, 1.0))
+            for phase in ("train step", "snapshot", "checkpoint", "write of a checkpoint"):
+                scene.node.received(scene.node._trainer, process, Doing({phase: 1.0}))
 
     scene.play(script)
-    assert [alive.phase for alive in scene.answers(WorkerHeartbeat)] == ["snapshot", "checkpoint"], (
-        "once for the replica"
-    )
+    assert [list(alive.now) for alive in scene.answers(Doing)] == [["snapshot"], ["checkpoint"]], "once for the replica"
 
 
 def test_the_replica_answers_once_also_when_only_the_process_that_writes_fails(here: Path) -> None:

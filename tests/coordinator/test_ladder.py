@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.coordinator.ladder import Ladder, Movement, Rung
-from libra_hpc.process.deadlines import DeadlineSettings
+from libra_hpc.process.progress import DeadlineSettings
 from libra_hpc.protocol.agents import Heartbeat, MemberJoined, RolloutReport
 from libra_hpc.protocol.engine_state import EngineState
 from tests.policies.pool.layout_orders import RankLost

@@ -13,6 +13,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.host.settings import HostConfig, host_command, host_config, write_private
 from libra_hpc.protocol import env
 from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, FromHost, OpenEpisode, StepEpisode
 from tests.simulated.link import Link
 
@@ -53,8 +54,8 @@ class Leader(Link):
         self._folder.cleanup()
 
     def next(self) -> FromHost:
-        """The next message that is no `HostHeartbeat`."""
-        while isinstance(message := self.receive(), env.HostHeartbeat):
+        """The next message that is no `Doing`."""
+        while isinstance(message := self.receive(), Doing):
             pass
         return message
 

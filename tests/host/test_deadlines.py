@@ -11,15 +11,8 @@ import pytest
 from libra_hpc.host.host import OPENINGS
 from libra_hpc.host.settings import HostConfig
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
-from libra_hpc.protocol.env import (
-    CloseEpisode,
-    EpisodeFailed,
-    EpisodeOpened,
-    EpisodeStepped,
-    HostHeartbeat,
-    OpenEpisode,
-    StepEpisode,
-)
+from libra_hpc.protocol.engine_state import FIRST_STEPS, Doing
+from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode, StepEpisode
 from tests.host.leader import ROOM, Leader, host_settings
 
 PATIENT = f"{Path(__file__).with_name('user_tasks.py')}:Patient"
@@ -85,9 +78,8 @@ def test_a_process_that_a_step_forks_answers_nothing(keychain_folder: Path) -> N
 def test_a_host_shows_that_its_loop_runs_and_its_stacks_when_asked(keychain_folder: Path) -> None:
     with Leader(host(keychain_folder)) as leader:
         assert leader.ready.step_limit_s == math.inf, "it ends overdue steps itself, and a queue for tools is no hang"
-        assert leader.ready.busy_s == 60.0, "the task's longest tool"
-        assert isinstance(leader.receive(), HostHeartbeat)
-        assert isinstance(leader.receive(), HostHeartbeat)
+        for _ in range(2):
+            assert leader.receive() == Doing({FIRST_STEPS: 0.0}, silence_s=60.0), "the task's longest tool"
         leader.process.send_signal(signal.SIGUSR2)
         assert leader.process.stderr is not None
         assert "Current thread" in leader.process.stderr.readline()
@@ -100,7 +92,7 @@ def test_a_host_that_opens_many_episodes_slowly_reports_progress(keychain_folder
         kinds: list[type] = []
         while kinds.count(EpisodeOpened) < 4:
             kinds.append(type(leader.receive()))
-    assert HostHeartbeat in kinds[kinds.index(EpisodeOpened) :]
+    assert Doing in kinds[kinds.index(EpisodeOpened) :]
 
 
 def test_of_many_episodes_a_few_start_at_once_and_the_wait_of_the_others_does_not_count(keychain_folder: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from libra_hpc.host import answers
 from libra_hpc.host import step as steps
+from libra_hpc.process import progress
 from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode
 from libra_hpc.tasks.base import Episode, PolicyTurn, ToolResult, Tools, Turn
 from tests.host.leader import Leader, host_settings
@@ -50,9 +51,9 @@ def outcome(limit_s: float, stall_s: float) -> Turn | BaseException:
 
 
 def test_the_time_of_a_blocked_loop_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "STALL_S", 0.1)
+    monkeypatch.setattr(progress, "STALL_S", 0.1)
     assert outcome(0.2, 0.5) == Turn([7])
-    monkeypatch.setattr(steps, "STALL_S", 10.0)
+    monkeypatch.setattr(progress, "STALL_S", 10.0)
     assert isinstance(outcome(0.2, 0.5), steps.StepTimeout)
 
 

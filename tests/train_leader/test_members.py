@@ -9,8 +9,9 @@ import pytest
 from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.agents import CarrierStarted, Committed, Fatal, Log, StepReport, ToReplica
 from libra_hpc.protocol.carriers import Peer
+from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.layout import Layout
-from libra_hpc.protocol.trainer import Join, StepFailed, WorkerFailed, WorkerHeartbeat
+from libra_hpc.protocol.trainer import Join, StepFailed, WorkerFailed
 from libra_hpc.train_leader import generations
 from libra_hpc.train_leader.requested_offers import Published
 from tests.train_leader.world import World, batch, until
@@ -196,7 +197,7 @@ async def test_time_in_which_a_member_writes_its_state_is_no_failure() -> None:
     world.replicas[2].silent = True
     for _ in range(8):
         world.now += generations.NEW_GENERATION_S / 2
-        world.leader.on_reply(2, wire.WorkerHeartbeat("snapshot", 30.0))
+        world.leader.on_reply(2, Doing({"snapshot": 30.0}))
         tried = len(world.joins())
         await until(lambda tried=tried: len(world.joins()) > tried + 2)
     assert not world.of(Fatal)
@@ -222,7 +223,7 @@ async def test_a_step_waits_for_members_on_their_way_and_not_longer_than_the_lim
     await asyncio.sleep(0.02)
     assert len(world.of(Committed)) == 1
     world.now += 61.0
-    world.leader.on_reply(1, WorkerHeartbeat("idle", 0.0))
+    world.leader.on_reply(1, Doing())
     await until(lambda: len(world.of(Committed)) == 2)
     (late,) = [log.fields for log in world.of(Log) if log.kind == "members_late"]
     assert (late["step"], late["ranks"]) == (2, [2])

@@ -30,7 +30,7 @@ def steps_without_the_lost_peer(
     second.processes[0].send_signal(signal.SIGSTOP)
     for rank, each in enumerate((first, second)):
         each.send(train_step(2, 1, replica=rank, replicas=2))
-    while first.alive(0).phase != "waiting for peers":
+    while not first.alive(0).waits:
         pass
     second.processes[0].send_signal(fate)
     # What the coordinator orders when it misses the peer.

@@ -18,8 +18,8 @@ from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes, stage_entries
 from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.codec import FrameBuffer
-from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.trainer import Join, Joined, Saved, StepDone, WorkerHeartbeat, to_worker
+from libra_hpc.protocol.engine_state import Doing, EngineState
+from libra_hpc.protocol.trainer import Join, Joined, Saved, StepDone, to_worker
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.elastic import ElasticReplicas
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
@@ -248,27 +248,27 @@ class Replica:
         self._sockets[rank].sendall(to_worker.frame(message))
 
     def receive_from(self, rank: int) -> Any:
-        """The next answer of one process; `WorkerHeartbeat` is skipped."""
+        """The next answer of one process; `Doing` is skipped."""
         pending = self._buffers[rank][1]
         while not pending:
             self._read(rank)
         return pending.pop(0)
 
-    def alive(self, rank: int) -> WorkerHeartbeat:
-        """The next `WorkerHeartbeat` of one process."""
-        found: list[WorkerHeartbeat] = []
+    def alive(self, rank: int) -> Doing:
+        """The next `Doing` of one process."""
+        found: list[Doing] = []
         while not found:
             found = self._read(rank)
         return found[-1]
 
-    def _read(self, rank: int) -> list[WorkerHeartbeat]:
+    def _read(self, rank: int) -> list[Doing]:
         buffer, pending = self._buffers[rank]
         chunk = self._sockets[rank].recv(1 << 20)
         if not chunk:
             raise EOFError((self.folder / f"{rank}.log").read_text()[-3000:])
         messages = [wire.from_worker.decode(body) for body in buffer.feed(chunk)]
-        pending.extend(message for message in messages if not isinstance(message, WorkerHeartbeat))
-        return [message for message in messages if isinstance(message, WorkerHeartbeat)]
+        pending.extend(message for message in messages if not isinstance(message, Doing))
+        return [message for message in messages if isinstance(message, Doing)]
 
     def ask(self, message: Any, kind: type[Any]) -> Any:
         self.send(message)

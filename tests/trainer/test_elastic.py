@@ -67,11 +67,11 @@ def test_a_newer_order_ends_the_wait_for_a_member_that_is_missing(tmp_path: Path
     assert [answer.step for answer in step_all([first, second], 1, 2)] == [1, 1]
     # So does a stop, and the end of the agent.  What the process does meanwhile can be seen from outside.
     first.send(Join(3, 0, 2, str(tmp_path / "g3")))
-    while first.alive(0).phase != "waiting for peers":
+    while not first.alive(0).waits:
         pass
     first.processes[0].send_signal(DUMP_SIGNAL)
     while "in assemble" not in (log := (first.folder / "0.log").read_text()):
-        assert first.alive(0).phase == "waiting for peers", log
+        assert first.alive(0).waits, log
     second.send(Join(4, 1, 2, str(tmp_path / "g4")))
     assert first.close() + second.abandon() == [0, 0]
 

@@ -12,6 +12,7 @@ from libra_hpc.facts.journal import Journal
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.scheduling.registry import make_policy
+from libra_hpc.process.progress import ticks
 from libra_hpc.process.retry import patiently
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
@@ -37,8 +38,6 @@ LEARN_BATCH = 200
 """Earlier trajectories a policy learns from before the loop's other tasks run: some 10 ms."""
 SAVED_S = 30.0
 """For the newest checkpoint's data position to be readable, while records wait in memory."""
-STALL_S = 1.0
-"""This process woke so much later than planned: nobody could read messages, so that time counts for nobody."""
 
 
 def position(point: ResumePoint) -> TrainedPrompts:
@@ -70,12 +69,13 @@ class RolloutService:
         self.clock, self.send, self.log, self.routed = time.monotonic, context.send, context.log, self._decisions.add
         self.leader = RolloutLeader(config, context.rank, context.layout.train_leader, self._policy, surroundings=self)
         self._hosts = Hosts(context, self.leader)
-        self._watcher: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
         """Start the hosts, recover and learn from earlier attempts, then report every second until stopped."""
         await self._hosts.start()
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        loop = asyncio.get_running_loop()
+        self._watchers = [loop.create_task(work) for work in (self._watch(), self._hosts.watch())]
         point, recovered = self._context.resume_point, await self._recover()
         await self._supersede(recovered)
         await self._learn()
@@ -88,17 +88,10 @@ class RolloutService:
                 await self._flush()
 
     async def _watch(self) -> None:
-        before = time.monotonic()
-        while not self._stopping:
-            await asyncio.sleep(REPORT_S)
-            now = time.monotonic()
-            late_s, before = now - before - REPORT_S, now
-            if late_s > STALL_S:
-                # What has come meanwhile is read before the next check.
-                self._hosts.discount(late_s)
-                self.leader.discount(late_s)
-            else:
-                self._hosts.watch()
+        async for stall in ticks(REPORT_S):
+            self.leader.discount(stall)
+            # What has come meanwhile is read before the next check.
+            if not stall:
                 self.leader.watch()
 
     async def _supersede(self, recovered: Recovered) -> None:
@@ -177,8 +170,8 @@ class RolloutService:
 
     async def stop(self) -> None:
         self._stopping = True
-        if self._watcher is not None:
-            self._watcher.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
         # Before anything slow, for which whoever ends the job may not wait.  Unfinished trajectories are written as
         # they are now: they may go on meanwhile.
         self._unwritten += [SavedTrajectory.of(trajectory) for trajectory in self.leader.unfinished()]

@@ -25,18 +25,8 @@ from libra_hpc.models.architecture import check_parallel, read_shape
 from libra_hpc.process.child import Child
 from libra_hpc.process.visible_devices import engine_environment
 from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.trainer import (
-    Join,
-    Joined,
-    Sample,
-    StepDone,
-    ToWorker,
-    TrainStep,
-    WorkerHeartbeat,
-    from_worker,
-    to_worker,
-)
+from libra_hpc.protocol.engine_state import Doing, EngineState
+from libra_hpc.protocol.trainer import Join, Joined, Sample, StepDone, ToWorker, TrainStep, from_worker, to_worker
 from libra_hpc.trainer.settings import WorkerConfig, algorithm_settings, optimizer_settings, write_config
 
 PACKS = 4
@@ -138,7 +128,7 @@ class MeasurementReplica:
 
     def _received(self, child: Child, message: Any) -> None:
         self._connected.add(child)
-        if not isinstance(message, WorkerHeartbeat):
+        if not isinstance(message, Doing):
             self._answers[child].put_nowait(message)
 
     def _log(self, rank: int) -> Path:
