@@ -32,6 +32,11 @@ pytestmark = ENGINE_MARKS
 
 STEPS = 12
 SAME_KEYS = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+OF_KERNELS = {
+    "gpt_oss": {"intermediate_size": 64},
+    "qwen3_next": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}
+"""Sizes of a family that vLLM's kernels on CPUs need."""
 LOSS = """
 import torch
 
@@ -95,7 +100,8 @@ def of_family(kind: str, folder: Path, dense: Path) -> Path:
     """A barely warm-started policy of a family, with the tokenizer of ``dense``."""
     config = json.loads((dense / "config.json").read_text())
     same = {key: config[key] for key in SAME_KEYS}
-    make_model(kind, folder, **({"head_dim": 32} if "head_dim" in OF_FAMILY[kind] else {"hidden_size": 128}), **same)
+    same |= {"head_dim": 32} if "head_dim" in OF_FAMILY[kind] else {"hidden_size": 128}
+    make_model(kind, folder, **same, **OF_KERNELS.get(kind, {}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(dense / name, folder)
     code = f"""
@@ -135,3 +141,18 @@ def test_a_run_in_time_sharing_has_the_weights_of_one_process(
     assert weights.keys() == alone.keys()
     assert max(float((weights[name] - start[name]).abs().max()) for name in start) > 1e-4, "it learned"
     assert max(float((weights[name] - alone[name]).abs().max()) for name in alone) <= 1e-6
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("kind", "dtype", "gap"), [("gpt_oss", "float32", 1e-4), ("qwen3_next", "bfloat16", 0.05)])
+def test_a_run_of_a_family_with_layers_of_its_own_learns(
+    policy: Path, tmp_path: Path, kind: str, dtype: str, gap: float
+) -> None:
+    start = of_family(kind, tmp_path / "family", policy)
+    case = Case(tmp_path, start, "local", steps=3, hybrid=0)
+    run = case.submit("--wait", "-o", f"model.dtype={dtype}", "-o", "algorithm.eta=0")
+    assert case.ended() == "completed", case.logs()
+    trained_once(run, 3)
+    assert max(row["logprob_gap"] for row in read_lines(run.metrics)) < gap
+    weights, before = (load_file(folder / "model.safetensors") for folder in (run.policy, start))
+    assert max(float((weights[name].float() - before[name]).abs().max()) for name in before) > 1e-4
