@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -108,7 +109,9 @@ def refusing(words: str) -> Callable[..., str]:
 def another_user(folder: Path) -> Iterator[None]:
     """As somebody who may not enter ``folder``; root is nobody meanwhile."""
     root = os.getuid() == 0
-    codecs.lookup("utf-8-sig")  # nobody may be unable to read the interpreter's own modules
+    # Nobody may be unable to read the interpreter's own modules.
+    codecs.lookup("utf-8-sig")
+    importlib.import_module("libra_hpc.simulator.compare")
     folder.chmod(0)
     for parent in folder.parents if root else ():
         parent.chmod(parent.stat().st_mode | 0o011)
