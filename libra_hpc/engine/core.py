@@ -77,7 +77,8 @@ class RolloutEngine:
         assert isinstance(scheduler, Scheduler)
         self._scheduler = scheduler
         self._steps = VllmSteps(self._client, scheduler)
-        self._max_model_len, self._block_tokens = model.max_model_len, config.block_size
+        # Where layers have states besides keys and values, vLLM makes blocks as large as a state.
+        self._max_model_len, self._block_tokens = model.max_model_len, vllm_config.cache_config.block_size
         self._staged = StagedUpdate(self._client.collective_rpc)
         self._kv = KvRoom(
             scheduler.kv_cache_manager.block_pool,
@@ -112,7 +113,7 @@ class RolloutEngine:
                 StepLogHeader(
                     tp=config.tp,
                     kv_tokens=self.capacity.kv_tokens,
-                    block_size=config.block_size,
+                    block_size=self._block_tokens,
                     max_num_seqs=config.max_num_seqs,
                     max_num_batched_tokens=limits.max_num_batched_tokens,
                 ),

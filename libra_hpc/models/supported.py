@@ -295,6 +295,7 @@ FAMILIES: dict[str, Family] = {
         norm_offset=True,
         partial_rotary=True,
         delta_net="split",
+        window_switch=True,
         experts=True,
         shared_expert="shared_expert",
         shared_gate=True,
@@ -305,6 +306,7 @@ FAMILIES: dict[str, Family] = {
         norm_offset=True,
         partial_rotary=True,
         delta_net="split",
+        window_switch=True,
         defaults={**_DELTA_NET, "num_key_value_heads": 4},
     ),
     "qwen3_next": Family(
@@ -312,6 +314,7 @@ FAMILIES: dict[str, Family] = {
         norm_offset=True,
         partial_rotary=True,
         delta_net="fused",
+        window_switch=True,
         experts=True,
         shared_expert="shared_expert",
         shared_gate=True,
@@ -367,6 +370,8 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
         why = family.untrained if family else "this version cannot train this architecture"
         yield Refusal("model_type", kind, why, TRAINED)
         return
+    if family.delta_net and FULL not in (config.get("layer_types") or (FULL,)):
+        yield Refusal("layer_types", [DELTA], "no layer has keys and values", f"{FULL} among them")
     yield from _numbers(config)
     yield from _variants(with_defaults(config), family)
     yield from _rope(with_defaults(config), family)

@@ -207,7 +207,7 @@ RUN_FILE = [
     ("model.pth=model", "model.pth = 'model': unknown key in [model]; valid: dtype, path (did you mean 'path'?)."),
     (
         "task.nme=x",
-        "task.nme = 'x': unknown key in [task]; valid: agent, command, data, eval, failed_patience_s, hosts, max_failed",
+        "task.nme = 'x': unknown key in [task]; valid: agent, command, data, eval, failed_patience_s, hosts,",
     ),
     ("optimizer.lrr=1", "optimizer.lrr = 1: unknown key in [optimizer]; valid: beta1, beta2, decay, decay_steps, eps,"),
     ("train.tpp=1", "train.tpp = 1: unknown key in [train]; valid: cp, ep, etp, micro_tokens, pp, processes,"),

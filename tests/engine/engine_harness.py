@@ -37,7 +37,7 @@ from libra_hpc.protocol.engine import (
     from_engine,
     to_engine,
 )
-from libra_hpc.protocol.engine_state import EngineState, EngineStats
+from libra_hpc.protocol.engine_state import Doing, EngineState, EngineStats
 from libra_hpc.weights.image import Image
 from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, offer_path, payload_path, write_offer
 
@@ -236,7 +236,7 @@ class EngineUnderTest:
         self._connection.sendall(b"".join(to_engine.frame(message) for message in messages))
 
     def receive(self) -> FromEngine:
-        """The next message that is not `EngineStats` (those are appended to ``stats``)."""
+        """The next message but `Doing` and `EngineStats` (the latter are appended to ``stats``)."""
         assert self._connection is not None
         deadline = time.monotonic() + PATIENCE_S
         while not self._inbox:
@@ -254,7 +254,7 @@ class EngineUnderTest:
             message = from_engine.decode(body)
             if isinstance(message, EngineStats):
                 self.stats.append(message)
-            else:
+            elif not isinstance(message, Doing):
                 self._inbox.append((message, len(self.stats)))
 
     def expect(self, kind: type[Any]) -> Any:

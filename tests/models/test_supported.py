@@ -71,6 +71,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"model_type": "glm4_moe", "sliding_window": None, "n_group": 2},
         "n_group = 2: the trainer has no groups of experts; valid: 1.",
     ),
+    (
+        {"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 2},
+        "layer_types = ['linear_attention']: no layer",
+    ),
+    ({"model_type": "gpt_oss", "layer_types": ["full_attention"] * 2}, "layer_types = ['full_attention', 'full_"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = {'quant_method': 'fp8'}"),
     (
         {"model_type": "gpt_oss", "layer_types": None, "quantization_config": {"quant_method": "mxfp4"}},

@@ -30,11 +30,14 @@ def test_a_tied_head_may_be_there_or_not(tmp_path: Path) -> None:
         check_weights(str(folder))
 
 
-def test_layers_beyond_the_last_predict_several_tokens_and_are_left_out(tmp_path: Path) -> None:
-    keys = {"model_type": "glm4_moe", "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
+@pytest.mark.parametrize(
+    ("kind", "more"), [("glm4_moe", "model.layers.6.eh_proj.weight"), ("qwen3_next", "mtp.fc.weight")]
+)
+def test_layers_beyond_the_last_predict_several_tokens_and_are_left_out(tmp_path: Path, kind: str, more: str) -> None:
+    keys = {"model_type": kind, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
     folder = write_model(tmp_path / "model", {**MODEL, **keys})
     shapes = hf_shapes(read_shape(folder))
-    write_weights(folder / "model.safetensors", {**shapes, "model.layers.6.eh_proj.weight": (64, 128)})
+    write_weights(folder / "model.safetensors", {**shapes, more: (64, 128)})
     check_weights(str(folder))
     write_weights(folder / "model.safetensors", {**shapes, "model.layers.5.eh_proj.weight": (64, 128)})
     with pytest.raises(UserError, match=r"1 tensors are not the model's: model\.layers\.5\.eh_proj"):
