@@ -233,7 +233,16 @@ FAMILIES: dict[str, Family] = {
         sigmoid_router=True,
         defaults=_GLM_MOE,
     ),
-    "gpt_oss": Family(qkv_bias=True, experts=True, stacked_experts=True, sinks=True, full_every=2, defaults=_GPT_OSS),
+    # vLLM takes any rotary embedding for YaRN.
+    "gpt_oss": Family(
+        qkv_bias=True,
+        experts=True,
+        stacked_experts=True,
+        sinks=True,
+        rope_types=("yarn",),
+        full_every=2,
+        defaults=_GPT_OSS,
+    ),
     "granite": Family(multipliers=True),
     "llama": Family(),
     # vLLM's own factor of queries beyond the original positions is under another key: `most_positions`.
@@ -556,8 +565,8 @@ def _rope_kind(config: Mapping[str, Any], family: Family, layer: str) -> Iterato
                 section, settings, "not one set of rotary settings for all layers", "one table for all layers"
             )
             return
-        for key in ("rope_type", "type"):
-            kind = settings.get(key) or "default"
+        given = {key: settings[key] for key in ("rope_type", "type") if settings.get(key)}
+        for key, kind in (given or {"rope_type": "default"}).items():
             if kind not in family.rope_types:
                 yield Refusal(key, kind, "the trainer has no such rotary embedding", family.rope_types)
                 return

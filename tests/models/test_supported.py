@@ -75,6 +75,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 2},
         "layer_types = ['linear_attention']: no layer",
     ),
+    (
+        {"model_type": "gpt_oss", "layer_types": None, **rope("linear", factor=2.0)},
+        no_rotary("rope_type", "linear", "yarn."),
+    ),
     ({"model_type": "gpt_oss", "layer_types": ["full_attention"] * 2}, "layer_types = ['full_attention', 'full_"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = {'quant_method': 'fp8'}"),
     (
