@@ -19,7 +19,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -46,14 +45,12 @@ from libra_hpc.mesh.mpi_link import MpiLink, NoWorld
 from libra_hpc.mesh.rank_layout import RankLayout, check_world
 from libra_hpc.mesh.world import Endpoint, World, meet
 from libra_hpc.policies.pool.reconcile import Observed, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
-from libra_hpc.process.agent_folders import hold, kept_folder, make_folders, own, owned, remove
-from libra_hpc.process.child import Child
+from libra_hpc.process.agent_folders import hold, kept_folder, own, owned, remove
 from libra_hpc.process.code_stamp import other_code
 from libra_hpc.process.dump import STRAY, dump_on_request, stray_words
 from libra_hpc.process.lease import CHECK_S, Fence
 from libra_hpc.process.leave import leave
 from libra_hpc.process.log_limit import raise_file_limit
-from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.process.retry import cannot
 from libra_hpc.process.storage_watch import StorageWatch
 from libra_hpc.process.visible_devices import VARIABLE, own_devices
@@ -70,30 +67,25 @@ from libra_hpc.train_leader.train_leader_setup import make_train_leader, rendezv
 
 from .commands import choose_adapters
 from .coordinator_watch import CoordinatorWatch
+from .node import LIVE_S, NodeAgent
 from .node_carrier import NodeCarrier
 from .rollout_node import RolloutNode
 from .routes import Routes, add_engines, add_rollout_service, add_train_leader
 from .train_node import TrainNode
 
-HEARTBEAT_S = 1.0
-"""Between two heartbeats."""
 FOLDERS_S = 1.0
 """Between two checks that this agent's folders are there."""
-REAP_S = 1.0
-"""Between two searches for processes that were left behind."""
 DOOR_S = 10.0
 """Between two tries to write how to join."""
 SIGNAL_S = 2.0
 """Until a signal is reported that rank 0 did not get: whoever stops a run signals all ranks."""
 NEW = Row()
 """What an agent knows of a node before its first Layout."""
-GOODBYE_S = 5.0
-"""For the last messages of a leaving agent to reach the kernel."""
 
 log = logging.getLogger("libra_hpc.agent")
 
 
-class Agent:
+class Agent(NodeAgent):
     def __init__(
         self,
         world: World,
@@ -104,11 +96,9 @@ class Agent:
         from_step: int | None = None,
     ) -> None:
         """``from_step``: where the attempt is to start; None: at the newest whole state."""
-        self.mesh = Mesh(world, self._on_message)
+        super().__init__(Mesh(world, self._on_message), layout.components[world.rank], Routes())
         self.layout, self.run_dir, self.attempt, self._from_step = layout, run, attempt, from_step
-        self.rank = self.mesh.rank
         self.config = in_wall_time(config)
-        self.private, self.shared_memory = make_folders()
         self.kept = kept_folder(run.path, _place(config, self.rank))
         self._world, self._endpoints, self._secret = world, world.endpoints, world.secret
         self._restarts = False
@@ -120,8 +110,6 @@ class Agent:
         self.rollout_node: RolloutNode | None = None
         self.train_node: TrainNode | None = None
         self.carrier: NodeCarrier | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._stop = asyncio.Event()
         self._watch = CoordinatorWatch(run.gone(attempt))
         self._given = start_of()
         self._fence = Fence(run.leases, self._given.nonce, self._given.generation)
@@ -139,7 +127,6 @@ class Agent:
         """See `Heartbeat`."""
         self._link, self._link_world = world.link, 0
         """This node's MPI process, and which ones it has met."""
-        self._routes = Routes()
         self._routes.add(Layout, self._on_layout)
         self._routes.add(wire.LinkWanted, self._on_link_wanted)
         self._routes.add(wire.PmiLine, self._on_pmi)
@@ -187,12 +174,9 @@ class Agent:
         if self._link is not None:
             self._serve_link(self._link)
         self._spawn(self.mesh.run())
-        self._spawn(self._reap())
-        self._spawn(self._heartbeats())
         if self.rank != 0:
             self._spawn(self._outlive_coordinator())
-        await self._stop.wait()
-        await self._leave()
+        await self.live()
         return self.coordinator is None or self.coordinator.state in ("completed", "restarting")
 
     def _waits_for(self, sentence: str) -> None:
@@ -235,9 +219,9 @@ class Agent:
             self.rollout_node = RolloutNode(context, self.carrier)
             self.train_node = TrainNode(context, self.carrier)
             add_engines(self._routes, self.rollout_node, self.train_node, self.carrier)
-            self._spawn(self.rollout_node.watch())
-            self._spawn(self.train_node.watch())
-            self._spawn(self.carrier.watch())
+            self.engines += [self.rollout_node, self.train_node, self.carrier]
+            for part in self.engines:
+                self._spawn(part.watch())
             if self.rank == self.layout.train_leader:
                 self._rendezvous = rendezvous_folder(context)
                 self.train_leader = make_train_leader(context, self._rendezvous)
@@ -247,6 +231,7 @@ class Agent:
             if self.rank == self.layout.rollout_leader:
                 self.rollout_service = RolloutService(context)
                 add_rollout_service(self._routes, self.rollout_service)
+                self.leaders.append(self.rollout_service)
                 self._spawn(self.rollout_service.run())
             # Last: its first message goes to the train leader, which may be this node's.
             self._spawn(self.carrier.start())
@@ -290,21 +275,16 @@ class Agent:
 
     # --- the end
 
-    async def _leave(self) -> None:
+    async def leave(self) -> None:
         if self._link is not None:
             self._link.close()
-        parts = (self.rollout_service, self.rollout_node, self.train_node, self.carrier)
-        await asyncio.gather(*(part.stop() for part in parts if part is not None))
         if self._door is not None and not self._fence.taken:
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(close_door, self.run_dir, self._door)
-        await self.mesh.drain(GOODBYE_S)
-        for task in self._tasks:
-            task.cancel()
+
+    async def over(self) -> None:
         if self._rendezvous is not None:
             shutil.rmtree(self._rendezvous, ignore_errors=True)
-        remove(self.private)
-        remove(self.shared_memory)
         restarts = self._restarts or (self.coordinator is not None and self.coordinator.state == "restarting")
         if not restarts or self._given.last:
             remove(self.kept)
@@ -312,7 +292,7 @@ class Agent:
     async def _open_door(self, nodes: NodePool) -> None:
         """Let guests join, once all ranks are there."""
         while self._door is None:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(LIVE_S)
             if nodes.pool is None:
                 continue
             try:
@@ -337,37 +317,24 @@ class Agent:
             return door.encode(NotAdmitted(rank))
         return door.encode(Admitted(rank, tuple((one.host, one.addresses, one.port) for one in self._endpoints)))
 
-    async def _heartbeats(self) -> None:
-        while True:
-            self._beat()
-            await asyncio.sleep(HEARTBEAT_S)
+    @property
+    def version(self) -> int:
+        if self.rollout_node is None or self.train_node is None:
+            return -1
+        return self.rollout_node.version if self.rollout_node.version >= 0 else self.train_node.step
 
-    def _beat(self) -> None:
-        nodes = [part for part in (self.rollout_node, self.train_node, self.carrier) if part is not None]
-        engines = {name: state for part in nodes for name, state in part.states.items()}
-        pids = {name: pid for part in nodes for name, pid in part.pids.items()}
-        version = -1
-        if self.rollout_node is not None and self.train_node is not None:
-            version = self.rollout_node.version if self.rollout_node.version >= 0 else self.train_node.step
+    def _beat(self, **fields: Any) -> None:
         unreachable = self.mesh.unreachable()
         if 0 in unreachable:
             # Only rank 0 can take this node back, so it must hear that messages to it were lost.
             self.mesh.reopen(0)
-        beat = wire.Heartbeat(
-            self.rank,
-            self.layout.components[self.rank],
-            engines=engines,
-            pids=pids,
-            version=version,
+        super()._beat(
             unreachable=unreachable,
             life=self._life,
-            host=socket.gethostname(),
-            pid=os.getpid(),
             layout=self._newest.number,
             by_mpi=self._by_mpi,
             ended_world=self._ended_world,
         )
-        self.mesh.send(0, beat)
 
     async def _outlive_coordinator(self) -> None:
         await self._watch.gone()
@@ -386,14 +353,6 @@ class Agent:
             await asyncio.sleep(CHECK_S)
         log.error("leaving: %s", self._fence.taken)
         self._stop.set()
-
-    async def _reap(self) -> None:
-        """End what outlived a child of this agent: the processes that a killed host's tools started."""
-        become_subreaper()
-        while True:
-            await asyncio.sleep(REAP_S)
-            if not Child.starting:
-                end_strangers(Child.live)
 
     async def _keep_folders(self, context: AgentContext) -> None:
         """Make folders again that something removed, as logind does in /dev/shm at a logout; then their files are gone.
@@ -420,39 +379,9 @@ class Agent:
         if self.train_node is not None:
             self.train_node.on_image()
 
-    def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the run for an exception that no task waits for; its traceback is in this agent's log."""
-        error = context.get("exception")
-        if isinstance(error, Exception):
-            self._fail(context["message"], error)
-        else:
-            log.error("%s", context["message"], exc_info=error)
-
-    def _fail(self, what: str, error: BaseException) -> None:
-        """Log a defect with its traceback and send its reason to the coordinator.
-
-        All ranks restart.  After a fault of a file system they may as often as that is left.
-        """
-        log.error("%s", what, exc_info=error)
-        reason, defect = f"{type(error).__name__}: {error}", not isinstance(error, OSError)
-        self.mesh.send(0, wire.Fatal(self.rank, reason, restart=True, defect=defect))
-
-    def _spawn(self, work: Any, then: Any = None) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-
-        def done(finished: asyncio.Task[Any]) -> None:
-            self._tasks.discard(finished)
-            if finished.cancelled():
-                return
-            error = finished.exception()
-            if error is not None:
-                self._fail("a task of this agent failed", error)
-            if then is not None:
-                then()
-
-        task.add_done_callback(done)
-        return task
+    def defect(self, reason: str, error: BaseException) -> None:
+        """All ranks restart.  After a fault of a file system they may as often as that is left."""
+        self.mesh.send(0, wire.Fatal(self.rank, reason, restart=True, defect=not isinstance(error, OSError)))
 
     def _on_signal(self, number: signal.Signals) -> None:
         name = signal.Signals(number).name

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from libra_hpc.config.load import load_resolved
@@ -27,7 +27,6 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.rank_layout import RankLayout, check_world
 from libra_hpc.mesh.world import World, meet
-from libra_hpc.process.agent_folders import make_folders, remove
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import ResumePoint
@@ -35,14 +34,13 @@ from libra_hpc.simulated.dry_run import in_wall_time
 
 from .commands import choose_adapters
 from .hosting.rollout_service import RolloutService
+from .node import NodeAgent
 from .node_carrier import NodeCarrier
 from .rollout_node import RolloutNode
 from .routes import FOR_ROLLOUT_SERVICE, Routes
 
 WATCH_S = 1.0
 """Between two looks for the result and for lost nodes."""
-GOODBYE_S = 5.0
-"""For the last messages to the other ranks."""
 KEEP_EVENTS = 10_000
 
 
@@ -87,15 +85,15 @@ async def evaluate_all(
     return list(read_lines(run.evaluations)) if world.rank == 0 else []
 
 
-class EvaluationNode:
+class EvaluationNode(NodeAgent):
     """One node of the job."""
 
     def __init__(
         self, mesh: Mesh, routes: Routes, layout: RankLayout, config: RunConfig, run: RunDir, step: int
     ) -> None:
-        self._mesh, self._run, self._routes, self._step = mesh, run, routes, step
+        super().__init__(mesh, "rollout", routes)
+        self._run, self._step = run, step
         self._began = time.time()
-        private, shared = make_folders()
         # No step is left, so that no prompt of training is admitted; what earlier runs measured is not needed either.
         own = in_wall_time(config).changed(run={"steps": step}, checkpoint={"experience": False})
         self._context = AgentContext(
@@ -106,21 +104,21 @@ class EvaluationNode:
             attempt=1,
             send=self._send,
             resume_point=ResumePoint(step, "", 0, ()),
-            private=private,
-            shared_memory=shared,
+            private=self.private,
+            shared_memory=self.shared_memory,
         )
         # No version follows that of the start: the carrier is never started.
         self._engines = RolloutNode(self._context, NodeCarrier(self._context, lambda: None))
+        self.engines.append(self._engines)
         self._service = RolloutService(self._context) if mesh.rank == 0 else None
+        self.leaders += [self._service] if self._service is not None else []
         self._events: Journal[dict[str, Any]] = Journal(run.events, dict, KEEP_EVENTS)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._over = asyncio.Event()
         self._why = ""
         """Why it failed; empty: it did not."""
         self._add_routes()
 
     def _add_routes(self) -> None:
-        add, engines, send = self._routes.add, self._engines, self._mesh.send
+        add, engines, send = self._routes.add, self._engines, self.mesh.send
         add(wire.Turns, engines.on_turns)
         add(wire.WeightsCurrent, engines.on_current)
         add(wire.StopAgent, lambda stop: self._end(stop.reason))
@@ -139,25 +137,27 @@ class EvaluationNode:
         parts = [self._engines.watch(), self._engines.start(), self._watch()]
         for part in parts if self._service is None else [*parts, self._service.run()]:
             self._spawn(part)
-        await self._over.wait()
-        for rank in range(1, self._mesh.size if self._service is not None else 1):
-            self._mesh.send(rank, wire.StopAgent(self._why))
-        await asyncio.gather(*(part.stop() for part in (self._service, self._engines) if part is not None))
-        await self._mesh.drain(GOODBYE_S)
-        for task in self._tasks:
-            task.cancel()
-        await self._events.flush()
-        await self._events.close()
-        remove(self._context.private)
-        remove(self._context.shared_memory)
+        await self.live()
         if self._why:
             raise OperationError(self._why)
+
+    async def leave(self) -> None:
+        for rank in range(1, self.mesh.size if self._service is not None else 1):
+            self.mesh.send(rank, wire.StopAgent(self._why))
+
+    async def over(self) -> None:
+        await self._events.flush()
+        await self._events.close()
+
+    @property
+    def version(self) -> int:
+        return self._engines.version
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
-            for rank in self._mesh.unreachable():
-                self._mesh.drop(rank)
+            for rank in self.mesh.unreachable():
+                self.mesh.drop(rank)
                 if self._service is None and rank == 0:
                     self._end("the node of rank 0 is lost")
                 if self._service is not None:
@@ -189,21 +189,14 @@ class EvaluationNode:
             self._service.on_message(engine)
 
     def _send(self, rank: int, message: wire.MeshMessage) -> None:
-        self._mesh.send(rank, message)
+        self.mesh.send(rank, message)
         if isinstance(message, EngineState) and message.state == "lost":
             # Nobody else orders the next start.
             self._spawn(self._engines.start())
 
     def _end(self, why: str) -> None:
         self._why = self._why or why
-        self._over.set()
+        self._stop.set()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self.on_ended)
-
-    def on_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._end(f"{type(error).__name__}: {error}")
+    def defect(self, reason: str, error: BaseException) -> None:
+        self._end(reason)

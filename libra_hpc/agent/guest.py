@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import time
-from collections.abc import Coroutine
 from typing import Any, Literal, NamedTuple
 
 from libra_hpc.config.run import RunConfig
@@ -27,9 +25,6 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.door import JoinedWorld
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.process.agent_folders import make_folders, remove
-from libra_hpc.process.child import Child
-from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Publish
 from libra_hpc.protocol.engine_state import LenderKind
@@ -38,17 +33,15 @@ from libra_hpc.simulated.dry_run import in_wall_time
 
 from .commands import choose_adapters
 from .coordinator_watch import CoordinatorWatch
+from .node import NodeAgent
 from .node_carrier import NodeCarrier
 from .rollout_node import RolloutNode
 from .routes import Routes
 
-HEARTBEAT_S = 1.0
 LEAVE_S = 10.0
 """For the turns in flight to go on elsewhere; Slurm gives a preempted job 30 s by default."""
 LEAVE_EARLY_S = 60.0
 """Before the own time limit: Slurm compares times about every 30 s, and engines take seconds to end."""
-GOODBYE_S = 5.0
-"""For the last messages to reach the kernel."""
 
 log = logging.getLogger("libra_hpc.guest")
 
@@ -74,18 +67,14 @@ class GuestSettings(NamedTuple):
     """Limit of pulled weights in MB/s, like `AgentContext.pull_mb_s`."""
 
 
-class GuestAgent:
+class GuestAgent(NodeAgent):
     def __init__(
         self, joined: JoinedWorld, config: RunConfig, run: RunDir, attempt: int, settings: GuestSettings
     ) -> None:
-        self._mesh, self._config, self._until = (
-            Mesh(joined.world, self._on_message),
-            in_wall_time(config),
-            settings.until,
-        )
+        super().__init__(Mesh(joined.world, self._on_message), "guest", Routes())
+        self._config, self._until = in_wall_time(config), settings.until
         behind = settings.behind
         self._given = None if behind is None else GivenTokens(behind)
-        self._private, self._shared_memory = make_folders()
         self._context = AgentContext(
             rank=joined.world.rank,
             layout=RankLayout.of(config),
@@ -94,8 +83,8 @@ class GuestAgent:
             attempt=attempt,
             send=self._send,
             resume_point=ResumePoint(0, "", 0, ()),
-            private=self._private,
-            shared_memory=self._shared_memory,
+            private=self.private,
+            shared_memory=self.shared_memory,
             secret=joined.world.secret,
             addresses=joined.addresses,
             guest_engines=settings.engines,
@@ -105,15 +94,13 @@ class GuestAgent:
         )
         self._carrier = NodeCarrier(self._context, lambda: self._engines.on_image())
         self._engines = RolloutNode(self._context, self._carrier)
+        self.engines += [self._carrier, self._engines]
         self._watch = CoordinatorWatch(run.gone(attempt))
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._stay: Stay | None = None
-        self._stop = asyncio.Event()
         self._starts = 0
         """See `Row.starts`; the first start is its own."""
         self._leaving = ""
         """Why it leaves; empty: it does not."""
-        self._routes = Routes()
         self._routes.add(wire.StopAgent, self._on_stop)
         self._routes.add(Layout, self._on_layout)
         self._routes.add(wire.Turns, self._engines.on_turns)
@@ -125,19 +112,10 @@ class GuestAgent:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        loop.set_exception_handler(self._on_defect)
         choose_adapters(self._config)
-        become_subreaper()
-        self._spawn(self._mesh.run())
-        self._spawn(self._live())
+        self._spawn(self.mesh.run())
         self._spawn(self._outlive_coordinator())
-        await self._stop.wait()
-        await asyncio.gather(self._engines.stop(), self._carrier.stop())
-        await self._mesh.drain(GOODBYE_S)
-        for task in self._tasks:
-            task.cancel()
-        remove(self._private)
-        remove(self._shared_memory)
+        await self.live()
         assert self._stay is not None
         return self._stay
 
@@ -153,27 +131,16 @@ class GuestAgent:
             self._starts = row.starts
             self._spawn(self._engines.start())
 
-    async def _live(self) -> None:
-        """Heartbeats, the own time limit, and what outlived a child."""
-        while True:
-            parts = (self._engines, self._carrier)
-            beat = wire.Heartbeat(
-                self._context.rank,
-                "guest",
-                engines={name: state for part in parts for name, state in part.states.items()},
-                pids={name: pid for part in parts for name, pid in part.pids.items()},
-                version=self._engines.version,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-            )
-            self._mesh.send(0, beat)
-            if self._given is not None:
-                self._given.beat(self._engines.generated)
-            if time.time() > self._until - LEAVE_EARLY_S:
-                self._leave("its time limit is near")
-            await asyncio.sleep(HEARTBEAT_S)
-            if not Child.starting:
-                end_strangers(Child.live)
+    @property
+    def version(self) -> int:
+        return self._engines.version
+
+    def _beat(self, **fields: Any) -> None:
+        super()._beat(**fields)
+        if self._given is not None:
+            self._given.beat(self._engines.generated)
+        if time.time() > self._until - LEAVE_EARLY_S:
+            self._leave("its time limit is near")
 
     async def _outlive_coordinator(self) -> None:
         await self._watch.gone()
@@ -185,7 +152,7 @@ class GuestAgent:
             return
         self._leaving = reason
         log.info("leaving: %s", reason)
-        self._mesh.send(0, wire.LeaveWanted(self._context.rank, reason))
+        self.mesh.send(0, wire.LeaveWanted(self._context.rank, reason))
         asyncio.get_running_loop().call_later(LEAVE_S, self._end, "left", reason)
 
     def _end(self, how: Literal["over", "again", "left", "failed"], reason: str) -> None:
@@ -204,7 +171,7 @@ class GuestAgent:
             self._end("again" if stop.restart else "over", stop.reason)
 
     def _send(self, rank: int, message: Any) -> None:
-        self._mesh.send(rank, message)
+        self.mesh.send(rank, message)
         if isinstance(message, wire.Fatal):
             self._end("failed", message.reason)
 
@@ -213,20 +180,5 @@ class GuestAgent:
             self._watch.seen()
         self._routes.deliver(message)
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._defect("a task of this guest failed", error)
-
-    def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self._defect(context["message"], context.get("exception"))
-
-    def _defect(self, what: str, error: BaseException | None) -> None:
-        log.error("%s", what, exc_info=error)
-        if isinstance(error, Exception):
-            self._send(0, wire.Fatal(self._context.rank, f"{type(error).__name__}: {error}"))
+    def defect(self, reason: str, error: BaseException) -> None:
+        self._send(0, wire.Fatal(self.rank, reason))

@@ -294,6 +294,10 @@ class EngineNode(Supervisor, Generic[E]):
             for engine in self._engines.values():
                 engine.limit_logs()
 
+    @abstractmethod
+    async def stop(self) -> None:
+        """End all."""
+
     def discount(self, stall: float) -> None:
         self.progress.discount(stall)
 

@@ -31,7 +31,7 @@ RESTART_S = 0.5
 """After one end in the window; two ends wait twice as long."""
 REMOVE_S, REMOVALS = 1.0, 8
 """Seconds between two attempts to remove the folder of an ended host, and how many: what its tools left behind lives
-until the agent's next look (`libra_hpc.agent.agent.REAP_S`), and may write until then.
+until the agent's next look (`libra_hpc.agent.node.LIVE_S`), and may write until then.
 """
 
 

@@ -1,0 +1,132 @@
+"""The agent of a node, whatever runs there: parts in one event loop, with one life.
+
+- A part is a kind of children (`EngineNode`) or a leader; its messages are rows of `Routes`.
+- Once a second -> a heartbeat to rank 0 with all parts, and the end of what outlived a child.
+- A task, the handler of a message or a callback fails -> its traceback is in the log, and `NodeAgent.defect` acts.
+- The node ends -> its parts end, the last messages reach the kernel, its tasks and folders go.
+
+An agent of the run, a guest and a node of an evaluation differ in their parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from libra_hpc.mesh.mesh import Mesh
+from libra_hpc.process.agent_folders import make_folders, remove
+from libra_hpc.process.child import Child
+from libra_hpc.process.reaper import become_subreaper, end_strangers
+from libra_hpc.protocol import agents as wire
+
+from .routes import Routes
+from .supervised import EngineNode
+
+LIVE_S = 1.0
+"""Between two heartbeats, and two searches for processes that were left behind."""
+GOODBYE_S = 5.0
+"""For the last messages of a leaving agent to reach the kernel."""
+
+log = logging.getLogger("libra_hpc.agent")
+
+
+class Stops(Protocol):
+    """A leader."""
+
+    async def stop(self) -> None: ...
+
+
+class NodeAgent(ABC):
+    def __init__(self, mesh: Mesh, component: str, routes: Routes) -> None:
+        self.mesh, self.rank, self.component, self._routes = mesh, mesh.rank, component, routes
+        self.private, self.shared_memory = make_folders()
+        self.engines: list[EngineNode[Any]] = []
+        """Parts with children."""
+        self.leaders: list[Stops] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stop = asyncio.Event()
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Version of the weights that its engines have, or step of its trainers; -1: neither."""
+
+    @abstractmethod
+    def defect(self, reason: str, error: BaseException) -> None:
+        """Something of this node failed that nobody waits for."""
+
+    async def live(self) -> None:
+        """Serve until it is to stop, then end everything of this node."""
+        asyncio.get_running_loop().set_exception_handler(self._on_defect)
+        become_subreaper()
+        self._spawn(self._beats())
+        await self._stop.wait()
+        await self.leave()
+        parts: list[Stops] = [*self.leaders, *self.engines]
+        await asyncio.gather(*(part.stop() for part in parts))
+        await self.mesh.drain(GOODBYE_S)
+        for task in self._tasks:
+            task.cancel()
+        for folder in (self.private, self.shared_memory):
+            remove(folder)
+        await self.over()
+
+    async def leave(self) -> None:
+        """Before its parts end."""
+        return
+
+    async def over(self) -> None:
+        """Once all has ended."""
+        return
+
+    async def _beats(self) -> None:
+        while True:
+            self._beat()
+            await asyncio.sleep(LIVE_S)
+            if not Child.starting:
+                end_strangers(Child.live)
+
+    def _beat(self, **fields: Any) -> None:
+        beat = wire.Heartbeat(
+            self.rank,
+            self.component,
+            engines={name: state for part in self.engines for name, state in part.states.items()},
+            pids={name: pid for part in self.engines for name, pid in part.pids.items()},
+            version=self.version,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            **fields,
+        )
+        self.mesh.send(0, beat)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any], then: Callable[[], object] | None = None) -> asyncio.Task[Any]:
+        """Run a task of this node; ``then`` is called once it has ended, unless it was cancelled."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(lambda ended: self.on_ended(ended, then))
+        return task
+
+    def on_ended(self, task: asyncio.Task[Any], then: Callable[[], object] | None = None) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            self._fail("a task of this agent failed", error)
+        if then is not None:
+            then()
+
+    def _on_defect(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, Exception):
+            self._fail(context["message"], error)
+        else:
+            log.error("%s", context["message"], exc_info=error)
+
+    def _fail(self, what: str, error: BaseException) -> None:
+        log.error("%s", what, exc_info=error)
+        self.defect(f"{type(error).__name__}: {error}", error)
