@@ -62,13 +62,14 @@ def megatron(config: RunConfig, payload: bytes) -> float:
     from libra_hpc.trainer.model.mcore import get_forward_backward_func
     from libra_hpc.trainer.model.packing import Pack, decode, pack
     from libra_hpc.trainer.saved.checkpoint import start
-    from libra_hpc.trainer.settings import optimizer_settings
     from libra_hpc.trainer.train_engine import TrainEngine, init_world
 
     device = choose_device("cpu", 0, config.train.threads)
     split = init_world(device, tp=1, pp=1, rank=0, store=local_store(), timeout_s=60.0)
     path = Path(config.model.path)
-    engine = TrainEngine(read_shape(path), device, torch.float32, split, settings=optimizer_settings(config))
+    engine = TrainEngine(
+        read_shape(path), device, torch.float32, split, settings=config.optimizer, updates=config.updates
+    )
     start(engine, path, "")
     batches = msgspec.msgpack.decode(payload, type=list[Batch])
     run = get_forward_backward_func()

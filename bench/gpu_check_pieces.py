@@ -36,7 +36,6 @@ from libra_hpc.trainer.model.context import Columns
 from libra_hpc.trainer.model.head import likelihood
 from libra_hpc.trainer.model.packing import ALONE, Pack, example, pack
 from libra_hpc.trainer.saved import checkpoint
-from libra_hpc.trainer.settings import optimizer_settings
 from libra_hpc.trainer.train_engine import TrainEngine, close_world, init_world
 
 DEPTHS = 2, 4
@@ -184,9 +183,7 @@ def layer(bench: Bench, shape: ModelShape, tokens: int) -> None:
 def measured(bench: Bench, shape: ModelShape, kinds: dict[str, list[int]]) -> dict[str, dict[str, float]]:
     """Seconds of a whole model over each pack: forward, with backward, and kernels by kind."""
     place = init_world(bench.device, 1, 1, 0, local_store(), 600.0)
-    engine = TrainEngine(
-        architecture(shape), bench.device, torch.bfloat16, place, optimizer_settings(RunConfig()), elastic=True
-    )
+    engine = TrainEngine(architecture(shape), bench.device, torch.bfloat16, place, RunConfig().optimizer, elastic=True)
     checkpoint.randomize(engine)
     found = {}
     for kind, lengths in kinds.items():

@@ -204,4 +204,4 @@ def start_replica(setting: Setting, model: Path, folder: Path) -> MeasurementRep
         "train": {"tp": 1, "pp": 1, "threads": 1, "micro_tokens": STEP_TOKENS},
     }
     config = validate(sections)
-    return MeasurementReplica(config, folder, core_dp=1, elastic=True, random_weights=False)
+    return MeasurementReplica(config, folder, elastic=True, random_weights=False)

@@ -26,7 +26,6 @@ from libra_hpc.trainer.elastic import ElasticReplicas
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.saved.weight_offers import WeightOffers
-from libra_hpc.trainer.settings import algorithm_settings, optimizer_settings
 from libra_hpc.trainer.shards import loss_tokens_of
 from libra_hpc.trainer.train_engine import TrainEngine, init_world
 from libra_hpc.weights.pieces import WHOLE, offer_path, payload_path
@@ -76,7 +75,7 @@ def training(setting: Setting, figures: Figures) -> None:
         where = choose_device(setting.device, 0, setting.sizes.threads)
         split = init_world(where, tp=1, pp=1, rank=0, store=local_store(), timeout_s=600.0)
         memory = DeviceMemory(where)
-        optimizer = msgspec.structs.replace(optimizer_settings(RunConfig()), lr=RANDOM_LR)
+        optimizer = msgspec.structs.replace(RunConfig().optimizer, lr=RANDOM_LR)
         engine = TrainEngine(read_shape(folder), where, torch.bfloat16, split, settings=optimizer)
         checkpoint.randomize(engine)
         replicas = ElasticReplicas(engine, 600.0, 60.0)
@@ -95,8 +94,7 @@ def training(setting: Setting, figures: Figures) -> None:
             if limit is not None:
                 figures.add(f"packs of {pack_tokens:,}: left out", limit.reason)
                 continue
-            algorithm = msgspec.structs.replace(algorithm_settings(RunConfig()), kl_coef=0.0)
-            trainer = GrpoTrainer(engine, replicas, algorithm, pack_tokens)
+            trainer = GrpoTrainer(engine, replicas, RunConfig().changed(train={"micro_tokens": pack_tokens}))
             memory.forget_peak()
             for trajectories, context in batches(pack_tokens, 1, engine.shape.max_positions):
                 samples = random_samples(trajectories, context, engine.shape.vocab)

@@ -17,7 +17,7 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.retry import patiently
 from libra_hpc.state.store import NewestWhole, newest_whole, states
 from libra_hpc.train_leader.train_leader_setup import rendezvous_folder
-from libra_hpc.trainer.settings import WorkerConfig, algorithm_settings, attention_work, optimizer_settings
+from libra_hpc.trainer.settings import WorkerConfig
 
 log = logging.getLogger("libra_hpc.agent")
 
@@ -29,9 +29,8 @@ def worker_configs(context: AgentContext, number: int, common: int = 0) -> list[
     """
     config, layout = context.config, context.layout
     core, unit = layout.core, layout.unit(context.rank)
-    train, elastic = config.train, context.rank not in core
-    fixed, replica = core_world(config), elastic_world(config)
-    world = replica if elastic else fixed
+    elastic = context.rank not in core
+    world = elastic_world(config) if elastic else core_world(config)
     start_dir, first = "", 0
     rendezvous = context.private / f"world-{number}"
     if elastic and len(unit) > 1:
@@ -46,32 +45,14 @@ def worker_configs(context: AgentContext, number: int, common: int = 0) -> list[
         else:
             first = core.index(context.rank) * world.processes
             rendezvous = rendezvous_folder(context) / "core"
-    attention = attention_work(config)
     return [
         WorkerConfig(
-            model_dir=config.model.path,
+            run=config,
             world_rendezvous=str(rendezvous),
             start_dir=start_dir,
-            device=config.slurm.device,
             device_index=local_rank,
-            dtype=config.model.dtype,
-            tp=world.tp,
-            pp=world.pp,
-            dp=world.dp,
-            cp=world.cp,
-            ep=world.ep,
-            etp=world.etp,
-            core_dp=fixed.dp,
-            elastic_dp=replica.dp,
             elastic=elastic,
             rank=first + local_rank,
-            optimizer=optimizer_settings(config),
-            algorithm=algorithm_settings(config),
-            attention=attention,
-            micro_tokens=train.micro_tokens,
-            recompute=train.recompute,
-            threads=train.threads,
-            seed=config.run.seed,
         )
         for local_rank in range(world.processes)
     ]

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.process.dump import dump_on_request
@@ -65,14 +66,15 @@ class Trainer(WorkerLoop):
         self._time = ReplicaTime(
             shape=shape,
             device=device(pace.device, pace.devices or None),
-            devices=config.tp * config.pp * config.cp,
+            devices=config.world.replica,
             mfu=pace.mfu,
             fixed_s=pace.step_s,
-            weight_bytes=WEIGHT_BYTES[config.dtype],
+            weight_bytes=WEIGHT_BYTES[config.run.model.dtype],
         )
         self._place = config.rank // self._time.devices
         """Data-parallel rank within this world."""
-        self._generation, self._ranks = -1, config.core_dp
+        self._core_dp, self._elastic_dp = core_world(config.run).dp, elastic_world(config.run).dp
+        self._generation, self._ranks = -1, self._core_dp
         """The latter: data-parallel ranks of the generation."""
         self._state = NOTHING if config.elastic else folders.TrainerState(0, 0)
         if config.start_dir:
@@ -98,8 +100,8 @@ class Trainer(WorkerLoop):
 
     def join(self, message: Join) -> Arrived:
         self._generation, config, begin, self._ahead = -1, self._config, time.monotonic(), []
-        first = config.core_dp + (message.rank - 1) * config.elastic_dp if config.elastic else 0
-        ranks = config.core_dp + (message.size - 1) * config.elastic_dp
+        first = self._core_dp + (message.rank - 1) * self._elastic_dp if config.elastic else 0
+        ranks = self._core_dp + (message.size - 1) * self._elastic_dp
         with self.pulse.waiting():
             core = state.meet(
                 f"{message.rendezvous}.{config.rank % self._time.devices}",
@@ -130,7 +132,7 @@ class Trainer(WorkerLoop):
             )
 
     def _compute_s(self, parts: Iterable[tuple[Sample, ...]]) -> float:
-        own = [s for part in parts for s in spread(part, self._config.dp)[self._place]]
+        own = [s for part in parts for s in spread(part, self._config.world.dp)[self._place]]
         return self._time.compute_s(map(tokens_of, own))
 
     def portion(self, message: TrainPortion) -> PortionDone:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from libra_hpc.config.learn import OptimizerSection
 from libra_hpc.trainer.model.mcore import (
     OptimizerConfig,
     OptimizerParamScheduler,
@@ -19,13 +20,12 @@ from libra_hpc.trainer.model.mcore import (
 from libra_hpc.trainer.model.mcore import optimizer as megatron_optimizers
 
 from .model import compat
-from .settings import OptimizerSettings
 
 CONSTANT_STEPS = 1 << 40
 """"No end", as a number of steps for Megatron-Core's scheduler."""
 
 
-def adamw(ddp: Any, dtype: torch.dtype, settings: OptimizerSettings) -> Any:
+def adamw(ddp: Any, dtype: torch.dtype, settings: OptimizerSection) -> Any:
     """The optimizer of a model, its state divided over the data-parallel ranks; biases and norms do not decay."""
     optimizer_config = OptimizerConfig(
         optimizer="adam",
@@ -64,19 +64,19 @@ def distributed(optimizer: Any) -> list[Any]:
     return [part for part in parts if not part.is_stub_optimizer]
 
 
-def learning_rate(optimizer: Any, settings: OptimizerSettings) -> OptimizerParamScheduler:
-    """Warm-up, then constant or with a falling end."""
-    decays = settings.decay_steps > 0
+def learning_rate(optimizer: Any, settings: OptimizerSection, updates: int) -> OptimizerParamScheduler:
+    """Warm-up, then constant, or with a falling end of which 0 would be the next after all ``updates``."""
+    decays, end = settings.decay != "none", 1 + updates
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=0.0,
         lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=settings.decay_steps if decays else CONSTANT_STEPS,
+        lr_decay_steps=end if decays else CONSTANT_STEPS,
         lr_decay_style="WSD" if decays else "constant",
-        wsd_decay_steps=settings.anneal_steps,
-        lr_wsd_decay_style=settings.decay,
+        wsd_decay_steps=1 + settings.decay_steps if settings.decay_steps else end - settings.warmup_steps,
+        lr_wsd_decay_style=settings.decay if decays else "linear",
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=CONSTANT_STEPS,

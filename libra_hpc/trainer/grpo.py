@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import torch
 
+from libra_hpc.config.learn import AlgorithmSection
+
 from .losses import Loss, LossTokens
-from .settings import AlgorithmSettings
 
 KL_BOUND = 10.0
 """Nats that pi may be below q in a KL term, or above it in a ratio of the report; a token beyond has no KL gradient.
@@ -77,7 +78,7 @@ Schulman 2020, "Approximating KL divergence"; gradients arXiv 2506.09477."""
 
 
 def grpo_terms(
-    tokens: LossTokens, named: Loss, settings: AlgorithmSettings, reference: torch.Tensor | None = None
+    tokens: LossTokens, named: Loss, settings: AlgorithmSection, reference: torch.Tensor | None = None
 ) -> Terms:
     """The objective over ``m`` loss tokens.
 
@@ -98,11 +99,11 @@ def grpo_terms(
             penalty = penalty + coef * ESTIMATES[settings.kl](x)
     if settings.kl_in == "reward":
         tokens = tokens._replace(advantages=tokens.advantages - penalty.detach())
-    per_token, clipped = named(tokens, *settings.clip)
+    per_token, clipped = named(tokens, *settings.clip_range)
     loss = weight * per_token
     if settings.kl_in == "loss":
         loss = loss + now * penalty
-    if settings.by_sequence:
+    if settings.aggregate == "sequence":
         loss = loss / tokens.trajectories[tokens.sequences]
     divergences = [(now * k3(x.detach())).sum() for x in bounded]
     return Terms(
@@ -123,7 +124,7 @@ def _ratio(tokens: LossTokens) -> torch.Tensor:
     return torch.exp((tokens.logprobs.detach() - tokens.behaviour).clamp(max=KL_BOUND))
 
 
-def _kept(tokens: LossTokens, off: torch.Tensor, settings: AlgorithmSettings) -> torch.Tensor:
+def _kept(tokens: LossTokens, off: torch.Tensor, settings: AlgorithmSection) -> torch.Tensor:
     """Tokens inside of both masks, bool[m]; collective over context ranks with one of sequences."""
     kept = torch.ones_like(off, dtype=torch.bool)
     if settings.mask_tokens:

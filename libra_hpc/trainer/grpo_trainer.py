@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.trainer import PortionDone, Sample, StepDone, TrainPortion, TrainStep
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.mcore import parallel_state
@@ -27,7 +28,6 @@ from .grpo import grpo_terms
 from .link import BatchRejected, PeerLost
 from .losses import LossTokens, loss_named
 from .saved.reference_policy import ReferencePolicy
-from .settings import AlgorithmSettings
 from .shards import spread
 from .train_engine import LARGEST_NORM, TrainEngine
 
@@ -53,21 +53,21 @@ class GrpoTrainer:
         self,
         engine: TrainEngine,
         replicas: ElasticReplicas,
-        settings: AlgorithmSettings,
-        micro_tokens: int,
+        run: RunConfig,
         attention: float = 0.0,
         reference: ReferencePolicy | None = None,
     ) -> None:
-        """``micro_tokens``, ``attention``: as in `libra_hpc.trainer.settings.WorkerConfig`."""
+        """``attention``: see `libra_hpc.trainer.settings.attention_work`."""
         self._attention, self._reference = attention, reference
-        self._engine, self._replicas, self._settings, self._micro_tokens = engine, replicas, settings, micro_tokens
+        self._engine, self._replicas, self._settings = engine, replicas, run.algorithm
+        self._micro_tokens, self._temperature = run.train.micro_tokens, run.rollout.temperature
         self._sums = torch.zeros(TOKENS + 1, dtype=torch.float32, device=engine.device)
         self._tokens = self._loss_tokens = 0
         """Tokens of the present step, all ranks of this world together."""
         self._ahead = NOTHING
         self._filled = self._targets = 0
         """Tokens and loss tokens of the packs of the present minibatch, this rank alone."""
-        self._loss = loss_named(settings.loss)
+        self._loss = loss_named(run.algorithm.loss)
         self._context = parallel_state.get_context_parallel_group() if engine.split.cp > 1 else None
         engine.reduce = replicas.reduce
 
@@ -217,7 +217,7 @@ class GrpoTrainer:
             found: list[torch.Tensor] = []
 
             def keep(head: Head, batch: Pack, found: list[torch.Tensor] = found) -> torch.Tensor:
-                found.append(head.likelihood(batch.targets, self._settings.temperature).logprobs)
+                found.append(head.likelihood(batch.targets, self._temperature).logprobs)
                 return found[-1].sum()
 
             self._engine.forward(packs, keep)
@@ -244,7 +244,7 @@ class GrpoTrainer:
         settings = self._settings
 
         def loss(head: Head, batch: Pack) -> torch.Tensor:
-            logprobs, entropy = head.likelihood(batch.targets, settings.temperature)
+            logprobs, entropy = head.likelihood(batch.targets, self._temperature)
             terms = grpo_terms(
                 LossTokens(
                     logprobs,

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
+from libra_hpc.config.learn import OptimizerSection
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Example, Pack, example, pack
 from libra_hpc.trainer.saved.checkpoint import load_policy, write_policy
 
 from .device import choose_device, local_store
-from .settings import OptimizerSettings
 from .train_engine import LARGEST_NORM, TrainEngine, close_world, init_world
 
 WARMUP_STEPS = 50
@@ -51,20 +51,17 @@ def warm_start(
     device = choose_device("cpu", 0, threads=1)
     model_dir, out_dir = Path(model_dir), Path(out_dir)
     shape = read_shape(model_dir)
-    settings = OptimizerSettings(
+    settings = OptimizerSection(
         lr=lr,
-        beta1=0.9,
         beta2=0.98,
-        eps=1e-8,
         weight_decay=0.01,
-        grad_clip=1.0,
         warmup_steps=min(WARMUP_STEPS, steps // 4),
-        decay_steps=steps,
-        anneal_steps=steps // 2,
+        decay="linear",
+        decay_steps=max(1, steps // 2 - 1),
     )
     split = init_world(device, tp=1, pp=1, rank=0, store=local_store(), timeout_s=WORLD_TIMEOUT_S)
     try:
-        engine = TrainEngine(shape, device, torch.float32, split, settings=settings)
+        engine = TrainEngine(shape, device, torch.float32, split, settings=settings, updates=steps - 1)
         load_policy(engine, model_dir)
         result = _train(engine, batches, steps)
         write_policy(engine, model_dir, out_dir)

@@ -68,7 +68,7 @@ def shard(
 def spread(samples: Iterable[Sample], ranks: int, attention: float = 0.0) -> list[tuple[Sample, ...]]:
     """Samples of each of ``ranks`` data-parallel ranks, their work balanced; depends on the arguments alone.
 
-    ``attention``: as in `libra_hpc.trainer.settings.WorkerConfig`.
+    ``attention``: as in `libra_hpc.trainer.settings.attention_work`.
     """
     load = [0.0] * ranks
     chosen: list[list[Sample]] = [[] for _ in range(ranks)]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from libra_hpc.config.learn import OptimizerSection
 from libra_hpc.models.architecture import Architecture, check_experts, check_parallel
 from libra_hpc.models.memory import Recompute
 from libra_hpc.trainer.model.head import Head
@@ -35,7 +36,6 @@ from libra_hpc.weights.names import ReplicaPlace, own_entries
 from .adamw import adamw, learning_rate
 from .device import Store, backend, give_back, take_again
 from .model import compat
-from .settings import OptimizerSettings
 
 Loss = Callable[[Head, Pack], torch.Tensor]
 """Maps the output layer over a pack's loss tokens to the summed loss (a scalar)."""
@@ -111,7 +111,8 @@ class TrainEngine:
         device: torch.device,
         dtype: torch.dtype,
         split: ReplicaPlace,
-        settings: OptimizerSettings,
+        settings: OptimizerSection,
+        updates: int = 0,
         recompute: Recompute = "none",
         elastic: bool = False,
     ) -> None:
@@ -132,7 +133,7 @@ class TrainEngine:
         )
         self._grad_clip = settings.grad_clip
         self._optimizer: Any = None if elastic else adamw(self.ddp, dtype, settings)
-        self._scheduler: Any = None if elastic else learning_rate(self._optimizer, settings)
+        self._scheduler: Any = None if elastic else learning_rate(self._optimizer, settings, updates)
         self._run = get_forward_backward_func()
         self._no_tokens = torch.zeros((), dtype=torch.int, device=device)
         self.state = OptimizerState(self._optimizer, self.named_parameters())

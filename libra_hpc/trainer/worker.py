@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
@@ -40,37 +41,37 @@ from .link import Arrived, WorkerLoop, WorkerSocket
 from .saved import checkpoint, snapshot
 from .saved.reference_policy import ReferencePolicy
 from .saved.weight_offers import WeightOffers
-from .settings import WorkerConfig, read_config
+from .settings import WorkerConfig, attention_work, read_config
 from .train_engine import NO_STEP, TrainEngine, init_world
 
 
 class Worker(WorkerLoop):
     def __init__(self, config: WorkerConfig, socket: WorkerSocket, pulse: Pulse) -> None:
         super().__init__(socket, pulse)
-        model_dir = Path(config.model_dir)
-        torch.manual_seed(config.seed)
+        run, world, model_dir = config.run, config.world, Path(config.run.model.path)
+        torch.manual_seed(run.run.seed)
         shape = read_shape(model_dir)
-        device = choose_device(config.device, config.device_index, config.threads)
-        store = file_store(config.world_rendezvous, config.tp * config.pp * config.cp * config.dp)
+        device = choose_device(run.slurm.device, config.device_index, run.train.threads)
         split = init_world(
             device,
-            tp=config.tp,
-            pp=config.pp,
+            tp=world.tp,
+            pp=world.pp,
             rank=config.rank,
-            store=store,
+            store=file_store(config.world_rendezvous, world.ranks),
             timeout_s=config.step_timeout_s,
-            dp=config.dp,
-            cp=config.cp,
-            ep=config.ep,
-            etp=config.etp,
+            dp=world.dp,
+            cp=world.cp,
+            ep=world.ep,
+            etp=world.etp,
         )
         self._engine = TrainEngine(
             shape,
             device,
-            getattr(torch, config.dtype),
+            getattr(torch, run.model.dtype),
             split,
-            settings=config.optimizer,
-            recompute=config.recompute,
+            settings=run.optimizer,
+            updates=run.updates,
+            recompute=run.train.recompute,
             elastic=config.elastic,
         )
         if config.random_weights:
@@ -89,16 +90,15 @@ class Worker(WorkerLoop):
             config.join_timeout_s,
             pulse.waiting,
             socket.interrupted,
-            core_dp=config.core_dp,
-            elastic_dp=config.elastic_dp,
+            core_dp=core_world(run).dp,
+            elastic_dp=elastic_world(run).dp,
         )
         self._trainer = GrpoTrainer(
             self._engine,
             self._replicas,
-            config.algorithm,
-            config.micro_tokens,
-            config.attention,
-            self._reference(config.algorithm.reference, pulse),
+            run,
+            attention_work(run),
+            self._reference(run.algorithm.reference_folder(run.model.path), pulse),
         )
         self._offers = WeightOffers(self._engine, config.rank)
         self._writer = StateWriter(self._engine, model_dir, self.written)

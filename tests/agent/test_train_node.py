@@ -194,7 +194,7 @@ def test_the_nodes_of_a_core_are_one_world_with_one_meeting_point(here: Path) ->
 
         scene.play(script)
     assert [(worker.rank, worker.device_index) for worker in found] == [(0, 0), (1, 1), (2, 0), (3, 1)]
-    assert {(worker.dp, worker.core_dp, worker.elastic) for worker in found} == {(2, 2, False)}
+    assert {(worker.world.dp, worker.elastic) for worker in found} == {(2, False)}
     (meeting,) = {worker.world_rendezvous for worker in found}
     assert Path(meeting).parent.is_dir(), "on the shared file system"
 
@@ -278,7 +278,7 @@ def test_a_hybrid_node_joins_from_its_image_and_waits_a_while_for_the_version_th
         await core.until(lambda: core.states("ready"))
         await scene.ready()
         worker, _ = workers(scene, 2)
-        assert (worker.elastic, worker.core_dp, worker.start_dir) == (True, 1, "")
+        assert (worker.elastic, worker.start_dir) == (True, "")
         for number in (1, 2, 3):
             for place, node in enumerate((core.node, scene.node)):
                 node.on_message(Join(number, place, 2, str(here / f"g{number}"), step=0))

@@ -17,7 +17,6 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Sample, TrainStep
 from libra_hpc.rollout.records import transcripts
 from libra_hpc.trainer.saved import checkpoint
-from libra_hpc.trainer.settings import algorithm_settings, optimizer_settings
 from libra_hpc.trainer.shards import divisor
 from libra_hpc.weights.names import ReplicaPlace
 from tests.chaos.harness import SHARING_PAYS, patched
@@ -88,8 +87,7 @@ def steps_of(run: RunDir) -> list[TrainStep]:
 def trained_alone(run: RunDir, policy: Path, place: ReplicaPlace, out: Path) -> None:
     """Train the run's batches in one process, and write its policy."""
     config = load_resolved(run.config)
-    settings = algorithm_settings(config)
-    engine, trainer = build(policy, place, optimizer=optimizer_settings(config), settings=settings)
+    engine, trainer = build(policy, place, optimizer=config.optimizer, settings=config)
     for step in steps_of(run):
         trainer.step(step)
     out.mkdir()

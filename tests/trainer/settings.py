@@ -6,38 +6,56 @@ from typing import Any
 
 import msgspec
 
+from libra_hpc.config.learn import OptimizerSection
 from libra_hpc.config.run import RunConfig
-from libra_hpc.trainer import settings
-from libra_hpc.trainer.settings import AlgorithmSettings, OptimizerSettings, WorkerConfig
+from libra_hpc.trainer.settings import WorkerConfig
 
-_run = RunConfig()
+MICRO_TOKENS = 96
 
 
-def optimizer(**changes: float) -> OptimizerSettings:
+def optimizer(**changes: Any) -> OptimizerSection:
     """AdamW."""
-    return msgspec.structs.replace(settings.optimizer_settings(_run), **changes)
+    return msgspec.structs.replace(RunConfig().optimizer, **changes)
 
 
-def algorithm(**changes: Any) -> AlgorithmSettings:
-    """GRPO."""
-    return msgspec.structs.replace(settings.algorithm_settings(_run), **changes)
+def algorithm(temperature: float = 1.0, **changes: Any) -> RunConfig:
+    """A run whose ``[algorithm]`` has ``changes``."""
+    sections = {"rollout": {"temperature": temperature}, "train": {"micro_tokens": MICRO_TOKENS}}
+    return RunConfig().changed(algorithm=changes, **sections)
 
 
-def worker_config(**changes: Any) -> WorkerConfig:
-    """One process on a CPU, in float32."""
-    values: dict[str, Any] = {
-        **dict.fromkeys(("model_dir", "world_rendezvous", "start_dir"), ""),
-        "device": "cpu",
-        "device_index": 0,
-        "dtype": "float32",
-        "threads": 1,
-        "seed": 0,
-        "tp": 1,
-        "pp": 1,
-        "rank": 0,
-        "micro_tokens": _run.train.micro_tokens,
-        "recompute": "none",
-        "optimizer": optimizer(),
-        "algorithm": algorithm(),
+def worker_config(
+    run: RunConfig | None = None,
+    *,
+    optimizer: OptimizerSection | None = None,
+    model_dir: str = "",
+    device: str = "cpu",
+    dtype: str = "float32",
+    recompute: str = "none",
+    core_dp: int = 0,
+    elastic_dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    etp: int = 0,
+    **place: Any,
+) -> WorkerConfig:
+    """One process on a CPU, in float32; ``place``: fields of `WorkerConfig`."""
+    run = run or RunConfig()
+    parts = run.components
+    components = {
+        "train": msgspec.structs.replace(parts.train, nodes=core_dp or dp),
+        "hybrid": msgspec.structs.replace(parts.hybrid, nodes_per_replica=elastic_dp),
     }
-    return WorkerConfig(**values | changes)
+    degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "processes": tp * pp * cp}
+    made = run.changed(
+        model={"path": model_dir, "dtype": dtype},
+        slurm={"device": device},
+        components=components,
+        train={**degrees, "recompute": recompute},
+    )
+    if optimizer is not None:
+        made = msgspec.structs.replace(made, optimizer=optimizer)
+    return WorkerConfig(run=made, **{"world_rendezvous": "", "rank": 0, **place})

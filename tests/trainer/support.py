@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from libra_hpc.config.learn import OptimizerSection
+from libra_hpc.config.run import RunConfig
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes, stage_entries
 from libra_hpc.protocol import trainer as wire
@@ -27,7 +29,7 @@ from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.saved.reference_policy import ReferencePolicy
 from libra_hpc.trainer.saved.shard_files import ShardFiles
 from libra_hpc.trainer.saved.state_writer import Answer, StateWriter
-from libra_hpc.trainer.settings import AlgorithmSettings, OptimizerSettings, write_config
+from libra_hpc.trainer.settings import write_config
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.image import Image, pin, write_pinned
 from libra_hpc.weights.names import ReplicaPlace, from_hf, to_hf
@@ -40,8 +42,6 @@ from .worker_process import WAIT_S, WorkerProcess
 OPTIMIZER = optimizer(lr=1e-3, weight_decay=0.1, eps=1e-5, warmup_steps=2)
 """A large epsilon keeps Adam from magnifying rounding differences of near-zero gradients in the comparisons below."""
 ALGORITHM = algorithm(kl_coef=0.1, temperature=0.8)
-MICRO_TOKENS = 96
-
 
 LINEAR = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
@@ -120,15 +120,16 @@ def build(
     model_dir: Path,
     split: ReplicaPlace,
     dtype: torch.dtype = torch.float32,
-    optimizer: OptimizerSettings = OPTIMIZER,
-    settings: AlgorithmSettings = ALGORITHM,
+    optimizer: OptimizerSection = OPTIMIZER,
+    settings: RunConfig = ALGORITHM,
 ) -> tuple[TrainEngine, GrpoTrainer]:
     """An engine and trainer in this process, alone in generation 0, with the model's weights."""
     engine = TrainEngine(read_shape(model_dir), torch.device("cpu"), dtype, split, optimizer)
     checkpoint.load_policy(engine, model_dir)
     replicas = ElasticReplicas(engine, 60.0, 60.0)
-    frozen = ReferencePolicy(engine, Path(settings.reference)) if settings.reference else None
-    trainer = GrpoTrainer(engine, replicas, settings, MICRO_TOKENS, reference=frozen)
+    folder = settings.algorithm.reference_folder("")
+    frozen = ReferencePolicy(engine, Path(folder)) if folder else None
+    trainer = GrpoTrainer(engine, replicas, settings, reference=frozen)
     replicas.join(Join(0, 0, 1, ""))
     return engine, trainer
 
@@ -146,7 +147,7 @@ def save(engine: TrainEngine, model_dir: Path, folder: Path) -> Saved:
 
 
 def fixed_run(
-    model_dir: Path, split: ReplicaPlace, steps: int, minibatches: int = 1, settings: AlgorithmSettings = ALGORITHM
+    model_dir: Path, split: ReplicaPlace, steps: int, minibatches: int = 1, settings: RunConfig = ALGORITHM
 ) -> tuple[list[StepDone], dict[str, torch.Tensor]]:
     """The reference, one replica without parallelism: every step's report, and the final state."""
     engine, trainer = build(model_dir, split, settings=settings)
@@ -207,8 +208,7 @@ class Replica:
         )
         """Shapes and type of the tensors."""
         files = {"model_dir": str(model_dir), "world_rendezvous": str(self.folder / "world")}
-        trained = {"optimizer": OPTIMIZER, "algorithm": ALGORITHM, "micro_tokens": MICRO_TOKENS}
-        settings = {**files, **trained, "join_timeout_s": 60.0, "core_dp": degrees["dp"], **degrees, **options}
+        settings = {**files, "run": ALGORITHM, "optimizer": OPTIMIZER, **degrees, **options}
         self.processes: list[WorkerProcess] = []
         self._sockets: list[socket.socket] = []
         self._buffers: list[tuple[FrameBuffer, list[Any]]] = []

@@ -132,7 +132,7 @@ def test_both_kernels_have_the_same_outputs_and_gradients(
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_model_has_the_same_gradients_with_both(tmp_path: Path, world: ReplicaPlace, recompute: Recompute) -> None:
     make_model("qwen3", tmp_path)
-    engine = TrainEngine(read_shape(tmp_path), CPU, torch.float32, world, OPTIMIZER, recompute)
+    engine = TrainEngine(read_shape(tmp_path), CPU, torch.float32, world, OPTIMIZER, recompute=recompute)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in engine.ddp.parameters():

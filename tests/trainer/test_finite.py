@@ -49,7 +49,7 @@ def test_a_sum_that_only_the_report_has_skips_no_update(tmp_path: Path, world: R
     make_model("qwen2", tmp_path / "model")
     engine, trainer = build(tmp_path / "model", world)
     # With a KL term the loss has the log-probabilities too.
-    trainer._settings = algorithm(kl_coef=0.0)
+    trainer._settings = algorithm(kl_coef=0.0).algorithm
     done = trainer.step(spoiled(train_step(1, 0), 0, bad_logprobs))
     assert (done.skipped, engine.state.updates) == (0, 1)
     assert not math.isfinite(done.logprob_gap)

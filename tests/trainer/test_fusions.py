@@ -72,7 +72,9 @@ def test_a_model_has_the_same_gradients_with_them(
 ) -> None:
     make_model(kind, tmp_path)
     torch.manual_seed(1)
-    engine = TrainEngine(read_shape(tmp_path), torch.device("cpu"), torch.float32, world, OPTIMIZER, recompute)
+    engine = TrainEngine(
+        read_shape(tmp_path), torch.device("cpu"), torch.float32, world, OPTIMIZER, recompute=recompute
+    )
     with torch.no_grad():
         for parameter in engine.ddp.parameters():
             parameter.normal_(std=0.1)

@@ -20,7 +20,7 @@ from .batches import VOCAB
 from .settings import algorithm
 from .support import make_model
 
-PPO = algorithm(is_truncation=2.0, kl_coef=0.1)
+PPO = algorithm(is_truncation=2.0, kl_coef=0.1).algorithm
 
 
 def objective(tokens: LossTokens, reference: torch.Tensor | None = None, **changes: Any) -> Terms:

@@ -70,9 +70,9 @@ def test_a_loss_and_its_gradient_equal_scalars(name: str) -> None:
 @pytest.mark.parametrize("trajectories", [(3, 1, 4), (10, 6, 10)])
 def test_by_sequence_each_trajectory_weighs_the_same(name: str, trajectories: tuple[int, ...]) -> None:
     """The second: the first and the last are samples of one trajectory, others of which are in other packs."""
-    settings = algorithm(clip=(LOW, HIGH), is_truncation=9.0, by_sequence=True)
+    settings = algorithm(clip=[LOW, HIGH], is_truncation=9.0, aggregate="sequence")
     tokens = _tokens()._replace(trajectories=torch.tensor(trajectories).float())
-    terms = grpo_terms(tokens, loss_named(name), settings)
+    terms = grpo_terms(tokens, loss_named(name), settings.algorithm)
     losses, _, _ = _by_hand(name)
     weights = torch.exp(tokens.proximal - tokens.behaviour).tolist()
     means, at = 0.0, 0

@@ -93,7 +93,7 @@ def test_recomputation_changes_no_gradient_and_stores_less(kind: str, tmp_path: 
         split = init_world(torch.device("cpu"), 1, 1, 0, local_store(), 60.0)
         try:
             engine = TrainEngine(
-                read_shape(tmp_path / "m"), torch.device("cpu"), torch.float32, split, OPTIMIZER, recompute
+                read_shape(tmp_path / "m"), torch.device("cpu"), torch.float32, split, OPTIMIZER, recompute=recompute
             )
             load_policy(engine, tmp_path / "m")
             for _ in range(2):

@@ -22,8 +22,8 @@ from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.weights.names import ReplicaPlace, own_entries, to_hf
 
 from .batches import loss_tokens, samples, train_step
-from .settings import optimizer
-from .support import ALGORITHM, MICRO_TOKENS, OPTIMIZER, build, make_model, read_tensors, save
+from .settings import MICRO_TOKENS, optimizer
+from .support import ALGORITHM, OPTIMIZER, build, make_model, read_tensors, save
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 32
@@ -150,13 +150,13 @@ def test_steps_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
         for sample in batch:
             tokens = torch.tensor(unpack_i32(sample.tokens))
             where = torch.tensor(list(sample.loss_mask)).nonzero()[:, 0]
-            lp = torch.log_softmax(reference(tokens[None]).logits[0] / ALGORITHM.temperature, -1)[
+            lp = torch.log_softmax(reference(tokens[None]).logits[0] / ALGORITHM.rollout.temperature, -1)[
                 where - 1, tokens[where]
             ]
             behaviour = torch.tensor(np.frombuffer(sample.logprobs, np.float32))[where]
-            weight = (lp.detach() - behaviour).exp().clamp(max=ALGORITHM.is_truncation)
+            weight = (lp.detach() - behaviour).exp().clamp(max=ALGORITHM.algorithm.is_truncation)
             k3 = (behaviour - lp).exp() - 1 - (behaviour - lp)
-            term = ALGORITHM.kl_coef * k3 - (lp - lp.detach()).exp() * sample.advantage
+            term = ALGORITHM.algorithm.kl_coef * k3 - (lp - lp.detach()).exp() * sample.advantage
             total = total + (weight * term).sum()
         loss = total / loss_tokens(batch)
         adam.zero_grad()

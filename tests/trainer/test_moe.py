@@ -15,6 +15,7 @@ from libra_hpc.trainer.shards import spread
 from libra_hpc.weights.names import ReplicaPlace, own_entries
 
 from .batches import train_step
+from .settings import MICRO_TOKENS
 from .support import Layout, assert_equals_one_process, make_model
 
 LAYERS, EXPERTS = 2, 8
@@ -50,14 +51,13 @@ def test_a_world_of_experts_equals_one_process(tmp_path: Path, world: ReplicaPla
 
 @pytest.mark.engine
 def test_ranks_with_fewer_packs_take_part_in_every_exchange_of_tokens(tmp_path: Path, world: ReplicaPlace) -> None:
-    micro_tokens = 56
     counts = set()
     for step in (1, 2, 3):
         batch = train_step(step, 0).minibatches[0]
-        counts |= {tuple(len(pack([decode(s) for s in own], micro_tokens, CPU)) for own in spread(batch, 2))}
+        counts |= {tuple(len(pack([decode(s) for s in own], MICRO_TOKENS, CPU)) for own in spread(batch, 2))}
     assert any(mine != yours for mine, yours in counts)
     make_model("qwen3_moe", tmp_path / "model")
-    assert_equals_one_process(tmp_path, world, Layout(dp=2, ep=2), micro_tokens=micro_tokens)
+    assert_equals_one_process(tmp_path, world, Layout(dp=2, ep=2))
 
 
 def test_names_of_all_ranks_are_those_of_the_file(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import torch
 from libra_hpc.config.load import validate
 from libra_hpc.trainer.adamw import distributed, learning_rate
 from libra_hpc.trainer.saved import checkpoint
-from libra_hpc.trainer.settings import optimizer_settings
 from libra_hpc.weights.names import ReplicaPlace
 
 from .batches import train_step
@@ -125,12 +124,12 @@ def test_a_resume_is_exact_with_transformer_engine_and_apex_importable(tmp_path:
 )
 def test_the_rate_of_each_update(keys: dict[str, Any], shares: list[float]) -> None:
     sections = {"run": {"steps": 5}, "algorithm": {"minibatches": 2}, "optimizer": {"warmup_steps": 2, **keys}}
-    settings = optimizer_settings(validate(sections))
+    config = validate(sections)
     groups: list[dict[str, Any]] = [{}]
-    scheduler = learning_rate(SimpleNamespace(param_groups=groups), settings)
+    scheduler = learning_rate(SimpleNamespace(param_groups=groups), config.optimizer, config.updates)
     found = []
     for update in range(1, 11):
         scheduler.num_steps = update
         scheduler.step(0)
-        found.append(groups[0]["lr"] / settings.lr)
+        found.append(groups[0]["lr"] / config.optimizer.lr)
     assert found == pytest.approx(shares)

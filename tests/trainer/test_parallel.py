@@ -121,9 +121,9 @@ def test_a_loss_over_sequences_equals_one_process_where_context_ranks_share_them
     tmp_path: Path, world: ReplicaPlace
 ) -> None:
     make_model("qwen3", tmp_path / "model")
-    settings = algorithm(loss="gspo", by_sequence=True, clip=(0.001, 0.002), mask_sequences=(0.0, 1.0))
+    settings = algorithm(loss="gspo", aggregate="sequence", clip=[0.001, 0.002], mask_sequences=[0.0, 1.0])
     _, trainer = build(tmp_path / "model", world, settings=settings)
-    replica = Replica(tmp_path, "split", tmp_path / "model", cp=2, algorithm=settings)
+    replica = Replica(tmp_path, "split", tmp_path / "model", cp=2, run=settings)
     replica.ready()
     join_all([replica], 0, tmp_path / "meet")
     message = in_threes(train_step(1, 0, minibatches=3))

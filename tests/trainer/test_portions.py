@@ -25,7 +25,7 @@ def trained(
 ) -> tuple[list[StepDone], dict[str, torch.Tensor]]:
     """Answers and weights of one process; ``whole``: a step's parts come in one message."""
     engine, trainer = build(model_dir, world)
-    trainer = GrpoTrainer(engine, trainer._replicas, ALGORITHM, micro_tokens)
+    trainer = GrpoTrainer(engine, trainer._replicas, ALGORITHM.changed(train={"micro_tokens": micro_tokens}))
     done = []
     for step in steps:
         ahead, last = in_portions(step, parts)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.trainer import Freed, Standby
 from libra_hpc.trainer.saved import checkpoint
-from libra_hpc.trainer.settings import AlgorithmSettings
 from libra_hpc.weights.names import ReplicaPlace
 
 from .batches import loss_tokens, train_step
@@ -34,7 +33,7 @@ from .support import (
 COEF = 0.3
 
 
-def with_reference(folder: Path) -> AlgorithmSettings:
+def with_reference(folder: Path) -> RunConfig:
     return algorithm(temperature=0.8, reference=str(folder), reference_kl_coef=COEF)
 
 
@@ -43,7 +42,7 @@ def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPla
     """In the reward as a teacher, whose likelihoods are advantages of tokens."""
     policy, settings = make_model("qwen3", tmp_path / "model", tied=True), with_reference(tmp_path / "other")
     if kl_in == "reward":
-        settings = msgspec.structs.replace(settings, kl="k1", kl_in="reward")
+        settings = settings.changed(algorithm={"kl": "k1", "kl_in": "reward"})
     other = make_model("qwen3", tmp_path / "other", tied=True)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -60,7 +59,7 @@ def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPla
             for model in (policy, other)
         )
         behaviour = torch.tensor(np.frombuffer(sample.logprobs, np.float32))[where]
-        weight = (lp.detach() - behaviour).exp().clamp(max=settings.is_truncation)
+        weight = (lp.detach() - behaviour).exp().clamp(max=settings.algorithm.is_truncation)
         k3 = (frozen.detach() - lp).exp() - 1 - (frozen.detach() - lp)
         advantage = sample.advantage - (COEF * (lp - frozen).detach() if kl_in == "reward" else 0.0)
         term = -(lp - lp.detach()).exp() * advantage + (COEF * k3 if kl_in == "loss" else 0.0)
@@ -123,12 +122,12 @@ def test_every_layout_and_elastic_replicas_equal_one_process(
 ) -> None:
     make_model(kind, tmp_path / "model", tied=kind == "qwen2")
     settings = with_reference(tmp_path / "model")
-    core = Replica(tmp_path, "core", tmp_path / "model", **layout._asdict(), algorithm=settings, elastic_dp=elastic_dp)
+    core = Replica(tmp_path, "core", tmp_path / "model", **layout._asdict(), run=settings, elastic_dp=elastic_dp)
     other = layout._replace(dp=elastic_dp)._asdict()
     elastic = Replica(
         *(tmp_path, "elastic", tmp_path / "model"),
         **other,
-        algorithm=settings,
+        run=settings,
         elastic=True,
         core_dp=layout.dp,
         elastic_dp=elastic_dp,

@@ -53,7 +53,7 @@ def test_a_trajectory_of_three_samples_weighs_as_one(
     step = in_threes(train_step(1, 0))
     (batch,) = step.minibatches
     step = msgspec.structs.replace(step, divisors=(divisor(batch, aggregate, LONGEST),))
-    settings = algorithm(temperature=TEMPERATURE, by_sequence=aggregate == "sequence")
+    settings = algorithm(temperature=TEMPERATURE, aggregate=aggregate)
     _, trainer = build(tmp_path / "model", world, settings=settings)
     done = trainer.step(step)
     want = by_hand(model, batch, aggregate)

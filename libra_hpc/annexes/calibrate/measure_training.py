@@ -27,7 +27,7 @@ from libra_hpc.process.visible_devices import engine_environment
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.engine_state import Doing, EngineState
 from libra_hpc.protocol.trainer import Join, Joined, Sample, StepDone, ToWorker, TrainStep, from_worker, to_worker
-from libra_hpc.trainer.settings import WorkerConfig, algorithm_settings, optimizer_settings, write_config
+from libra_hpc.trainer.settings import WorkerConfig, write_config
 
 PACKS = 4
 """Micro-batches per pipeline stage: with fewer the pipeline's bubble dominates."""
@@ -137,24 +137,16 @@ class MeasurementReplica:
 
 def worker_config(config: RunConfig, rank: int, folder: Path) -> WorkerConfig:
     """One process of the replica that ``config`` describes, with random weights."""
-    return WorkerConfig(
-        model_dir=config.model.path,
-        world_rendezvous=str(folder / "world"),
-        start_dir="",
-        device=config.slurm.device,
-        device_index=rank,
-        dtype=config.model.dtype,
-        tp=config.train.tp,
-        pp=config.train.pp,
-        rank=rank,
+    node = msgspec.structs.replace(config.components.train, nodes=1)
+    alone = config.changed(
+        components={"train": node},
+        train={"cp": 1, "ep": 1, "etp": 0, "processes": config.train.tp * config.train.pp},
         # No update moves the random weights far from where they are finite.
-        optimizer=msgspec.structs.replace(optimizer_settings(config), lr=1e-9),
-        algorithm=msgspec.structs.replace(algorithm_settings(config), kl_coef=0.0, reference=""),
-        micro_tokens=config.train.micro_tokens,
-        recompute=config.train.recompute,
-        threads=config.train.threads,
-        seed=config.run.seed,
-        random_weights=True,
+        optimizer={"lr": 1e-9},
+        algorithm={"kl_coef": 0.0, "reference_kl_coef": 0.0},
+    )
+    return WorkerConfig(
+        run=alone, world_rendezvous=str(folder / "world"), device_index=rank, rank=rank, random_weights=True
     )
 
 
