@@ -25,9 +25,7 @@ def vllm(config: RunConfig, payload: bytes) -> float:
     """Tokens per second of vLLM alone."""
     from libra_hpc.engine.settings import EngineConfig, engine_arguments, prepare_process
 
-    shared = ("max_model_len", "max_num_seqs", "kv_cache_mb", "block_size", "threads")
-    limits = {name: getattr(config.rollout, name) for name in shared}
-    engine_config = EngineConfig(model=config.model.path, dtype=config.model.dtype, device="cpu", **limits)
+    engine_config = EngineConfig(run=config)
     prepare_process(engine_config)
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs

@@ -20,7 +20,7 @@ from libra_hpc.annexes.calibrate.measure_steps import Calibrator, MeasurementPla
 from libra_hpc.annexes.calibrate.measure_training import MeasurementReplica, random_samples
 from libra_hpc.config.load import validate
 from libra_hpc.engine.offline import OfflineEngine
-from libra_hpc.engine.settings import EngineConfig
+from libra_hpc.engine.settings import alone
 from libra_hpc.engine.update.staged_update import POLL_S
 from libra_hpc.errors import OperationError
 from libra_hpc.models.devices import Device
@@ -135,15 +135,13 @@ def switches(setting: Setting, figures: Figures) -> None:
     hardware, rounds = setting.hardware(), list[Round]()
     shape = setting.shape(hardware)
     with tempfile.TemporaryDirectory(prefix="libra-gpu-") as scratch, random_model(shape, setting.device) as folder:
-        config = EngineConfig(
-            model=str(folder),
-            dtype="bfloat16",
-            max_model_len=setting.sizes.max_model_len,
-            max_num_seqs=setting.sizes.sequences,
-            kv_cache_mb=setting.sizes.kv_cache_mb,
-            threads=1,
-            device=setting.device,
-        )
+        sizes = setting.sizes
+        limits = {
+            "max_num_seqs": sizes.sequences,
+            "max_model_len": sizes.max_model_len,
+            "kv_cache_mb": sizes.kv_cache_mb,
+        }
+        config = alone(str(folder), setting.device, dtype="bfloat16", rollout=limits)
         # First the engine: vLLM starts only where most of the device is free.
         with OfflineEngine(config) as engine:
             figures.add("engine's start, s", engine.engine.start_s)

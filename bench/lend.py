@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from bench.harness import Options, options, progress, report, seeds
 from bench.lend_traffic import LENGTHS, UserRequest, traffic
 from bench.simulated_vs_real import model
-from libra_hpc.engine.settings import EngineConfig, prepare_process
+from libra_hpc.engine.settings import EngineConfig, alone, prepare_process
 from libra_hpc.policies.serving.serving_view import ServingView
 from libra_hpc.policies.serving.step_gate import GateLimits, StepGate
 from libra_hpc.protocol.engine import Generate
@@ -236,8 +236,7 @@ def measure(given: Options) -> list[dict[str, Any]]:
     """Every way of every row and seed; a line is written after each."""
     found: list[dict[str, Any]] = []
     limits = GateLimits(given.ttft_ms / 1000, given.tpot_ms / 1000)
-    sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 64, "kv_cache_mb": 512, "threads": 1}
-    config = EngineConfig(model=str(model(LAYERS, HIDDEN)), dtype="float32", device="cpu", **sizes)
+    config = alone(str(model(LAYERS, HIDDEN)), "cpu", dtype="float32", rollout={"kv_cache_mb": 512})
     prepare_process(config)
     server, rollout = Timed(config), Timed(config)
     given.json.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import msgspec
 import typer
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from libra_hpc.annexes.calibrate.host_cost import with_host_cost, write_host_cost
 from libra_hpc.annexes.calibrate.measure_engines import measure_engines
 from libra_hpc.annexes.calibrate.measure_steps import earlier, merged
-from libra_hpc.engine.settings import EngineConfig, check_config
+from libra_hpc.engine.settings import EngineConfig, alone, check_config
 from libra_hpc.engine.steplog import recorded
 from libra_hpc.errors import invalid
 from libra_hpc.models.devices import device as listed_device
@@ -111,16 +111,8 @@ def calibrate(
         shown = model.resolve().name
         old = earlier(out, called, shown)
         cache = kv_cache_mb if kv_cache_mb is not None else CPU_KV_MB if device == "cpu" else 0
-        config = EngineConfig(
-            model=str(model.absolute()),
-            dtype=cast(Any, dtype),
-            tp=tp,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            kv_cache_mb=cache,
-            threads=threads,
-            device=cast(Any, device),
-        )
+        sizes = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "kv_cache_mb": cache, "threads": threads}
+        config = alone(str(model.absolute()), device, dtype=dtype, rollout=sizes, tp=tp)
         check_config(config)
         found = measured(config, engines, called, shown) if here else queued(config, engines, called, shown)
     if devices is not None:

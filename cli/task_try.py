@@ -13,7 +13,6 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import OperationError, error_text, invalid
 from libra_hpc.host.one_episode import Writer, play_one
-from libra_hpc.host.settings import host_config
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 from .check import load, with_absolute_paths
@@ -56,7 +55,7 @@ def try_task(
         else:
             print_line(f"-- {who}\n{text}")
 
-    end = asyncio.run(play_one(host_config(config), prompt, config.rollout.max_model_len, write, report))
+    end = asyncio.run(play_one(config, prompt, write, report))
     if json:
         ended = {} if end is None else {"reward": end.reward, "info": end.info}
         print_json({"told": lines, **ended})

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from msgspec.structs import replace
-
-from libra_hpc.engine.settings import EngineConfig, config_for_run
+from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.state.attempt import saved_point
 from libra_hpc.state.state_folders import POLICY_DIR
@@ -16,16 +14,16 @@ def engine_config(context: AgentContext, name: str, tp: int, image: Path | None,
     """Settings of engine ``name``; ``image`` is that of this node, if it has a version.  Reads the run directory."""
     config = context.config
     step, model = _saved_policy(context)
-    settings = config_for_run(
-        config,
-        model=model,
+    return EngineConfig(
+        run=config.changed(model={"path": model}),
+        component=context.component,
         seed=(config.run.seed * 100_003 + context.rank * 101 + context.attempt + 1_000_003 * step) % 2**31,
         tp=tp,
         step_log=str(context.logs / f"{name}.steps.jsonl") if config.rollout.record_steps else "",
         version=step if image is None else version,
         weights="" if image is None else str(image),
+        gate=context.gate,
     )
-    return replace(settings, **context.engine_changes)
 
 
 def _saved_policy(context: AgentContext) -> tuple[int, str]:

@@ -78,7 +78,7 @@ class GuestAgent(NodeAgent):
         self._context = AgentContext(
             rank=joined.world.rank,
             layout=RankLayout.of(config),
-            config=self._config,
+            config=self._config.changed(rollout={"kv_cache_mb": settings.kv_cache_mb}),
             run=run,
             attempt=attempt,
             send=self._send,
@@ -90,7 +90,7 @@ class GuestAgent(NodeAgent):
             guest_engines=settings.engines,
             lender=((behind.lender if behind else "") or socket.gethostname(), settings.kind),
             pull_mb_s=settings.pull_mb_s,
-            engine_changes={"kv_cache_mb": settings.kv_cache_mb, **({"gate": behind.gate} if behind else {})},
+            gate=behind.gate if behind else None,
         )
         self._carrier = NodeCarrier(self._context, lambda: self._engines.on_image())
         self._engines = RolloutNode(self._context, self._carrier)

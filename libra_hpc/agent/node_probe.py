@@ -147,7 +147,7 @@ def try_engine(device: str) -> str:
     """Start an engine with a tiny policy of random weights and have it generate; in a process that has not imported
     torch or vLLM yet."""
     from libra_hpc.engine.offline import OfflineEngine
-    from libra_hpc.engine.settings import EngineConfig
+    from libra_hpc.engine.settings import alone
     from libra_hpc.protocol.codec import pack_i32
     from libra_hpc.protocol.engine import Generate
     from libra_hpc.tasks.tiny_policy import write_folder
@@ -156,15 +156,8 @@ def try_engine(device: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         policy = str(Path(folder) / "policy")
         write_folder(policy, ())
-        config = EngineConfig(
-            model=policy,
-            dtype="float32" if device == "cpu" else "bfloat16",
-            max_model_len=128,
-            max_num_seqs=4,
-            kv_cache_mb=64,
-            threads=1,
-            device="cuda" if device == "cuda" else "cpu",
-        )
+        sizes = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_mb": 64}
+        config = alone(policy, device, dtype="float32" if device == "cpu" else "bfloat16", rollout=sizes)
         with OfflineEngine(config) as engine:
             (answer,) = engine.generate([Generate("0", pack_i32([1, 2, 3]), 8)])
     return f"started and generated {len(answer.tokens) // 4} tokens in {time.monotonic() - began:.0f} s"

@@ -176,9 +176,9 @@ class RolloutNode(EngineNode[VllmEngine]):
         path.write_bytes(msgspec.json.encode(config))
         first = list(self._engines).index(engine.name) * self._tp
         environment = engine_environment(
-            os.environ, config.device, first=first, count=self._tp, threads=rollout.threads
+            os.environ, context.config.slurm.device, first=first, count=self._tp, threads=rollout.threads
         )
-        argv = engine_command(context.config, context.component, path, environment[VARIABLE])
+        argv = engine_command(context.config, path, environment[VARIABLE])
         engine.state, engine.ready, engine.updating, engine.reported = "starting", None, -1, None
         await engine.start([ChildCommand(engine.name, argv, environment)])
 

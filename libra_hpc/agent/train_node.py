@@ -283,7 +283,7 @@ class TrainNode(EngineNode[Supervised]):
             path = context.private / f"{name}.json"
             write_config(worker, path)
             gpu = own_devices(environment, worker.device_index, 1) if environment[VARIABLE] else ""
-            argv = trainer_command(config, context.component, path, gpu)
+            argv = trainer_command(config, path, gpu)
             commands.append(ChildCommand(name, argv, environment))
         await self._trainer.start(commands)
 

@@ -61,8 +61,9 @@ class RolloutEngine:
 
     def __init__(self, config: EngineConfig, on_failure: Callable[[], None] | None = None) -> None:
         started = time.monotonic()
-        shape = model_shape(config.model)
-        files = folder_shapes(config.model).items()
+        run, rollout = config.run, config.run.rollout
+        shape = model_shape(run.model.path)
+        files = folder_shapes(run.model.path).items()
         self._expected = {name: size for name, size in files if not predicts_ahead(name, shape.layers)}
         args = EngineArgs(**engine_arguments(config))
         vllm_config = args.create_engine_config()
@@ -88,7 +89,7 @@ class RolloutEngine:
         self._ids: dict[str, str] = {}
         self._serial = 0
         self._counters = EngineCounters()
-        self._keeps = config.kv_after_update == "keep"
+        self._keeps = rollout.kv_after_update == "keep"
         self._refuses = ""
         self._unsettled = False
         self._version = config.version
@@ -114,7 +115,7 @@ class RolloutEngine:
                     tp=config.tp,
                     kv_tokens=self.capacity.kv_tokens,
                     block_size=self._block_tokens,
-                    max_num_seqs=config.max_num_seqs,
+                    max_num_seqs=rollout.max_num_seqs,
                     max_num_batched_tokens=limits.max_num_batched_tokens,
                 ),
                 BatchWatch(scheduler),
@@ -387,7 +388,8 @@ class RolloutEngine:
 
 def _host_tokens(config: EngineConfig) -> int:
     """Context tokens whose KV cache the host memory of the engine holds."""
-    if not config.kv_host_gb:
+    rollout = config.run.rollout
+    if not rollout.kv_host_gb_per_gpu:
         return 0
-    shape = model_shape(config.model).with_kv(config.kv_dtype)
-    return int(config.kv_host_gb * GIB // shape.kv_bytes_per_device(config.tp))
+    shape = model_shape(config.run.model.path).with_kv(rollout.kv_dtype)
+    return int(rollout.kv_host_gb_per_gpu * GIB // shape.kv_bytes_per_device(config.tp))

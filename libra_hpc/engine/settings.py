@@ -13,17 +13,17 @@ Only here does the device (CPU or GPU) decide anything. Choices for every device
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.process.node_topology import loopback
-
-if TYPE_CHECKING:
-    from libra_hpc.config.run import RunConfig
 
 WORKER_EXTENSION = "libra_hpc.engine.worker_extension.WorkerExtension"
 MIB = 1 << 20
@@ -52,38 +52,19 @@ SHARED_GPU = 0.01
 """Share of a GPU that must be free for a start where ``kv_cache_mb`` sets the size of the cache: vLLM's 0.92 never is
 beside a server or a trainer."""
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-Natural = Annotated[int, msgspec.Meta(ge=0)]
-
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One engine, as its agent writes it to a JSON file; `config_for_run` takes the values from a run."""
+    """One engine of a run, or of a measurement (`alone`)."""
 
-    model: str
-    """Hugging Face folder with ``config.json`` and ``*.safetensors``; every image must have the same tensor names
-    and shapes."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    tp: Positive = 1
-    max_model_len: Annotated[int, msgspec.Meta(ge=2)]
-    """Most tokens of a prompt and its continuation."""
-    max_num_seqs: Positive
-    kv_cache_mb: Natural
-    """KV cache per device in MiB; 0: vLLM's default share of the device."""
-    kv_dtype: Literal["auto", "fp8"] = "auto"
-    """See `rollout.kv_dtype`."""
-    async_steps: bool = False
-    """See `rollout.async_steps`."""
-    kv_host_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Host memory per device in GiB for KV caches that the device has no room for; 0: none.  GPUs only."""
-    kv_after_update: Literal["recompute", "keep"] = "recompute"
-    """See `rollout.kv_after_update`."""
-    block_size: Positive = 32
-    """KV block in tokens."""
-    threads: Positive
-    """CPU threads of each worker."""
-    seed: Natural = 0
-    device: Literal["cpu", "cuda"]
-    version: Natural = 0
+    run: RunConfig
+    """``model.path`` is the folder that the engine serves; every image must have the same tensor names and shapes."""
+    component: str = "rollout"
+    """Component of its node."""
+    tp: Annotated[int, msgspec.Meta(ge=1)] = 1
+    seed: Annotated[int, msgspec.Meta(ge=0)] = 0
+    dtype: Literal["", "auto", "float32", "bfloat16", "float16"] = ""
+    """Empty: ``model.dtype``."""
+    version: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Weight version of the weights the engine starts with."""
     step_log: str = ""
     """Log every step with its duration in this file (`libra_hpc.engine.steplog`); empty: no log."""
@@ -93,30 +74,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Gate of an engine on a device whose server has users; None: the device is ours."""
 
 
-def config_for_run(
-    run: RunConfig, *, model: str, seed: int, tp: int = 1, version: int = 0, step_log: str = "", weights: str = ""
+def alone(
+    model: str, device: str, *, dtype: str, rollout: Mapping[str, Any] = MappingProxyType({}), **place: Any
 ) -> EngineConfig:
-    """The engine of a run that serves the folder ``model``; the other arguments as in `EngineConfig`."""
-    rollout = run.rollout
-    return EngineConfig(
-        model=model,
-        dtype=run.model.dtype,
-        tp=tp,
-        max_model_len=rollout.max_model_len,
-        max_num_seqs=rollout.max_num_seqs,
-        kv_cache_mb=rollout.kv_cache_mb,
-        kv_dtype=rollout.kv_dtype,
-        async_steps=rollout.async_steps,
-        kv_host_gb=rollout.kv_host_gb_per_gpu,
-        kv_after_update=rollout.kv_after_update,
-        block_size=rollout.block_size,
-        threads=rollout.threads,
-        seed=seed,
-        device=run.slurm.device,
-        version=version,
-        step_log=step_log,
-        weights=weights,
-    )
+    """An engine without a run; ``place``: fields of `EngineConfig`."""
+    run = RunConfig().changed(model={"path": model}, slurm={"device": device}, rollout=rollout)
+    return EngineConfig(run=run, dtype=cast(Any, dtype), **place)
 
 
 def read_config(path: str | Path) -> EngineConfig:
@@ -136,13 +99,12 @@ def read_config(path: str | Path) -> EngineConfig:
 
 def check_config(config: EngineConfig) -> None:
     """Check that the model folder and the image exist; raises `UserError`."""
-    folder = Path(config.model)
+    model = config.run.model.path
+    folder = Path(model)
     if not (folder / "config.json").is_file():
-        raise invalid("model", config.model, "no config.json there", "a Hugging Face model folder")
+        raise invalid("model", model, "no config.json there", "a Hugging Face model folder")
     if not any(folder.glob("*.safetensors")):
-        raise invalid(
-            "model", config.model, "no *.safetensors there", "a Hugging Face model folder with safetensors weights"
-        )
+        raise invalid("model", model, "no *.safetensors there", "a Hugging Face model folder with safetensors weights")
     if config.weights and not Path(config.weights).is_file():
         raise invalid("weights", config.weights, "no such file", "an image, or an empty string")
 
@@ -158,12 +120,12 @@ def environment(config: EngineConfig) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": str(config.threads),
+        "OMP_NUM_THREADS": str(config.run.rollout.threads),
         # The workers of one engine share a node: they listen on no other address.
         "VLLM_HOST_IP": loopback(),
         "VLLM_LOOPBACK_IP": loopback(),
     }
-    if config.device == "cpu":
+    if config.run.slurm.device == "cpu":
         # Execution on the CPU is eager: dynamo would only cost time.
         out |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "GLOO_SOCKET_IFNAME": "lo"}
     return out
@@ -180,29 +142,31 @@ def schedules_ahead(config: EngineConfig) -> bool:
     vLLM's CPU platform cannot: its steps run in the thread that forms them, and it has no events to wait for.  Beside a
     server's users no step may be in flight that the gate has not let through.
     """
-    return config.async_steps and config.device == "cuda" and config.gate is None
+    return config.run.rollout.async_steps and config.run.slurm.device == "cuda" and config.gate is None
 
 
 def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     """Keyword arguments of ``vllm.engine.arg_utils.EngineArgs``."""
+    run, rollout = config.run, config.run.rollout
+    on_gpus = run.slurm.device == "cuda"
     return {
-        "model": config.model,
+        "model": run.model.path,
         "skip_tokenizer_init": True,
         # Mistral's folders have a second configuration and a second copy of the weights, under other names.
         "config_format": "hf",
         "generation_config": "vllm",
-        "dtype": config.dtype,
+        "dtype": config.dtype or run.model.dtype,
         "seed": config.seed,
         "tensor_parallel_size": config.tp,
         "distributed_executor_backend": "uni" if config.tp == 1 else "mp",
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "kv_cache_memory_bytes": config.kv_cache_mb * MIB or None,
-        "kv_cache_dtype": config.kv_dtype,
+        "max_model_len": rollout.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "kv_cache_memory_bytes": rollout.kv_cache_mb * MIB or None,
+        "kv_cache_dtype": rollout.kv_dtype,
         # vLLM counts all devices of the engine.
-        "kv_offloading_size": config.kv_host_gb * config.tp or None,
-        "max_num_batched_tokens": max(CPU_STEP_TOKENS, config.max_num_seqs) if config.device == "cpu" else None,
-        "block_size": config.block_size,
+        "kv_offloading_size": rollout.kv_host_gb_per_gpu * config.tp or None,
+        "max_num_batched_tokens": max(CPU_STEP_TOKENS, rollout.max_num_seqs) if not on_gpus else None,
+        "block_size": rollout.block_size,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,
         "async_scheduling": schedules_ahead(config),
@@ -212,8 +176,8 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
         # CUDA graphs and sleeping memory pools exist on GPUs only.
-        "enforce_eager": config.device == "cpu",
-        "cudagraph_capture_sizes": list(CAPTURED) if config.device == "cuda" else None,
-        "enable_sleep_mode": config.device == "cuda",
-        **({"gpu_memory_utilization": SHARED_GPU} if config.kv_cache_mb and config.device == "cuda" else {}),
+        "enforce_eager": not on_gpus,
+        "cudagraph_capture_sizes": list(CAPTURED) if on_gpus else None,
+        "enable_sleep_mode": on_gpus,
+        **({"gpu_memory_utilization": SHARED_GPU} if rollout.kv_cache_mb and on_gpus else {}),
     }

@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, error_text, invalid
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
@@ -51,7 +52,6 @@ from libra_hpc.protocol.env import (
     to_host,
 )
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task, Tools, Turn, Why
-from libra_hpc.tasks.task_registry import build_task
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 from . import answers
@@ -59,7 +59,7 @@ from .contain import hide_memory
 from .declared import busy_limit, step_limit, tool_limits
 from .live_episode import LiveEpisode
 from .sandbox import Sandbox
-from .settings import MARK, HostConfig
+from .settings import MARK, task_of
 from .step import StepTimeout
 
 C = TypeVar("C")
@@ -268,17 +268,18 @@ class Host(asyncio.Protocol):
             self._end(name, "done")
 
 
-async def serve(path: str, config: HostConfig) -> int:
+async def serve(path: str, config: RunConfig) -> int:
     """Connect, serve until the socket closes, return the exit code; raises `UserError` and `OperationError` before."""
-    task = build_task(config.task, config.options, config.seed, TaskTokenizer(config.model), chat=config.chat)
+    task, own = task_of(config, TaskTokenizer(config.model.path)), config.task
     # Children up to here are the task's own; what a tool leaves behind is killed with this process.
     become_subreaper()
-    limits = tool_limits(task, config.tool_timeout_s)
+    limits = tool_limits(task, own.tool_timeout_s)
     # In the temporary folder, which the starter removes even when this process is killed.
-    tools = Sandbox(task.tools, config, spared=children(), limits=limits)
+    tools = Sandbox(task.tools, own, spared=children(), limits=limits)
     try:
         await tools.start()
-        host = Host(config.task, task, tools, step_limit(task, config.step_limit_s), OPENINGS * config.tool_processes)
+        limit_s = step_limit(task, config.deadlines.first_s)
+        host = Host(own.host_task, task, tools, limit_s, OPENINGS * own.tool_processes)
         await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
         await asyncio.wait((host.closed, tools.broken), return_when=asyncio.FIRST_COMPLETED)
         if not host.closed.done():
@@ -308,17 +309,17 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
         loop.close()
 
 
-def main(module: str, kind: type[C], serve: Callable[[str, C], Coroutine[Any, Any, int]]) -> int:
-    """Entry point of a host process: run ``serve(socket, config)`` with a ``kind`` as config; returns the exit code."""
+def main(module: str, serve: Callable[[str, RunConfig], Coroutine[Any, Any, int]]) -> int:
+    """Entry point of a host process: run ``serve(socket, config)``; returns the exit code."""
     dump_on_request()
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Environment host of libra-hpc.")
     parser.add_argument("--socket", required=True, help="Unix-domain socket to connect to")
-    parser.add_argument("--config", required=True, help=f"file with a {kind.__name__} as JSON")
+    parser.add_argument("--config", required=True, help="file with the configuration of the run as JSON")
     options = parser.parse_args()
     try:
-        config = msgspec.json.decode(Path(options.config).read_bytes(), type=kind)
+        config = msgspec.json.decode(Path(options.config).read_bytes(), type=RunConfig)
     except (msgspec.DecodeError, OSError) as error:
-        mistake = invalid("--config", options.config, error_text(error), f"a file with a {kind.__name__} as JSON")
+        mistake = invalid("--config", options.config, error_text(error), "a file with the configuration of a run")
         print(f"{MARK}{mistake}", file=sys.stderr)
         return UserError.exit_code
     try:
@@ -332,4 +333,4 @@ def main(module: str, kind: type[C], serve: Callable[[str, C], Coroutine[Any, An
 
 if __name__ == "__main__":
     hide_memory()
-    sys.exit(main("libra_hpc.host.host", HostConfig, serve))
+    sys.exit(main("libra_hpc.host.host", serve))

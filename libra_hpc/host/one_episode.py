@@ -11,16 +11,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.tasks.base import PolicyTurn, ToolResult, Turn, Why
-from libra_hpc.tasks.task_registry import build_task
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 from . import answers
 from .declared import step_limit, tool_limits
 from .live_episode import LiveEpisode
 from .sandbox import Sandbox
-from .settings import HostConfig
+from .settings import task_of
 from .step import Work
 
 Writer = Callable[[list[int], int, tuple[int, ...]], list[int] | None]
@@ -29,21 +29,21 @@ Report = Callable[[str, str], None]
 """Gets who and what: ``prompt``, ``policy``, ``tool``, ``environment`` or ``new sample``, and a text."""
 
 
-async def play_one(config: HostConfig, index: int, max_model_len: int, write: Writer, report: Report) -> Turn | None:
+async def play_one(config: RunConfig, index: int, write: Writer, report: Report) -> Turn | None:
     """Play prompt ``index`` of the data order; returns the end, None when ``write`` had no turn before."""
-    tokenizer = TaskTokenizer(config.model)
-    task = build_task(config.task, config.options, config.seed, tokenizer, chat=config.chat)
+    tokenizer = TaskTokenizer(config.model.path)
+    task = task_of(config, tokenizer)
     task.check()
     with tempfile.TemporaryDirectory(prefix="libra-try-") as folder:
-        limits = tool_limits(task, config.tool_timeout_s)
-        tools = Sandbox(task.tools, config, folder=folder, limits=limits)
+        limits = tool_limits(task, config.task.tool_timeout_s)
+        tools = Sandbox(task.tools, config.task, folder=folder, limits=limits)
         try:
             await tools.start()
-            limit_s = step_limit(task, config.step_limit_s)
+            limit_s = step_limit(task, config.deadlines.first_s)
             live = LiveEpisode(task.open(index, 0, 0.0), _ReportedTools(tools, report), limit_s)
             why: Why = "failed"
             try:
-                end = await _Played(live, tokenizer, write, report).play(max_model_len)
+                end = await _Played(live, tokenizer, write, report).play(config.rollout.max_model_len)
                 why = "dropped" if end is None else "done"
             finally:
                 await live.end(why)

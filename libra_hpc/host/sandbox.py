@@ -25,13 +25,13 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+from libra_hpc.config.learn import TaskSection
 from libra_hpc.errors import OperationError, error_text
 from libra_hpc.process.reaper import end_strangers
 from libra_hpc.protocol.codec import FrameBuffer, FrameError
 from libra_hpc.tasks.base import ToolResult
 
 from .declared import tool_refs
-from .settings import HostConfig
 from .toolproc import Call, Ready, RunCode, Setup, ToolDone, ToolRef, from_tool, to_tool
 
 START_S = 30.0
@@ -293,7 +293,7 @@ class Sandbox:
     def __init__(
         self,
         tools: Mapping[str, Callable[..., Any]],
-        config: HostConfig,
+        config: TaskSection,
         folder: str | Path | None = None,
         spared: Collection[int] | None = None,
         limits: Mapping[str, float] | None = None,

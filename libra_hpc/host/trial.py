@@ -17,11 +17,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task
-from libra_hpc.tasks.task_registry import build_task
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 from . import answers
@@ -30,18 +28,18 @@ from .declared import step_limit, tool_limits
 from .host import main
 from .live_episode import LiveEpisode
 from .sandbox import Sandbox
-from .settings import FOUND, MARK, PROMPT, HostConfig
+from .settings import FOUND, MARK, PROMPT, task_of
 
 TURNS = 2
 """The first may end the episode; the second follows an answer of the environment."""
 
 
-async def play(path: str, config: HostConfig) -> int:
+async def play(path: str, config: RunConfig) -> int:
     """See the module docstring; returns 0, or raises `UserError`."""
-    config = msgspec.structs.replace(config, tool_processes=1)
-    tokenizer = TaskTokenizer(config.model)
+    config = config.changed(task={"tool_processes": 1})
+    tokenizer = TaskTokenizer(config.model.path)
     try:
-        task = build_task(config.task, config.options, config.seed, tokenizer, chat=config.chat)
+        task = task_of(config, tokenizer)
     except UserError:
         raise
     except BaseException as error:
@@ -50,13 +48,13 @@ async def play(path: str, config: HostConfig) -> int:
         print(f"{FOUND}chat: {chat}")
     task.check()
     try:
-        limits = tool_limits(task, config.tool_timeout_s)
-        tools = Sandbox(task.tools, config, folder=Path(path).parent, limits=limits)
+        limits = tool_limits(task, config.task.tool_timeout_s)
+        tools = Sandbox(task.tools, config.task, folder=Path(path).parent, limits=limits)
     except (TypeError, AttributeError) as error:
         raise _mistake(config, "its tools are no table of functions", error) from error
     try:
         await tools.start()
-        live = LiveEpisode(_open(config, task), tools, step_limit(task, config.step_limit_s))
+        live = LiveEpisode(_open(config, task), tools, step_limit(task, config.deadlines.first_s))
         try:
             await _turns(config, live, tokenizer.eos_id or 0)
         finally:
@@ -66,7 +64,7 @@ async def play(path: str, config: HostConfig) -> int:
     return 0
 
 
-def _open(config: HostConfig, task: Task) -> Episode:
+def _open(config: RunConfig, task: Task) -> Episode:
     try:
         episode: object = task.open(0, 0, 0.0)
         if not isinstance(episode, Episode):
@@ -78,11 +76,11 @@ def _open(config: HostConfig, task: Task) -> Episode:
     for call in (episode.start, episode.step, episode.truncated, episode.close):
         if not inspect.iscoroutinefunction(call):
             why = f"the {call.__name__} of {type(episode).__name__} is no coroutine function"
-            raise invalid("task.name", config.task, why, f"`async def {call.__name__}(self, ...)`")
+            raise invalid("task.name", config.task.host_task, why, f"`async def {call.__name__}(self, ...)`")
     return episode
 
 
-async def _turns(config: HostConfig, live: LiveEpisode, eos: int) -> None:
+async def _turns(config: RunConfig, live: LiveEpisode, eos: int) -> None:
     outcome = await live.result(live.episode.start)
     try:
         if isinstance(outcome, BaseException):
@@ -112,17 +110,17 @@ async def _turns(config: HostConfig, live: LiveEpisode, eos: int) -> None:
             return
 
 
-def _within(config: HostConfig, tokens: Sequence[int]) -> None:
+def _within(config: RunConfig, tokens: Sequence[int]) -> None:
     """Raise `BadAnswer` for a token that the policy lacks."""
-    rows = json.loads((Path(config.model) / "config.json").read_bytes()).get("vocab_size", answers.LARGEST_ID)
+    rows = json.loads((Path(config.model.path) / "config.json").read_bytes()).get("vocab_size", answers.LARGEST_ID)
     if (largest := max(tokens, default=0)) >= rows:
         raise answers.BadAnswer(f"token {largest} is outside of the policy's vocabulary of {rows}")
 
 
-def _mistake(config: HostConfig, what: str, error: BaseException) -> UserError:
-    return invalid("task.name", config.task, f"{what} ({type(error).__name__}: {error})".replace("\n", " "))
+def _mistake(config: RunConfig, what: str, error: BaseException) -> UserError:
+    return invalid("task.name", config.task.host_task, f"{what} ({type(error).__name__}: {error})".replace("\n", " "))
 
 
 if __name__ == "__main__":
     hide_memory()
-    sys.exit(main("libra_hpc.host.trial", HostConfig, play))
+    sys.exit(main("libra_hpc.host.trial", play))

@@ -10,6 +10,7 @@ from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.process.lease import Fence
 from libra_hpc.protocol.agents import Log, MeshMessage
 from libra_hpc.protocol.engine_state import EngineState, LenderKind
@@ -50,8 +51,8 @@ class AgentContext:
     """Whose they are."""
     pull_mb_s: float = 0.0
     """Most MB/s of weights that this node gets from others; 0: no limit."""
-    engine_changes: dict[str, Any] = field(default_factory=dict)
-    """Fields of `EngineConfig` that a guest's engines have in another way than those of the run."""
+    gate: GateConfig | None = None
+    """Gate of a guest's engines."""
     publisher: Publisher | None = None
     """Rank 0's; without one Layouts go by stream."""
     fence: Fence = field(default_factory=lambda: Fence(Path()))

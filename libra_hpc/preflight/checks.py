@@ -23,7 +23,7 @@ from libra_hpc.models.supported import most_positions, refusals
 from libra_hpc.planning.in_turn import ways
 from libra_hpc.policies.scheduling.registry import check_policy
 from libra_hpc.rollout.recovery.history import check_warm_start
-from libra_hpc.simulated.dry_run import check_simulated, pace
+from libra_hpc.simulated.dry_run import check_simulated, modelled
 from libra_hpc.slurm.queue.query import slurm_seconds
 from libra_hpc.slurm.script.container import named_paths
 from libra_hpc.user_file import file_of
@@ -138,7 +138,7 @@ def _check_model(config: RunConfig) -> ModelShape | None:
     if config.run.engine == "simulated":
         with naming(config):
             check_simulated(config)
-        _raise_first(trains_simulated(config, model_shape(pace(config, "train").model)))
+        _raise_first(trains_simulated(config, model_shape(modelled(config, "train").model)))
         return None
     model = read_model_config(config)
     _raise_first(model_problems(config, model))

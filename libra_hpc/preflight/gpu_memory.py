@@ -30,7 +30,7 @@ from libra_hpc.models.memory import RECOMPUTE, USABLE, TrainMemory, memory_limit
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.models.train_parallel import runs
 from libra_hpc.planning.measured_train_speed import world_layout
-from libra_hpc.simulated.dry_run import pace
+from libra_hpc.simulated.dry_run import modelled
 
 from .field_names import naming
 from .train_worlds import degrees_of, worlds
@@ -102,7 +102,7 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
                 None
             )
             continue
-        shape = model_shape(pace(config, stage).model) if simulated or model is None else model
+        shape = model_shape(modelled(config, stage).model) if simulated or model is None else model
         shape = msgspec.structs.replace(
             shape.with_kv(config.rollout.kv_dtype), dtype_bytes=DTYPE_BYTES[config.model.dtype]
         )
@@ -123,7 +123,7 @@ def component_device(config: RunConfig, component: str) -> Device | None:
     """
     planner = config.planner
     if config.run.engine == "simulated":
-        simulated = pace(config, component)
+        simulated = modelled(config, component)
         return device(simulated.device, simulated.devices or None)
     file = Path(planner.devices) if planner.devices else None
     if planner.device:

@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text, invalid
 from libra_hpc.files import cache_folder, write_atomic
-from libra_hpc.host.settings import FOUND, MARK, PROMPT, host_settings, write_private
+from libra_hpc.host.settings import FOUND, MARK, PROMPT, made_from, write_private
 from libra_hpc.planning.remembered import digest
 from libra_hpc.slurm.interpreter import compute_python, in_container
 from libra_hpc.user_file import file_of
@@ -97,7 +99,8 @@ def _digest(config: RunConfig, python: str) -> str:
     data = [file for one in sets for file in (one, *sorted(one.glob("*")))]
     model = (*Path(config.model.path).glob("*.json*"), Path(config.model.path) / "chat_template.jinja")
     named = {name: file for name in _functions(config).values() if (file := file_of(name)) is not None}
-    asked = (host_settings(config).decode(), python, list(named), config.rollout.max_model_len)
+    limits = config.deadlines.first_s, config.rollout.max_model_len
+    asked = (made_from(config), python, list(named), limits)
     return digest(asked, (*model, *own, *data, *named.values()))
 
 
@@ -112,7 +115,7 @@ def _playing(config: RunConfig, python: str) -> Iterator[Callable[[], TaskTrial]
     """Processes that play and call, and how to wait for their outcome; they end here at the latest."""
     with tempfile.TemporaryDirectory(prefix="libra-trial-") as folder, contextlib.ExitStack() as stack:
         settings = Path(folder) / "host.json"
-        write_private(settings, host_settings(config))
+        write_private(settings, msgspec.json.encode(config))
         play = ["-m", "libra_hpc.host.trial", "--socket", f"{folder}/none", "--config", str(settings)]
         calls = {f"algorithm.{key}": ["-c", CALL, *FUNCTIONS[key], name] for key, name in _functions(config).items()}
         none, pipe = subprocess.DEVNULL, subprocess.PIPE

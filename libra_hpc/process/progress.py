@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -79,6 +78,8 @@ def stall_of(slept_s: float, planned_s: float) -> float:
 
 async def ticks(seconds: float) -> AsyncIterator[float]:
     """Wake every so many seconds, with the stall of this process meanwhile."""
+    import asyncio  # slow, and children have no loop
+
     while True:
         before = time.monotonic()
         await asyncio.sleep(seconds)

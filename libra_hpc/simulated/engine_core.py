@@ -39,7 +39,7 @@ from libra_hpc.weights.image import reading
 from libra_hpc.weights.weightfile import WeightFileError
 
 from . import state, tokens
-from .settings import Pace
+from .dry_run import modelled
 
 FLOAT_BYTES = 4
 
@@ -62,19 +62,21 @@ class _Turn:
 class SimulatedEngine:
     """One replica.  Raises `UserError` when its KV cache cannot hold a context of ``max_model_len``."""
 
-    def __init__(self, config: EngineConfig, pace: Pace, steps: StepTimes, host: HostMemory | None = None) -> None:
-        if blocks_of(config.max_model_len, config.block_size) * config.block_size > steps.kv_capacity:
+    def __init__(self, config: EngineConfig, steps: StepTimes, host: HostMemory | None = None) -> None:
+        rollout, speedup = config.run.rollout, config.run.simulated.speedup
+        if blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size > steps.kv_capacity:
+            found = modelled(config.run, config.component)
             raise UserError(
-                f"rollout.max_model_len = {config.max_model_len}: the KV cache of {pace.model} on {config.tp} x"
-                f" {pace.device} holds {steps.kv_capacity} tokens."
+                f"rollout.max_model_len = {rollout.max_model_len}: the KV cache of {found.model} on {config.tp} x"
+                f" {found.device} holds {steps.kv_capacity} tokens."
             )
-        self._config, self._pace = config, pace
+        self._config, self._rollout, self._simulated = config, rollout, config.run.simulated
         limits = SimulationSettings(
-            max_num_seqs=config.max_num_seqs,
-            block_size=config.block_size,
-            report_s=INTERVAL_S * pace.speedup,
-            keep_kv=config.kv_after_update == "keep",
-            async_steps=config.async_steps,
+            max_num_seqs=rollout.max_num_seqs,
+            block_size=rollout.block_size,
+            report_s=INTERVAL_S * speedup,
+            keep_kv=rollout.kv_after_update == "keep",
+            async_steps=rollout.async_steps,
         )
         self._engine = Engine(
             name="simulated",
@@ -84,7 +86,7 @@ class SimulatedEngine:
             number=0,
             version=config.version,
             now=0.0,
-            host=host_cache(host, config.block_size),
+            host=host_cache(host, rollout.block_size),
         )
         self._steps, self._kv_tokens = steps, steps.kv_capacity
         self._host_tokens = host.tokens if host else 0
@@ -104,7 +106,7 @@ class SimulatedEngine:
         """The first message to the agent; ``start_s`` in wall seconds."""
         capacity = EngineCapacity(
             tp=self._config.tp,
-            max_model_len=self._config.max_model_len,
+            max_model_len=self._rollout.max_model_len,
             kv_tokens=self._kv_tokens,
             host_kv_tokens=self._host_tokens,
             warm_up=self._warm_up(),
@@ -113,7 +115,7 @@ class SimulatedEngine:
 
     def _warm_up(self) -> tuple[EngineStats, ...]:
         """The warm-up profile of `libra_hpc.engine.warm_up`, from the modelled step times."""
-        decodes, prompt = lengths(self._config.max_model_len)
+        decodes, prompt = lengths(self._rollout.max_model_len)
         decoded, read = decodes * self._steps.step_s(1, 1), self._steps.step_s(0, 0, prompt)
         start = EngineStats(self._config.version)
         between = msgspec.structs.replace(start, generated_tokens=decodes, steps=decodes, busy_s=decoded)
@@ -123,7 +125,7 @@ class SimulatedEngine:
     def submit(self, message: Generate, now: float) -> list[FromEngine]:
         if message.rid in self._turns:
             return [EngineFailed(f"request {message.rid!r} is already in flight.", fatal=False)]
-        room = self._config.max_model_len - len(message.prompt) // 4
+        room = self._rollout.max_model_len - len(message.prompt) // 4
         try:
             context = tokens.read(message.prompt)
         except tokens.Unreadable as error:
@@ -141,7 +143,7 @@ class SimulatedEngine:
         request = SimulatedRequest(
             trajectory=f"{prompt}/{context.sample}",
             prompt=prompt,
-            prompt_blocks=context.prompt_tokens // self._config.block_size,
+            prompt_blocks=context.prompt_tokens // self._rollout.block_size,
             tokens=context.tokens,
             left=left,
             priority=message.priority,
@@ -157,7 +159,7 @@ class SimulatedEngine:
         """See `libra_hpc.engine.core`."""
         version = self._engine.version
         admitted = version if message.admitted < 0 else min(message.admitted, version)
-        return f"{admitted}: " if self._config.kv_after_update == "keep" else ""
+        return f"{admitted}: " if self._rollout.kv_after_update == "keep" else ""
 
     def abort(self, message: Abort, now: float) -> None:
         turn = self._turns.get(message.rid)
@@ -177,7 +179,7 @@ class SimulatedEngine:
         if message.version == self._engine.version and not self._updates:
             return [WeightsApplied(message.version, 0.0)]
         self._updates.append(message)
-        self._engine.swap(message.version, self._pace.sync_s + self._extra_s, now)
+        self._engine.swap(message.version, self._simulated.sync_s + self._extra_s, now)
         self._extra_s = 0.0
         return []
 
@@ -194,7 +196,7 @@ class SimulatedEngine:
     def wake(self) -> None:
         """Leave standby: turns are refused until the next weight update, which takes ``wake_s`` longer."""
         self._asleep, self._refuses = False, "the engine has woken and has no current weights yet."
-        self._extra_s = self._pace.wake_s
+        self._extra_s = self._simulated.wake_s
         self._engine.version = -1
 
     def stats(self, now: float) -> EngineStats:
@@ -233,7 +235,7 @@ class SimulatedEngine:
         ended = [update for update in self._updates if update.version <= version]
         self._updates = [update for update in self._updates if update.version > version]
         self._refuses = ""
-        return [WeightsApplied(version, self._pace.sync_s / self._pace.speedup)] if ended else []
+        return [WeightsApplied(version, self._simulated.sync_s / self._simulated.speedup)] if ended else []
 
     def _finish(self, request: SimulatedRequest, version: int, at: float) -> Generated:
         turn = self._turns.pop(self._rids.pop(request))
@@ -248,12 +250,12 @@ class SimulatedEngine:
             finish=finish,
             versions=tuple(turn.spans),
             cached_tokens=request.cached,
-            queue_s=(admitted - turn.arrived) / self._pace.speedup,
-            run_s=(at - admitted) / self._pace.speedup,
+            queue_s=(admitted - turn.arrived) / self._simulated.speedup,
+            run_s=(at - admitted) / self._simulated.speedup,
         )
 
     def _wall(self, stats: EngineStats) -> EngineStats:
-        speedup = self._pace.speedup
+        speedup = self._simulated.speedup
         return msgspec.structs.replace(
             stats, busy_s=stats.busy_s / speedup, update_s=stats.update_s / speedup, asleep=self._asleep
         )

@@ -1,7 +1,6 @@
 """The simulated rollout engine process.
 
-``python -m libra_hpc.simulated.engine_process --socket PATH --config FILE --pace JSON``: the `EngineConfig` file of the
-real engine, and the modelled hardware.
+``python -m libra_hpc.simulated.engine_process --socket PATH --config FILE``, with the file of the real engine.
 
 * One thread sleeps until a message arrives or a step ends.
 * An idle engine reports every `IDLE_INTERVAL_S`.
@@ -39,31 +38,30 @@ from libra_hpc.protocol.engine import (
 from libra_hpc.simulator.engine.simulated_engine import IDLE
 
 from .clock import Clock, wait
+from .dry_run import modelled
 from .engine_core import SimulatedEngine
 from .entry import run
-from .settings import Pace
 
 
-def serve(socket: EngineSocket[FromEngine], config: EngineConfig, pace: Pace) -> None:
+def serve(socket: EngineSocket[FromEngine], config: EngineConfig) -> None:
     """Run an engine until `StopEngine`.
 
     Raises `EOFError` when the agent is gone, `UserError` for unknown hardware or an unknown model.
     """
     begin, pulse = time.monotonic(), Pulse(socket.send)
-    shape = model_shape(pace.model).with_kv(config.kv_dtype)
-    devices, calibration = pace.devices or None, pace.calibration or None
-    machine = device(pace.device, devices).asynchronous() if config.async_steps else pace.device
-    steps = lookup(machine, shape, config.tp, calibration, source=pace.source, devices_file=devices)
+    simulated, rollout, found = config.run.simulated, config.run.rollout, modelled(config.run, config.component)
+    shape, speedup = model_shape(found.model).with_kv(rollout.kv_dtype), simulated.speedup
+    devices, calibration = found.devices or None, simulated.calibration or None
+    machine = device(found.device, devices).asynchronous() if rollout.async_steps else found.device
+    steps = lookup(machine, shape, config.tp, calibration, source=simulated.source, devices_file=devices)
     host = None
-    if config.kv_host_gb:
-        gpu = device(pace.device, devices)
-        host = host_memory(gpu, shape, config.tp, config.kv_host_gb)
-    engine = SimulatedEngine(config, pace, steps, host)
-    print(
-        f"step times: {steps.source}; {steps.kv_capacity} KV tokens; 1 s here stands for {pace.speedup:g} s", flush=True
-    )
-    wait(socket.fileno(), pace.start_s / pace.speedup - (time.monotonic() - begin))
-    clock = Clock(pace.speedup)
+    if rollout.kv_host_gb_per_gpu:
+        gpu = device(found.device, devices)
+        host = host_memory(gpu, shape, config.tp, rollout.kv_host_gb_per_gpu)
+    engine = SimulatedEngine(config, steps, host)
+    print(f"step times: {steps.source}; {steps.kv_capacity} KV tokens; 1 s here stands for {speedup:g} s", flush=True)
+    wait(socket.fileno(), simulated.start_s / speedup - (time.monotonic() - begin))
+    clock = Clock(speedup)
     pulse.end()
     socket.send(engine.ready(time.monotonic() - begin))
     sent_at = time.monotonic()
@@ -106,9 +104,9 @@ def _handle(engine: SimulatedEngine, message: ToEngine, now: float) -> list[From
 def main(arguments: list[str] | None = None) -> int:
     """Run it; exit codes as `entry.run`."""
 
-    def work(socket: str, path: Path, pace: Pace) -> None:
+    def work(socket: str, path: Path) -> None:
         config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
-        serve(EngineSocket(socket, to_engine, from_engine), config, pace)
+        serve(EngineSocket(socket, to_engine, from_engine), config)
 
     return run("engine", "A simulated rollout engine.", arguments, work)
 

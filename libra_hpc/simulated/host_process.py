@@ -1,6 +1,6 @@
 """The simulated environment host: the real `Host` around a task that replays a workload.
 
-``python -m libra_hpc.simulated.host_process --socket PATH --config FILE``, with a `Workload` in the file.
+``python -m libra_hpc.simulated.host_process --socket PATH --config FILE``, with the run's configuration.
 
 Prompts, tool answers, tool seconds and rewards are those of the workload (`tokens`).  It needs no tokenizer and starts
 no tool process.
@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.host.host import Host, main
 from libra_hpc.protocol.trace import TrajectoryRecord, signals_of
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task, ToolResult, Tools, Turn
 
-from .settings import Workload
 from .tokens import STOP, answer, prompt
 from .workload import Groups
 
@@ -26,10 +26,10 @@ from .workload import Groups
 class WorkloadTask(Task):
     """A task that replays a workload.  Raises `UserError` for one that cannot be read or generated."""
 
-    def __init__(self, workload: Workload) -> None:
-        self.seed = workload.seed
-        self._groups = Groups(workload)
-        self._speedup = workload.speedup
+    def __init__(self, config: RunConfig) -> None:
+        self.seed = config.run.seed
+        self._groups = Groups(config)
+        self._speedup = config.simulated.speedup
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         """Replay sample ``sample`` of prompt ``index``; both wrap around at the end of the workload."""
@@ -77,9 +77,9 @@ class _NoTools:
         raise KeyError("python")
 
 
-async def serve(path: str, workload: Workload) -> int:
+async def serve(path: str, config: RunConfig) -> int:
     """Connect, serve until the socket closes, and return the exit code."""
-    host = Host("simulated", WorkloadTask(workload), _NoTools())
+    host = Host("simulated", WorkloadTask(config), _NoTools())
     await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
     code = await host.closed
     await host.left()
@@ -87,4 +87,4 @@ async def serve(path: str, workload: Workload) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main("libra_hpc.simulated.host_process", Workload, serve))
+    sys.exit(main("libra_hpc.simulated.host_process", serve))

@@ -1,6 +1,6 @@
 """The simulated Megatron worker process: the loop of the real one, with `ReplicaTime` instead of the computation.
 
-``python -m libra_hpc.simulated.trainer_process --socket PATH --config FILE --pace JSON``
+``python -m libra_hpc.simulated.trainer_process --socket PATH --config FILE``
 
 * `TrainStep` or `TrainPortion` that is not of the next step of the current generation, or lacks a part -> refused.
 * `Join` -> the core's step; a replica without its weights receives them.
@@ -47,9 +47,9 @@ from libra_hpc.weights.pieces import WHOLE, Offer
 
 from . import state
 from .clock import wait
+from .dry_run import modelled
 from .entry import run
 from .replica_time import WEIGHT_BYTES, ReplicaTime
-from .settings import Pace
 
 NOTHING = folders.TrainerState(-1, 0)
 """State of a replica without weights."""
@@ -58,17 +58,17 @@ NOTHING = folders.TrainerState(-1, 0)
 class Trainer(WorkerLoop):
     """One process of a replica.  Raises `UserError` for unknown hardware or an unknown model."""
 
-    def __init__(self, config: WorkerConfig, pace: Pace, socket: WorkerSocket, begin: float) -> None:
+    def __init__(self, config: WorkerConfig, socket: WorkerSocket, begin: float) -> None:
         super().__init__(socket, Pulse(socket.send))
-        self._config, self._speedup, self._wake_s = config, pace.speedup, pace.wake_s
+        self._config, self._simulated = config, config.run.simulated
         self._asleep = False
-        shape = model_shape(pace.model)
+        found = modelled(config.run, "hybrid" if config.elastic else "train")
         self._time = ReplicaTime(
-            shape=shape,
-            device=device(pace.device, pace.devices or None),
+            shape=model_shape(found.model),
+            device=device(found.device, found.devices or None),
             devices=config.world.replica,
-            mfu=pace.mfu,
-            fixed_s=pace.step_s,
+            mfu=self._simulated.mfu,
+            fixed_s=self._simulated.step_s,
             weight_bytes=WEIGHT_BYTES[config.run.model.dtype],
         )
         self._place = config.rank // self._time.devices
@@ -86,7 +86,7 @@ class Trainer(WorkerLoop):
         self._writer: threading.Thread | None = None
         self._offered = WHOLE
         """The version that was offered last; as a real trainer, it knows what changed since, and no more."""
-        self._take(pace.start_s, begin)
+        self._take(self._simulated.start_s, begin)
         self.pulse.end()
         socket.send(EngineState(-1, "train", "ready", version=self.step))
 
@@ -96,7 +96,7 @@ class Trainer(WorkerLoop):
 
     def _take(self, simulated_s: float, begin: float) -> None:
         """Sleep until ``simulated_s`` after ``begin`` (wall clock)."""
-        wait(self.socket.fileno(), begin + simulated_s / self._speedup - time.monotonic())
+        wait(self.socket.fileno(), begin + simulated_s / self._simulated.speedup - time.monotonic())
 
     def join(self, message: Join) -> Arrived:
         self._generation, config, begin, self._ahead = -1, self._config, time.monotonic(), []
@@ -111,7 +111,7 @@ class Trainer(WorkerLoop):
                 timeout_s=config.join_timeout_s,
                 interrupted=self.socket.interrupted,
             )
-        received, simulated_s = 0, self._wake_s if self._asleep else 0.0
+        received, simulated_s = 0, self._simulated.wake_s if self._asleep else 0.0
         if core.step not in (self.step, message.version):
             received = self._time.received_bytes
             simulated_s += self._time.receive_s
@@ -174,8 +174,8 @@ class Trainer(WorkerLoop):
             entropy=0.0,
             tokens=sum(map(tokens_of, samples)),
             loss_tokens=sum(map(loss_tokens_of, samples)),
-            compute_s=compute_s / self._speedup,
-            reduce_s=reduce_s / self._speedup,
+            compute_s=compute_s / self._simulated.speedup,
+            reduce_s=reduce_s / self._simulated.speedup,
             optimizer_s=0.0,
             skipped=skipped,
         )
@@ -224,8 +224,8 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.monotonic()
     dump_on_request()
 
-    def work(socket: str, path: Path, pace: Pace) -> None:
-        Trainer(read_config(path), pace, WorkerSocket(socket), begin).run()
+    def work(socket: str, path: Path) -> None:
+        Trainer(read_config(path), WorkerSocket(socket), begin).run()
 
     return run("trainer", "One simulated process of a training replica.", arguments, work)
 

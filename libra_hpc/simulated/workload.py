@@ -2,7 +2,7 @@
 
 * A trace is grouped by prompt; a longer run starts again at its beginning.
 * Generated trajectories fill the run; several presets follow one another, each for an equal share (abrupt drift).
-* Both depend on the settings alone, so every host has the same trajectories.
+* Both depend on the configuration alone, so every host has the same trajectories.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from pathlib import Path
 
 import msgspec
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import read_trace
-
-from .settings import Workload
 
 Group = list[TrajectoryRecord]
 """The trajectories of one prompt."""
@@ -30,13 +29,13 @@ MOST_PROMPTS = 16_384
 class Groups(Sequence[Group]):
     """Groups in the order of the run.  Raises `UserError` for an unreadable trace or dials out of range."""
 
-    def __init__(self, workload: Workload) -> None:
-        self._stretched = workload.drift != 1.0
-        if workload.trace:
-            self._parts = [_grouped(read_trace(Path(workload.trace)).trajectories)]
+    def __init__(self, config: RunConfig) -> None:
+        self._stretched = config.simulated.drift != 1.0
+        if trace := config.simulated.trace:
+            self._parts = [_grouped(read_trace(Path(trace)).trajectories)]
             self._ends = [len(self._parts[0])]
         else:
-            made = dials(workload)
+            made = dials(config)
             self._parts = [_grouped(_generated(number, preset, part)) for number, (_, preset, part) in enumerate(made)]
             self._ends = [end for end, _, _ in made]
 
@@ -60,22 +59,25 @@ def _grouped(specs: Iterable[TrajectoryRecord]) -> list[Group]:
     return list(found.values())
 
 
-def dials(workload: Workload) -> list[tuple[int, str, Dials]]:
+def dials(config: RunConfig) -> list[tuple[int, str, Dials]]:
     """The last prompt of each preset, exclusive, and what is generated for it."""
-    parts = len(workload.presets)
+    simulated, group = config.simulated, config.algorithm.group_size
+    parts = len(simulated.presets)
+    # A job that only evaluates trains none.
+    total = max(1, config.run.steps * config.algorithm.prompts_per_step)
     out = []
-    for number, preset in enumerate(workload.presets):
-        end = workload.prompts * (number + 1) // parts
-        prompts = min(end - workload.prompts * number // parts, MOST_PROMPTS)
+    for number, preset in enumerate(simulated.presets):
+        end = total * (number + 1) // parts
+        prompts = min(end - total * number // parts, MOST_PROMPTS)
         if prompts:
             mine = Dials(
-                trajectories=prompts * workload.group,
-                group=workload.group,
-                seed=workload.seed + number,
-                sibling=workload.sibling,
-                outcome=workload.outcome,
-                drift=workload.drift,
-                max_context=workload.max_context,
+                trajectories=prompts * group,
+                group=group,
+                seed=config.run.seed + number,
+                sibling=simulated.sibling,
+                outcome=simulated.outcome,
+                drift=simulated.drift,
+                max_context=config.rollout.max_model_len,
             )
             out.append((end, preset, mine))
     return out

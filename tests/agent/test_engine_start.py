@@ -21,14 +21,16 @@ def test_an_engine_that_is_rebuilt_begins_with_a_checkpoint_that_still_exists(tm
     )
     run.checkpoint(10).mkdir(parents=True)
     found = engine_config(context, "r2.0", 1, None, -1)
-    assert (found.model, found.version) == (str(run.checkpoint(10) / "policy"), 10)
+    assert (found.run.model.path, found.version) == (str(run.checkpoint(10) / "policy"), 10)
     run.checkpoint(10).rmdir()
     run.checkpoint(30).mkdir()
     (run.checkpoint(30) / "state.json").write_text('{"step": 30, "low": 240, "extra": []}')
     found = engine_config(context, "r2.0", 1, None, -1)
-    assert (found.model, found.version) == (str(run.checkpoint(30) / "policy"), 30), "older checkpoints have made room"
+    assert (found.run.model.path, found.version) == (str(run.checkpoint(30) / "policy"), 30), (
+        "older checkpoints have made room"
+    )
     context.resume_point = ResumePoint(34, str(run.checkpoint(30)), 272, (), snapshot="step-34", saved_step=30)
     found = engine_config(context, "r2.0", 1, None, -1)
-    assert (found.model, found.version) == (str(run.checkpoint(30) / "policy"), 30), "a snapshot has no policy"
+    assert (found.run.model.path, found.version) == (str(run.checkpoint(30) / "policy"), 30), "a snapshot has no policy"
     context.resume_point = ResumePoint(0, "", 0, ())
-    assert engine_config(context, "r2.0", 1, None, -1).model == "/models/policy"
+    assert engine_config(context, "r2.0", 1, None, -1).run.model.path == "/models/policy"

@@ -81,7 +81,7 @@ def main() -> int:
         prepare(config)
 
     engine.prepare_process = prepared
-    settings.schedules_ahead = lambda config: config.async_steps
+    settings.schedules_ahead = lambda config: config.run.rollout.async_steps
     return engine.main()
 
 

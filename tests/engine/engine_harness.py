@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from libra_hpc.engine.settings import EngineConfig
+from libra_hpc.engine.settings import EngineConfig, alone
 from libra_hpc.engine.stats import INTERVAL_S
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import Shapes, hf_shapes
@@ -129,8 +129,10 @@ def make_model(folder: Path, seed: int, *, tied: bool = False, hidden: int = 64)
 
 
 def engine_config(model: Model, **fields: object) -> EngineConfig:
-    settings: dict[str, Any] = {"max_num_seqs": 64, "threads": 1, "device": "cpu", **fields}
-    return EngineConfig(model=str(model.folder), dtype="float32", max_model_len=1024, kv_cache_mb=16, **settings)
+    """``fields``: of `EngineConfig`, and keys of ``[rollout]``."""
+    place = {name: fields.pop(name) for name in EngineConfig.__struct_fields__ if name in fields}
+    rollout = {"max_model_len": 1024, "kv_cache_mb": 16, **fields}
+    return alone(str(model.folder), "cpu", **{"dtype": "float32", "rollout": rollout, **place})
 
 
 def turn(rid: str, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Generate:
@@ -195,7 +197,7 @@ class EngineUnderTest:
     """An engine process started as its agent starts it."""
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
-        ahead_on_cpu = config.async_steps and config.device == "cpu"
+        ahead_on_cpu = config.run.rollout.async_steps and config.run.slurm.device == "cpu"
         self.module = "tests.engine.ahead_on_cpu" if ahead_on_cpu else "libra_hpc.engine"
         folder.mkdir(parents=True, exist_ok=True)
         self.socket_path = folder / "s"

@@ -65,7 +65,7 @@ def test_the_steps_of_one_degree_join_those_of_another(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_an_engine_is_measured_by_its_command(old: Model, folder: Path) -> None:
     config, out = folder / "tp1.json", folder / "steps.json"
-    settings = msgspec.structs.replace(engine_config(old, max_num_seqs=SEQUENCES), max_model_len=LENGTH, kv_cache_mb=4)
+    settings = engine_config(old, max_num_seqs=SEQUENCES, max_model_len=LENGTH, kv_cache_mb=4)
     config.write_bytes(msgspec.json.encode(settings))
     options = ["--config", str(config), "--device", "this cpu", "--model", "tiny", "--out", str(out)]
     command = [sys.executable, "-m", "libra_hpc.annexes.calibrate.measure_steps", *options]

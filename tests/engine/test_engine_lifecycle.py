@@ -12,6 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from libra_hpc.config.run import RunConfig
+from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.protocol.engine import EngineFailed, Generated
 
 from .engine_harness import (
@@ -99,7 +101,7 @@ def test_an_engine_ends_when_its_agent_is_killed(old: Model, folder: Path) -> No
 @pytest.mark.nightly
 @pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM's FP8 caches need AVX-512")
 def test_caches_in_fp8_hold_more_and_their_gap_to_the_trainer_is_small_and_there(old: Model, folder: Path) -> None:
-    config = msgspec.structs.replace(engine_config(old, kv_dtype="fp8"), kv_cache_mb=2)
+    config = engine_config(old, kv_dtype="fp8", kv_cache_mb=2)
     engine = EngineUnderTest(folder, config)
     try:
         # A byte per element instead of float32's four.
@@ -115,7 +117,7 @@ def test_caches_in_fp8_hold_more_and_their_gap_to_the_trainer_is_small_and_there
 
 def test_a_bad_configuration_ends_with_two_and_one_sentence(old: Model, tmp_path: Path) -> None:
     config = tmp_path / "engine.json"
-    config.write_bytes(msgspec.json.encode(msgspec.structs.replace(engine_config(old), model=str(tmp_path))))
+    config.write_bytes(msgspec.json.encode(EngineConfig(run=RunConfig().changed(model={"path": str(tmp_path)}))))
     command = [sys.executable, "-m", "libra_hpc.engine", "--socket", str(tmp_path / "s"), "--config", str(config)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 2

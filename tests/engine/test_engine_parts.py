@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_hpc.config.load import validate
-from libra_hpc.engine.settings import EngineConfig, config_for_run, engine_arguments, environment, read_config
+from libra_hpc.config.run import RunConfig
+from libra_hpc.engine.settings import EngineConfig, alone, engine_arguments, environment, read_config
 from libra_hpc.engine.stats import Pacer
 from libra_hpc.engine.turns import NOT_FINITE, TurnInFlight, TurnRejected, read_prompt
 from libra_hpc.errors import UserError
@@ -31,45 +31,63 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-SIZES = {"max_model_len": 4096, "max_num_seqs": 64, "kv_cache_mb": 0, "threads": 1}
-REQUIRED: dict[str, Any] = {"model": "m", "dtype": "auto", "device": "cpu", **SIZES}
+def config(device: str = "cpu", model: str = "m", **fields: Any) -> EngineConfig:
+    """``fields``: of `EngineConfig`, and keys of ``[rollout]``."""
+    place = {name: fields.pop(name) for name in EngineConfig.__struct_fields__ if name in fields}
+    return alone(model, device, dtype="auto", rollout=fields, **place)
 
 
-def config(**fields: Any) -> EngineConfig:
-    return EngineConfig(**{**REQUIRED, **fields})
-
-
-def written(folder: Path, **fields: Any) -> Path:
+def written(folder: Path, model: str = "", **fields: object) -> Path:
+    """``fields``: of `EngineConfig`; a dictionary is a section of the run's configuration."""
+    values = msgspec.to_builtins(config(model=model or str(folder)))
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            values["run"][name] |= value
+        else:
+            values[name] = value
     path = folder / "engine.json"
-    path.write_text(json.dumps({**REQUIRED, "model": str(folder), **fields}))
+    path.write_text(json.dumps(values))
     return path
 
 
 def test_configuration_is_read_with_defaults(model: Path) -> None:
-    assert read_config(written(model, tp=2, kv_cache_mb=3)) == config(model=str(model), tp=2, kv_cache_mb=3)
+    found = read_config(written(model, tp=2, rollout={"kv_cache_mb": 3}))
+    assert found == config(model=str(model), tp=2, kv_cache_mb=3)
 
 
-def test_the_engine_of_a_run_has_the_values_of_the_run_file() -> None:
+def test_an_engine_has_the_values_of_the_run_file() -> None:
     sizes = {"max_model_len": 99, "max_num_seqs": 3, "kv_cache_mb": 5, "block_size": 16, "threads": 2}
     rollout = {**sizes, "kv_dtype": "fp8", "async_steps": True}
-    sections = {"model": {"dtype": "float32"}, "rollout": rollout, "slurm": {"device": "cuda"}}
-    asked: dict[str, Any] = {"model": "m", "seed": 7, "tp": 2, "version": 4, "step_log": "s", "weights": "w"}
-    found = config_for_run(validate(sections), **asked)
-    assert found == EngineConfig(dtype="float32", device="cuda", **rollout, **asked)  # type: ignore[arg-type]
+    run = RunConfig().changed(model={"path": "m", "dtype": "float32"}, rollout=rollout, slurm={"device": "cuda"})
+    engine = EngineConfig(run=run, seed=7, tp=2)
+    wanted = {
+        "model": "m",
+        "dtype": "float32",
+        "seed": 7,
+        "tensor_parallel_size": 2,
+        "max_model_len": 99,
+        "max_num_seqs": 3,
+        "kv_cache_memory_bytes": 5 << 20,
+        "block_size": 16,
+        "kv_cache_dtype": "fp8",
+        "async_scheduling": True,
+    }
+    assert engine_arguments(engine).items() >= wanted.items()
+    assert environment(engine)["OMP_NUM_THREADS"] == "2"
 
 
 @pytest.mark.parametrize(
     ("fields", "names"),
     [
-        ({"tpp": 2}, ["tpp", "max_num_seqs"]),
+        ({"tpp": 2}, ["tpp", "step_log"]),
         ({"tp": 0}, ["tp", ">= 1"]),
-        ({"device": "tpu"}, ["device", "tpu"]),
-        ({"threads": "2"}, ["threads", "int"]),
+        ({"slurm": {"device": "tpu"}}, ["run.slurm.device", "tpu"]),
+        ({"rollout": {"threads": "2"}}, ["run.rollout.threads", "int"]),
         ({"model": "/nowhere"}, ["model", "/nowhere", "config.json"]),
         ({"weights": "/nowhere.safetensors"}, ["weights", "/nowhere.safetensors"]),
     ],
 )
-def test_mistakes_in_the_configuration_are_named(model: Path, fields: dict[str, object], names: list[str]) -> None:
+def test_mistakes_in_the_configuration_are_named(model: Path, fields: dict[str, Any], names: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         read_config(written(model, **fields))
     assert all(name in str(caught.value) for name in names)
@@ -92,9 +110,7 @@ def test_zero_kv_cache_is_left_to_vllm_and_a_weight_file_replaces_the_folders() 
 
 def test_host_memory_for_kv_caches_is_of_all_devices_of_the_engine_and_off_by_default() -> None:
     assert engine_arguments(config(device="cuda"))["kv_offloading_size"] is None
-    assert engine_arguments(config(device="cuda", tp=4, kv_host_gb=32.0))["kv_offloading_size"] == 128.0
-    run = validate({"rollout": {"kv_host_gb_per_gpu": 32}})
-    assert config_for_run(run, model="m", seed=0).kv_host_gb == 32.0
+    assert engine_arguments(config(device="cuda", tp=4, kv_host_gb_per_gpu=32.0))["kv_offloading_size"] == 128.0
 
 
 def test_devices_differ_in_graphs_sleep_and_tokens_of_a_step_only() -> None:

@@ -70,7 +70,7 @@ def test_fifty_versions_are_as_a_full_load_of_the_last(
     run.move(ReplicaPlace(tp=tp, tp_rank=0, pp=pp, pp_rank=0, dp=dp, ep=ep, etp=etp))
     image = str(tmp_path / IMAGE_FILE)
     run.version = 0
-    config = msgspec.structs.replace(engine_config(model, tp=engine_tp), dtype="bfloat16")
+    config = engine_config(model, tp=engine_tp, dtype="bfloat16")
     engine = EngineUnderTest(tmp_path / "engine", config)
     try:
         engine.ready()

@@ -19,7 +19,7 @@ LENGTH, SEQUENCES = 256, 2
 
 
 def config(model: Model) -> EngineConfig:
-    return msgspec.structs.replace(engine_config(model, max_num_seqs=SEQUENCES), max_model_len=LENGTH, kv_cache_mb=2)
+    return engine_config(model, max_num_seqs=SEQUENCES, max_model_len=LENGTH, kv_cache_mb=2)
 
 
 @pytest.mark.nightly

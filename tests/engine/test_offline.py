@@ -32,7 +32,7 @@ def points(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def played(old: Model, new: Model, points: Path) -> dict[str, Any]:
     """What one engine printed."""
-    config = msgspec.structs.replace(engine_config(old, max_num_seqs=8), kv_cache_mb=2)
+    config = engine_config(old, max_num_seqs=8, kv_cache_mb=2)
     given = {"config": msgspec.to_builtins(config), "update": msgspec.to_builtins(new.update(1))}
     job = {"context": CONTEXT, "lengths": LENGTHS, "points": str(points), **given}
     command = [sys.executable, "-m", "tests.engine.offline_play", json.dumps(job)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from libra_hpc.engine.settings import EngineConfig
+from libra_hpc.engine.settings import alone
 from libra_hpc.protocol.engine import Abort, Generated, Sleep, Wake
 from tests.engine.engine_harness import EngineUnderTest, Model, logprobs_of, make_model, tokens_of, turn
 
@@ -42,21 +42,12 @@ VARIANTS: list[dict[str, Any]] = [{}, {"async_steps": True}, {"async_steps": Tru
 def engine(
     request: pytest.FixtureRequest, old: Model, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
-    config = EngineConfig(
-        **request.param,
-        model=str(old.folder),
-        dtype="bfloat16",
-        device="cuda",
-        max_model_len=1024,
-        max_num_seqs=8,
-        kv_cache_mb=CACHE_MB,
-        threads=1,
-        version=1,
-    )
+    rollout = {"max_model_len": 1024, "max_num_seqs": 8, "kv_cache_mb": CACHE_MB, **request.param}
+    config = alone(str(old.folder), "cuda", dtype="bfloat16", rollout=rollout, version=1)
     under_test = EngineUnderTest(tmp_path_factory.mktemp("e"), config)
     try:
         ready = under_test.ready()
-        element = 1 if config.kv_dtype == "fp8" else 2
+        element = 1 if config.run.rollout.kv_dtype == "fp8" else 2
         assert ready.capacity.kv_tokens == CACHE_MB * MIB // (2 * 2 * HIDDEN * element)
         yield under_test
         under_test.process.terminate()

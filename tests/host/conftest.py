@@ -33,7 +33,7 @@ def sandbox(tmp_path: Path) -> OpenSandbox:
 
     @asynccontextmanager
     async def opened(tools: Mapping[str, Callable[..., Any]] | None = None, **limits: Any) -> AsyncIterator[Sandbox]:
-        box = Sandbox(tools or {}, host_settings(task="test", model="", **limits), tmp_path)
+        box = Sandbox(tools or {}, host_settings(task="test", model="", **limits).task, tmp_path)
         try:
             await box.start()
             yield box

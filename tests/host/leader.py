@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 
+from libra_hpc.agent.commands import host_command
 from libra_hpc.config.run import RunConfig
-from libra_hpc.host.settings import HostConfig, host_command, host_config, write_private
+from libra_hpc.host.settings import write_private
 from libra_hpc.protocol import env
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine_state import Doing
@@ -23,24 +25,29 @@ ANSWER_S = 60.0
 ROOM = 1000
 """Tokens that the context of an episode has room for, where no test is about it."""
 
+NO_LIMIT_S = 1e9
+
 T = TypeVar("T")
 
 
-def host_settings(**changes: Any) -> HostConfig:
-    """Settings of a host: those of an empty run file without a step limit, but for ``changes``."""
-    default = host_config(RunConfig())
-    return msgspec.structs.replace(default, **{"step_limit_s": 0.0, **changes})
+def host_settings(
+    *, task: str, model: str, seed: int = 0, chat: Mapping[str, Any] = MappingProxyType({}), **changes: Any
+) -> RunConfig:
+    """A run of ``task``, whose steps have no limit unless ``changes`` have one; ``changes``: also of ``[task]``."""
+    limit = {"first_s": changes.pop("step_limit_s", NO_LIMIT_S)}
+    named = {"name": task, **changes}
+    return RunConfig().changed(task=named, model={"path": model}, chat=chat, run={"seed": seed}, deadlines=limit)
 
 
 class Leader(Link):
     """A context manager around one host process."""
 
-    def __init__(self, config: HostConfig) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="leader-")
         self.folder = Path(self._folder.name)
         self.settings = self.folder / "host.json"
         write_private(self.settings, msgspec.json.encode(config))
-        _, _, module, *arguments = host_command(self.settings)
+        _, _, module, *arguments = host_command(config, self.settings)
         codecs = {"inbound": env.from_host, "outbound": env.to_host}
         super().__init__(self.folder, module, *arguments, **codecs, TMPDIR=str(self.folder))
 

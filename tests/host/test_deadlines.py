@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.host.host import OPENINGS
-from libra_hpc.host.settings import HostConfig
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
 from libra_hpc.protocol.engine_state import FIRST_STEPS, Doing
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode, StepEpisode
@@ -18,7 +18,7 @@ from tests.host.leader import ROOM, Leader, host_settings
 PATIENT = f"{Path(__file__).with_name('user_tasks.py')}:Patient"
 
 
-def host(folder: Path, **fields: float) -> HostConfig:
+def host(folder: Path, **fields: float) -> RunConfig:
     limits = {"step_limit_s": 1.0, "tool_timeout_s": 0.5, **fields}
     return host_settings(task=PATIENT, model=str(folder), **limits)
 
@@ -52,7 +52,7 @@ def test_a_tool_with_a_limit_of_its_own_outlasts_others_and_the_step(keychain_fo
 
 @pytest.mark.parametrize(("how", "error"), [(14, "CancelledError"), (15, "SystemExit: 3"), (16, "BaseException: no")])
 def test_however_a_step_ends_the_leader_gets_an_answer(keychain_folder: Path, how: int, error: str) -> None:
-    with Leader(host(keychain_folder, step_limit_s=0.0)) as leader:
+    with Leader(host(keychain_folder)) as leader:
         leader.open("a")
         failed = leader.step("a", [how])
         assert isinstance(failed, EpisodeFailed)

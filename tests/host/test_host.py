@@ -17,7 +17,8 @@ import msgspec
 import psutil
 import pytest
 
-from libra_hpc.host.settings import host_command
+from libra_hpc.agent.commands import host_command
+from libra_hpc.config.load import merged
 from libra_hpc.process import reaper
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode, StepEpisode
@@ -214,23 +215,24 @@ def test_host_hides_its_memory(keychain_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "keychain"}, "task.name = 'keychain': no longer a task of the library; valid: 'examples/"),
-        ({"options": {"hops": 3}}, "KeyChain has no such option"),
-        ({"model": "/nowhere"}, "has no tokenizer.json"),
-        ({"tool": 3}, "unknown field `tool`"),
+        ({"task": {"name": "keychain"}}, "task.name = 'keychain': no longer a task of the library; valid: 'examples/"),
+        ({"task": {"options": {"hops": 3}}}, "KeyChain has no such option"),
+        ({"model": {"path": "/nowhere"}}, "has no tokenizer.json"),
+        ({"tasks": 3}, "unknown field `tasks`"),
         (None, "Input data was truncated"),
-        ({"task": FRAGILE.replace("Fragile", "NoTool")}, "tools['nested']"),
-        ({"task": FRAGILE.replace("Fragile", "NoSuchTool")}, "did you mean 'nap'?"),
-        ({"task": FRAGILE.replace("Fragile", "NoTime")}, "step_limit_s = nan"),
+        ({"task": {"name": FRAGILE.replace("Fragile", "NoTool")}}, "tools['nested']"),
+        ({"task": {"name": FRAGILE.replace("Fragile", "NoSuchTool")}}, "did you mean 'nap'?"),
+        ({"task": {"name": FRAGILE.replace("Fragile", "NoTime")}}, "step_limit_s = nan"),
     ],
 )
 def test_users_mistakes_exit_with_two(
     keychain_folder: Path, changes: dict[str, Any] | None, message: str, tmp_path: Path
 ) -> None:
     settings = tmp_path / "host.json"
-    valid = msgspec.to_builtins(host_settings(task=KEYCHAIN_TASK, model=str(keychain_folder)))
-    settings.write_text(json.dumps(valid)[:30] if changes is None else json.dumps({**valid, **changes}))
-    command = [*host_command(settings), "--socket", str(tmp_path / "none.sock")]
+    valid = host_settings(task=KEYCHAIN_TASK, model=str(keychain_folder))
+    data = merged(msgspec.to_builtins(valid), changes or {})
+    settings.write_text(json.dumps(data)[:30] if changes is None else json.dumps(data))
+    command = [*host_command(valid, settings), "--socket", str(tmp_path / "none.sock")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
     assert message in result.stderr
@@ -240,8 +242,9 @@ def test_users_mistakes_exit_with_two(
 
 def test_an_error_of_the_machine_is_no_mistake_of_the_user(keychain_folder: Path, tmp_path: Path) -> None:
     settings = tmp_path / "host.json"
-    settings.write_bytes(msgspec.json.encode(host_settings(task=KEYCHAIN_TASK, model=str(keychain_folder))))
-    command = [*host_command(settings), "--socket", str(tmp_path / "none.sock")]
+    config = host_settings(task=KEYCHAIN_TASK, model=str(keychain_folder))
+    settings.write_bytes(msgspec.json.encode(config))
+    command = [*host_command(config, settings), "--socket", str(tmp_path / "none.sock")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1
     assert "FileNotFoundError" in result.stderr

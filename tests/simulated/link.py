@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import Codec, FrameBuffer
-from libra_hpc.simulated.settings import Pace, Workload
 
 PATIENCE_S = 60.0
 """Seconds without a message after which a process counts as broken."""
@@ -19,39 +19,15 @@ PATIENCE_S = 60.0
 T = TypeVar("T")
 
 
-def pace(**fields: Any) -> Pace:
-    """An A800 and a 14B model, ten thousand times as fast, ready at once."""
-    values = {
-        "device": "a800",
-        "devices": "",
-        "calibration": "",
-        "source": "auto",
-        "model": "qwen3-14b",
-        "speedup": 10_000.0,
-        "mfu": 0.4,
-        "step_s": 1.0,
-        "start_s": 0.0,
-        "wake_s": 0.0,
-        "sync_s": 0.0,
-    }
-    return Pace(**{**values, **fields})
-
-
-def workload(**fields: Any) -> Workload:
-    """Eight generated prompts with two samples each, ten thousand times as fast."""
-    values = {
-        "trace": "",
-        "presets": ("r2e",),
-        "sibling": 0.69,
-        "outcome": 0.2,
-        "drift": 1.0,
-        "prompts": 8,
-        "group": 2,
-        "max_context": 16384,
-        "seed": 0,
-        "speedup": 10_000.0,
-    }
-    return Workload(**{**values, **fields})
+def dry_run(**simulated: Any) -> RunConfig:
+    """An A800, a 14B model, and eight generated prompts of two samples; ten thousand times as fast, ready at once."""
+    times = dict.fromkeys(("start_s", "wake_s", "sync_s"), 0.0)
+    return RunConfig().changed(
+        run={"engine": "simulated", "steps": 1},
+        algorithm={"prompts_per_step": 8, "group_size": 2},
+        rollout={"max_model_len": 16384},
+        simulated={"device": "a800", "model": "qwen3-14b", "speedup": 10_000.0, **times, **simulated},
+    )
 
 
 class Link:

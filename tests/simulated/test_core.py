@@ -24,7 +24,7 @@ from libra_hpc.weights.image import Image
 from libra_hpc.weights.pieces import WHOLE, offer_path, payload_path
 from tests.simulator.toys import Linear
 
-from .link import pace
+from .link import dry_run
 
 SPEEDUP = 4.0
 LATE = 1e6
@@ -33,19 +33,9 @@ LATE = 1e6
 def engine(
     capacity: int = 4096, max_model_len: int = 256, kv: Literal["recompute", "keep"] = "recompute", **fields: float
 ) -> SimulatedEngine:
-    config = EngineConfig(
-        model="",
-        dtype="auto",
-        max_model_len=max_model_len,
-        max_num_seqs=4,
-        kv_cache_mb=0,
-        block_size=8,
-        threads=1,
-        device="cpu",
-        version=5,
-        kv_after_update=kv,
-    )
-    return SimulatedEngine(config, pace(speedup=SPEEDUP, **fields), Linear(capacity))
+    rollout = {"max_model_len": max_model_len, "max_num_seqs": 4, "block_size": 8, "kv_after_update": kv}
+    run = dry_run(speedup=SPEEDUP, **fields).changed(rollout=rollout)
+    return SimulatedEngine(EngineConfig(run=run, version=5), Linear(capacity))
 
 
 def turn(rid: str, count: int, *, sample: int = 0, size: int = 16, max_tokens: int = 999) -> Generate:

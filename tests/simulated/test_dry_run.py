@@ -5,19 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from libra_hpc.agent.commands import engine_command, host_command, host_settings, trainer_command
+from libra_hpc.agent.commands import engine_command, host_command, trainer_command
 from libra_hpc.config.load import load_run_file, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
-from libra_hpc.host.settings import HostConfig, host_config
 from libra_hpc.planning.request import as_planned
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.simulated.dry_run import in_wall_time, pace, workload
-from libra_hpc.simulated.settings import Pace, Workload
+from libra_hpc.simulated.dry_run import in_wall_time, modelled
 from libra_hpc.simulated.workload import Groups
 from libra_hpc.traces.read import write_trace
 
@@ -49,16 +46,16 @@ def test_the_example_is_good_and_has_48_gpus(tmp_path: Path) -> None:
 def test_each_component_has_its_device_and_no_model_folder_is_needed(tmp_path: Path) -> None:
     config = run_file(tmp_path)
     check_run(config)
-    assert (pace(config, "train").device, pace(config, "rollout").device) == ("a800", "h100")
+    assert (modelled(config, "train").device, modelled(config, "rollout").device) == ("a800", "h100")
     named = run_file(tmp_path, planner={"device": "h200", "model": "qwen3-8b"}, simulated={"model": ""})
-    assert (pace(named, "train").device, pace(named, "train").model) == ("h200", "qwen3-8b")
+    assert (modelled(named, "train").device, modelled(named, "train").model) == ("h200", "qwen3-8b")
 
 
 def test_planner_and_simulated_processes_have_the_same_device_and_model(tmp_path: Path) -> None:
     both = {"device": "h200", "model": "qwen3-8b"}
     config = run_file(tmp_path, planner=both, simulated={"device": "h100", "model": "qwen3-14b"})
     planned = as_planned(config).planner
-    simulated = pace(config, "train")
+    simulated = modelled(config, "train")
     assert (planned.device, planned.model) == (simulated.device, simulated.model) == ("h100", "qwen3-14b")
     real = run_file(tmp_path, planner=both, run={"engine": "real"}, simulated={"device": "h100"})
     assert as_planned(real).planner.device == "h200"
@@ -68,16 +65,12 @@ def test_only_command_lines_distinguish_a_dry_run_from_a_real_run(tmp_path: Path
     simulated, real = run_file(tmp_path), run_file(tmp_path, run={"engine": "real"})
     path = Path("/p/r3.0.json")
     for make, module in ((engine_command, "engine"), (trainer_command, "trainer.worker")):
-        command = make(real, "rollout", path)
+        command = make(real, path)
         assert command[1:] == ["-m", f"libra_hpc.{module}", "--config", str(path)]
-    *_, settings = engine_command(simulated, "rollout", path)
-    assert msgspec.json.decode(settings, type=Pace) == pace(simulated, "rollout")
-    assert trainer_command(simulated, "train", path)[2] == "libra_hpc.simulated.trainer_process"
+    assert engine_command(simulated, path)[2] == "libra_hpc.simulated.engine_process"
+    assert trainer_command(simulated, path)[2] == "libra_hpc.simulated.trainer_process"
     assert host_command(real, path)[1:] == ["-m", "libra_hpc.host.host", "--config", str(path)]
     assert host_command(simulated, path)[1:] == ["-m", "libra_hpc.simulated.host_process", "--config", str(path)]
-    assert msgspec.json.decode(host_settings(simulated), type=Workload) == workload(simulated)
-    assert msgspec.json.decode(host_settings(real), type=HostConfig) == host_config(real)
-    assert workload(simulated).prompts == 16
 
 
 def test_planner_times_are_divided_by_the_speedup(tmp_path: Path) -> None:
@@ -93,19 +86,19 @@ def test_planner_times_are_divided_by_the_speedup(tmp_path: Path) -> None:
 
 
 def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Groups(workload(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"]})))
+    made = Groups(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"]}))
     assert [len(group) for group in made] == [2] * 16
     assert [group[0].prompt_id.split("/")[1] for group in made] == ["search"] * 5 + ["math"] * 5 + ["r2e"] * 6
     assert max(spec.context for group in made for spec in group) <= 16384
     monkeypatch.setattr("libra_hpc.simulated.workload.MOST_PROMPTS", 4)
     for drift, drawn in ((1.0, [0, 1, 2, 3, 0]), (2.0, [0, 0, 1, 2, 3])):
-        few = Groups(workload(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"], "drift": drift})))
+        few = Groups(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"], "drift": drift}))
         assert [group[0].prompt_id.split("/")[1] for group in few] == ["search"] * 5 + ["math"] * 5 + ["r2e"] * 6
         assert [few[index] for index in range(5)] == [few[drawn.index(number)] for number in drawn]
     turns = (TurnRecord(0, 5),)
     records = [TrajectoryRecord(name, sample, 9, turns) for sample in range(3) for name in "ab"]
     write_trace(tmp_path / "t.jsonl.gz", records)
-    work = workload(run_file(tmp_path, simulated={"trace": str(tmp_path / "t.jsonl.gz")}))
+    work = run_file(tmp_path, simulated={"trace": str(tmp_path / "t.jsonl.gz")})
     grouped = [[(spec.prompt_id, spec.sample) for spec in group] for group in Groups(work)]
     assert grouped == [[(name, n) for n in range(3)] for name in "ab"]
 

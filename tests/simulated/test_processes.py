@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.engine.settings import config_for_run
+from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.protocol import engine as rollout
 from libra_hpc.protocol import env
 from libra_hpc.protocol import trainer as train
@@ -19,7 +19,6 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulated import tokens
-from libra_hpc.simulated.settings import Pace
 from libra_hpc.simulated.state import ELEMENTS, image_shapes, offer, weight_file, weights
 from libra_hpc.state import state_folders as folders
 from libra_hpc.traces.read import write_trace
@@ -28,30 +27,28 @@ from libra_hpc.weights.image import Image
 from libra_hpc.weights.pieces import offer_path, payload_path, piece_values, read_offer
 from tests.trainer.settings import worker_config
 
-from .link import Link, pace, workload
+from .link import Link, dry_run
 
 pytestmark = pytest.mark.slow
 
 
-def engine_link(folder: Path, modelled: Pace, **fields: object) -> Link:
+def engine_link(folder: Path, run: RunConfig, tp: int = 1, version: int = 0, **keys: object) -> Link:
     folder.mkdir(exist_ok=True)
-    config = msgspec.structs.replace(config_for_run(RunConfig(), model="", seed=0), **fields)
+    config = EngineConfig(run=run.changed(rollout=keys), tp=tp, version=version)
     (folder / "engine.json").write_bytes(msgspec.json.encode(config))
-    arguments = ("--config", "engine.json", "--pace", msgspec.json.encode(modelled).decode())
     ends = {"inbound": rollout.from_engine, "outbound": rollout.to_engine}
-    return Link(folder, "libra_hpc.simulated.engine_process", *arguments, **ends)
+    return Link(folder, "libra_hpc.simulated.engine_process", "--config", "engine.json", **ends)
 
 
-def trainer_link(folder: Path, modelled: Pace, **fields: object) -> Link:
+def trainer_link(folder: Path, run: RunConfig, **fields: object) -> Link:
     folder.mkdir(exist_ok=True)
-    write_config(worker_config(**fields), folder / "worker.json")
-    arguments = ("--config", "worker.json", "--pace", msgspec.json.encode(modelled).decode())
+    write_config(worker_config(run, **fields), folder / "worker.json")
     ends = {"inbound": train.from_worker, "outbound": train.to_worker}
-    return Link(folder, "libra_hpc.simulated.trainer_process", *arguments, **ends)
+    return Link(folder, "libra_hpc.simulated.trainer_process", "--config", "worker.json", **ends)
 
 
-def host_link(folder: Path, **fields: object) -> Link:
-    (folder / "host.json").write_bytes(msgspec.json.encode(workload(**fields)))
+def host_link(folder: Path, **simulated: object) -> Link:
+    (folder / "host.json").write_bytes(msgspec.json.encode(dry_run(**simulated)))
     ends = {"inbound": env.from_host, "outbound": env.to_host}
     return Link(folder, "libra_hpc.simulated.host_process", "--config", "host.json", **ends)
 
@@ -64,7 +61,7 @@ def test_a_simulated_process_imports_nothing_slow(name: str) -> None:
 
 
 def test_an_engine_serves_turns_and_ends_on_shutdown(tmp_path: Path) -> None:
-    with engine_link(tmp_path, pace(speedup=100.0), tp=2, version=3, max_model_len=8192) as link:
+    with engine_link(tmp_path, dry_run(speedup=100.0), tp=2, version=3, max_model_len=8192) as link:
         ready = link.until(EngineState)
         assert (ready.version, ready.capacity.tp, ready.capacity.max_model_len) == (3, 2, 8192)
         assert ready.capacity.kv_tokens > 100_000
@@ -83,16 +80,16 @@ def test_an_engine_serves_turns_and_ends_on_shutdown(tmp_path: Path) -> None:
 def test_caches_in_fp8_hold_twice_the_tokens_in_a_dry_run_too(tmp_path: Path) -> None:
     found = []
     for kv_dtype in ("auto", "fp8"):
-        with engine_link(tmp_path / kv_dtype, pace(), tp=2, kv_dtype=kv_dtype, kv_host_gb=8.0) as link:
+        with engine_link(tmp_path / kv_dtype, dry_run(), tp=2, kv_dtype=kv_dtype, kv_host_gb_per_gpu=8.0) as link:
             capacity = link.until(EngineState).capacity
             found.append((capacity.kv_tokens, capacity.host_kv_tokens))
     assert found[1] == pytest.approx((2 * found[0][0], 2 * found[0][1]), abs=2)
 
 
 def test_an_engine_ends_with_its_agent_and_names_an_unknown_device(tmp_path: Path) -> None:
-    with engine_link(tmp_path / "a", pace(start_s=1e9)) as link:
+    with engine_link(tmp_path / "a", dry_run(start_s=1e9)) as link:
         assert link.close() == 0, "also while it starts"
-    with engine_link(tmp_path / "b", pace(device="a801")) as link:
+    with engine_link(tmp_path / "b", dry_run(device="a801")) as link:
         assert link.process.wait(60) == 2
         assert link.process.stderr is not None
         assert "did you mean 'a800'" in link.process.stderr.read()
@@ -109,7 +106,7 @@ def step(number: int, generation: int, count: int = 1000) -> train.TrainStep:
 def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
-    modelled = pace(speedup=5.0, step_s=0.0)
+    modelled = dry_run(speedup=5.0, step_s=0.0)
     with trainer_link(tmp_path / "a", modelled, tp=4, pp=2) as first:
         assert first.until(EngineState).version == 0
         first.send(train.Join(1, 0, 1, str(tmp_path / "g1")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,9 +14,6 @@ from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.trainer.settings import attention_work
 from libra_hpc.trainer.shards import spread, tokens_of
-from libra_hpc.weights.names import ReplicaPlace
-
-from .support import Layout, assert_equals_one_process, make_model
 
 
 def samples(lengths: list[int]) -> list[Sample]:
@@ -56,9 +52,3 @@ def test_eight_ranks_share_long_contexts_evenly() -> None:
 
 def test_a_model_that_is_not_known_is_balanced_by_tokens() -> None:
     assert attention_work(RunConfig()) == 0.0
-
-
-@pytest.mark.engine
-def test_the_gradient_does_not_depend_on_the_balance(tmp_path: Path, world: ReplicaPlace) -> None:
-    make_model("qwen3", tmp_path / "model")
-    assert_equals_one_process(tmp_path, world, Layout(dp=2), attention=0.05)

@@ -17,9 +17,10 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any, Protocol
 
+import msgspec
 from msgspec import structs
 
-from libra_hpc.agent.commands import host_command, host_settings
+from libra_hpc.agent.commands import host_command
 from libra_hpc.agent.supervised import NO_START_S, ChildCommand, EngineNode, Supervised
 from libra_hpc.errors import error_text
 from libra_hpc.host.settings import write_private
@@ -77,7 +78,7 @@ class Hosts(EngineNode[Supervised]):
         context, name = self._context, f"host{host}"
         settings = context.private / f"{name}.json"
         try:
-            write_private(settings, host_settings(context.config))
+            write_private(settings, msgspec.json.encode(context.config))
             folder = self._folders[host] = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=context.private))
             environment = {**os.environ, "TMPDIR": str(folder)}
             command = ChildCommand(name, host_command(context.config, settings), environment)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.agent.commands import host_settings
 from libra_hpc.config.run import RunConfig
+from libra_hpc.host.settings import made_from
 
 END_BYTES = 1 << 20
 """Most bytes of each end of a data file that are compared; it may have gigabytes."""
@@ -25,9 +25,8 @@ RECORDS = 1
 
 
 def digest(config: RunConfig) -> str:
-    """The digest, in hexadecimal.  The limit of a step decides whether a trajectory ends, not what it is made from."""
-    environment = msgspec.json.decode(host_settings(config))
-    environment.pop("step_limit_s", None)
+    """The digest, in hexadecimal."""
+    environment = made_from(config)
     environment.get("options", {}).pop("evals", None)
     algorithm, rollout, model = config.algorithm, config.rollout, config.model
     parts = [

@@ -53,8 +53,9 @@ class _Process:
             "--model",
             model,
         ]
+        run, tp = config.run, config.tp
         environment = engine_environment(
-            os.environ, config.device, first=number * config.tp, count=config.tp, threads=config.threads
+            os.environ, run.slurm.device, first=number * tp, count=tp, threads=run.rollout.threads
         )
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -176,7 +176,7 @@ def calibrate(config: EngineConfig, device: str, model: str, together: bool = Fa
     """
     with OfflineEngine(config) as engine:
         capacity = engine.engine.capacity
-        todo = list(plans(capacity.max_model_len, config.max_num_seqs, capacity.kv_tokens))
+        todo = list(plans(capacity.max_model_len, config.run.rollout.max_num_seqs, capacity.kv_tokens))
         calibrator = Calibrator(engine, config.seed)
         if together:
             print(PREFIX, "up", flush=True)
