@@ -144,6 +144,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         compute={"python": python, "image": image},
         notify={"command": command},
         model=_placed(config, "model", "path"),
+        env={"mounts": [placed("env.mounts", path) for path in config.env.mounts]},
         task={"name": absolute("task.name", config.task.name), **parts, **_own_files(config.task)},
         algorithm={
             "advantage": absolute("algorithm.advantage", config.algorithm.advantage),

@@ -39,8 +39,10 @@ class Ran(NamedTuple):
 class Box:
     """``folder``: below which its own is made."""
 
-    def __init__(self, folder: str | Path, wrap: Wrap, limits: BoxLimits, network: bool = False) -> None:
-        self._wrap, self._limits, self._network = wrap, limits, network
+    def __init__(
+        self, folder: str | Path, wrap: Wrap, limits: BoxLimits, network: bool = False, mounts: Sequence[str] = ()
+    ) -> None:
+        self._wrap, self._limits, self._network, self._mounts = wrap, limits, network, mounts
         self.root = Path(tempfile.mkdtemp(prefix="box-", dir=folder))
         self.home = str(self.root) if wrap is none else WORK
         """The folder as its commands see it."""
@@ -109,7 +111,7 @@ class Box:
                 link.parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileExistsError):
                     link.symlink_to(outside)
-        return {inside: str(outside) for inside, outside in mount.items()}
+        return {**{path: path for path in self._mounts}, **{inside: str(outside) for inside, outside in mount.items()}}
 
     async def read(self, path: str) -> bytes:
         """Content of a file; the path is relative to the folder, which it cannot leave."""

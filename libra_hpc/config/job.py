@@ -275,6 +275,8 @@ class EnvSection(Section, frozen=True):
     box: list[str] = []
     """A command of your own that runs what follows it in a box; ``{root}`` is the folder that it shall see:
     ``["apptainer", "exec", "--containall", "--bind", "{root}:/work", "--pwd", "/work", "image.sif"]``."""
+    mounts: list[str] = []
+    """Further folders that a box can read, where they are: an agent's own environment of Python, repositories."""
     network: Literal["none", "host"] = "none"
     """Network of a box. The endpoint is always reached."""
     limits: LimitsSection = LimitsSection()

@@ -84,16 +84,17 @@ class AgentTask(TaskMaker):
         env = msgspec.convert(settings.get("env", {}), EnvSection)
         memory, disk = (int(memory_mb(size) * MIB) for size in (env.limits.memory, env.limits.disk))
         limits = BoxLimits(memory, disk, env.limits.processes, env.limits.wall_s)
-        return AgentEnvironment(self, chosen(env.sandbox, env.box), env.network == "host", limits)
+        return AgentEnvironment(self, chosen(env.sandbox, env.box), env, limits)
 
 
 class AgentEnvironment(Task):
     """An `AgentTask` as the host serves it; raises `UserError` for a template that cannot be followed exactly."""
 
-    def __init__(self, made: AgentTask, wrap: Wrap, network: bool, limits: BoxLimits) -> None:
+    def __init__(self, made: AgentTask, wrap: Wrap, env: EnvSection, limits: BoxLimits) -> None:
         super().__init__(made.tokenizer, seed=made.seed)
         self.made, self.rows, self._name = made, open_rows(made.data), Path(made.data).stem
-        self.wrap, self.network, self.limits = wrap, network, limits
+        self.network, self.limits = env.network == "host", limits
+        self._wrap, self._mounts = wrap, tuple(env.mounts)
         self.step_limit_s = limits.wall_s + LEAVE_S
         self.choice = choose_dialect(made.tokenizer, with_tools=True)
         self.chats = (self.choice.found,)
@@ -112,6 +113,10 @@ class AgentEnvironment(Task):
                     raise invalid("task.command", part, f"the rows have no column {name!r}", list(row))
         if any("{prompt}" in part for part in self.made.command) and self.made.prompt not in row:
             raise invalid("task.prompt", self.made.prompt, "the rows have no such column", list(row))
+
+    def new_box(self) -> Box:
+        # In the temporary folder, which the host's starter removes even when the host is killed.
+        return Box(tempfile.gettempdir(), self._wrap, self.limits, self.network, self._mounts)
 
     def report(self, ran: Ran) -> None:
         """Log how a program failed, once for each last line."""
@@ -146,7 +151,7 @@ class AgentEpisode(Episode):
 
     async def start(self, tools: Tools) -> None:
         await self._task.endpoint.start()
-        self._box = Box(tempfile.gettempdir(), self._task.wrap, self._task.limits, self._task.network)
+        self._box = self._task.new_box()
         self._task.endpoint.open(self._key, self._ask)
         self._agent = asyncio.create_task(self._work(self._box))
         placed = await self._next(NO_LIMIT)

@@ -121,6 +121,16 @@ async def test_a_process_that_leaves_its_session_dies_with_the_box(tmp_path: Pat
     await _gone(mark)
 
 
+async def test_a_box_sees_what_is_mounted_and_cannot_write_there(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/run").write_text("mine")
+    box = Box(tmp_path, BWRAP, LIMITS, mounts=[str(tmp_path / "tools")])
+    ran = await box.run(f"cat {tmp_path}/tools/run; echo x > {tmp_path}/tools/run || echo contained")
+    assert ran.output.startswith("mine")
+    assert ran.output.endswith("contained\n")
+    await box.close()
+
+
 async def test_a_file_of_the_agent_leads_nobody_out_of_the_box(tmp_path: Path) -> None:
     box = Box(tmp_path, BWRAP, LIMITS)
     await box.run("ln -s /etc/passwd reward.txt; ln -s / root")
