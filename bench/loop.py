@@ -114,10 +114,6 @@ class TrainRun:
                 self.node.on_message(order)
             case wire.FromReplica(rank=rank, message=answer):
                 self.leader.on_reply(rank, answer)
-            case wire.SnapshotStored():
-                self.leader.on_snapshot_stored(message)
-            case wire.KeepSnapshot():
-                self.node.keeper.keep(message)
             case wire.WeightsOffered():
                 self.leader.on_offered(message)
 

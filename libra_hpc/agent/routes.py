@@ -46,9 +46,7 @@ def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, carrier:
     routes.add(wire.Turns, rollout.on_turns)
     routes.add(wire.WeightsCurrent, rollout.on_current)
     routes.add(Publish, carrier.publish)
-    routes.add(wire.KeepSnapshot, lambda order: train.keeper.keep(order))
-    routes.add(wire.SnapshotWanted, lambda request: train.keeper.on_wanted(request))
-    routes.add(wire.SnapshotOffered, lambda offer: train.keeper.on_offered(offer))
+    routes.add(wire.SnapshotPart, lambda part: train.keeper.on_part(part))
     routes.add(wire.ToReplica, lambda order: train.on_message(order.message))
 
 
@@ -62,7 +60,6 @@ def add_train_leader(routes: Routes, leader: TrainLeader) -> None:
     routes.add(wire.FromReplica, lambda answer: leader.on_reply(answer.rank, answer.message))
     routes.add(wire.GroupDone, leader.on_group)
     routes.add(wire.Batch, leader.on_batch)
-    routes.add(wire.SnapshotStored, leader.on_snapshot_stored)
     routes.add(wire.WeightsOffered, leader.on_offered)
     routes.add(wire.CarrierStarted, leader.weights.on_carrier)
     routes.add(wire.WeightsWanted, leader.weights.on_wanted)

@@ -39,27 +39,24 @@ from libra_hpc.protocol.trainer import (
     FromWorker,
     Join,
     Joined,
+    KeepState,
     Offered,
     OfferFailed,
     OfferWeights,
     PortionDone,
-    SaveCheckpoint,
     Saved,
     SaveFailed,
-    SnapshotFailed,
-    SnapshotTaken,
+    SaveState,
     Standby,
     StepDone,
     StopWorker,
-    TakeSnapshot,
     ToWorker,
     WorkerFailed,
     from_worker,
     to_worker,
 )
 from libra_hpc.state import state_folders as folders
-from libra_hpc.state.snapshot_keeper import SnapshotKeeper
-from libra_hpc.state.snapshots import holders
+from libra_hpc.state.snapshot_keeper import SnapshotKeeper, successors
 from libra_hpc.trainer.settings import write_config
 
 from .commands import trainer_command
@@ -73,7 +70,7 @@ The core waits with it; half: large models come from the core more often."""
 GIVE_UP = 4
 """Storage phases in a row that were stalled.  Half: two stalls of a file system restart all; double: two hours without
 a saved state."""
-ASKED: dict[type, type] = {SaveFailed: Saved, OfferFailed: Offered, SnapshotFailed: SnapshotTaken}
+ASKED: dict[type, type] = {SaveFailed: Saved, OfferFailed: Offered}
 """Answers that count as the same answer to one request."""
 
 
@@ -81,13 +78,13 @@ def merged(answers: Mapping[int, FromWorker]) -> FromWorker:
     """The answer of a node: local rank 0's, but for what every process has a part of."""
     for answer in answers.values():
         refused = isinstance(answer, PortionDone) and bool(answer.error)
-        if refused or isinstance(answer, SaveFailed | SnapshotFailed | OfferFailed):
+        if refused or isinstance(answer, SaveFailed | OfferFailed):
             return answer
     first = answers[0]
     if isinstance(first, Saved):
         parts = [answer for answer in answers.values() if isinstance(answer, Saved)]
         files = {name: entry for part in parts for name, entry in part.files.items()}
-        return Saved(first.folder, first.step, max(part.seconds for part in parts), files)
+        return msgspec.structs.replace(first, seconds=max(part.seconds for part in parts), files=files)
     if isinstance(first, Joined):
         received = sum(answer.received_bytes for answer in answers.values() if isinstance(answer, Joined))
         return msgspec.structs.replace(first, received_bytes=received)
@@ -104,8 +101,8 @@ class TrainNode(EngineNode[Supervised]):
         self._leads = context.rank == context.layout.train_leader
         (self._trainer,) = self._engines.values()
         self._ready: dict[int, EngineState] = {}
-        self._answers: dict[tuple[str, int, int], dict[int, FromWorker]] = {}
-        """By kind, generation and attempt: answers to an order that was replaced complete no other."""
+        self._answers: dict[tuple[str, int, int, str], dict[int, FromWorker]] = {}
+        """By kind, generation, attempt and folder: answers to an order that was replaced complete no other."""
         self._written: list[Saved | SaveFailed] = []
         """Parts of the checkpoint that was asked for last."""
         self._begun = self._world = 0
@@ -117,9 +114,8 @@ class TrainNode(EngineNode[Supervised]):
         self.keeper = SnapshotKeeper(
             context.snapshots,
             context.rank,
-            context.start_name,
             leader=layout.train_leader,
-            successor=holders(layout.core).get(context.rank),
+            successor=successors(layout.core).get(context.rank),
             send=context.send,
             carrier=carrier,
         )
@@ -180,8 +176,11 @@ class TrainNode(EngineNode[Supervised]):
     def on_message(self, message: ToWorker) -> None:
         if isinstance(message, OfferWeights):
             message = msgspec.structs.replace(message, folder=str(self._context.shared_memory))
-        elif isinstance(message, TakeSnapshot):
+        elif isinstance(message, SaveState) and message.tier == "snapshot":
             message = self.keeper.order(message)
+        elif isinstance(message, KeepState):
+            self.keeper.keep(message)
+            return
         elif isinstance(message, Standby):
             self.standby()
             return
@@ -216,18 +215,18 @@ class TrainNode(EngineNode[Supervised]):
         self._forward(message)
 
     def _forward(self, message: ToWorker) -> None:
-        if self._trainer.state == "ready" and isinstance(message, SaveCheckpoint):
+        if self._trainer.state == "ready" and isinstance(message, SaveState) and message.tier == "checkpoint":
             self._save(message)
         self._trainer.send(message)
 
-    def _save(self, message: SaveCheckpoint) -> None:
+    def _save(self, message: SaveState) -> None:
         self._written = []
         if self._leads:
             path = Path(message.folder) / folders.POLICY_DIR / folders.WEIGHTS_FILE
             # Before any trainer goes on, so that the carrier has no newer version yet.
             self._carrier.save_policy(SavePolicy(message.step, str(path)), partial(self._policy_saved, message))
 
-    def _policy_saved(self, order: SaveCheckpoint, answer: PolicySaved) -> None:
+    def _policy_saved(self, order: SaveState, answer: PolicySaved) -> None:
         if answer.reason:
             self._wrote(SaveFailed(order.folder, order.step, answer.reason))
         else:
@@ -306,7 +305,7 @@ class TrainNode(EngineNode[Supervised]):
             return
         # One process may fail to write its files, for all.
         kind = ASKED.get(type(message), type(message)).__name__
-        asked = kind, getattr(message, "generation", 0), getattr(message, "attempt", 0)
+        asked = kind, getattr(message, "generation", 0), getattr(message, "attempt", 0), getattr(message, "folder", "")
         answers = self._answers.setdefault(asked, {})
         answers[local_rank] = message
         if len(answers) == len(trainer.children):
@@ -316,10 +315,10 @@ class TrainNode(EngineNode[Supervised]):
     def _answered(self, answers: Mapping[int, FromWorker]) -> None:
         """Every process has answered."""
         answer = merged(answers)
-        if isinstance(answer, SnapshotTaken | SnapshotFailed):
-            self.keeper.taken(answer)
-        elif isinstance(answer, Freed):
+        if isinstance(answer, Freed):
             self.has_freed(self._trainer.name)
+        elif isinstance(answer, Saved | SaveFailed) and answer.tier == "snapshot":
+            self.keeper.written(answer)
         elif isinstance(answer, Saved | SaveFailed):
             self._storage_stalls *= isinstance(answer, SaveFailed)
             self._wrote(answer)

@@ -25,7 +25,7 @@ KEPT_OFFERS, KEPT_WHOLE = 1, 2
 """Most sizes of the image that kept offers have (`libra_hpc.weights.offers`): older ones go beyond one size, but two
 versions stay. The second counts for float32 weights, all of whose offers are whole."""
 SNAPSHOTS = 2
-"""Parts of a node at once: of the complete snapshot, and of the one being written (`libra_hpc.state.snapshots`)."""
+"""Parts of a node at once: of the complete snapshot, and of the one being written (`libra_hpc.train_leader.saves`)."""
 WEIGHTS = ("weight image", "weight offers")
 """Terms that every node has in /dev/shm."""
 PROCESS_BYTES = 4e9

@@ -103,47 +103,22 @@ class ToReplica(msgspec.Struct, tag=True, frozen=True):
 
 
 class FromReplica(msgspec.Struct, tag=True, frozen=True):
-    """Train node -> train leader: local rank 0's answer, once all processes have answered."""
+    """Train node -> train leader: local rank 0's answer, once all processes have answered, or the agent's own."""
 
     rank: int
     message: FromWorker
 
 
-class SnapshotStored(msgspec.Struct, tag=True, frozen=True):
-    """Train node -> train leader: ``rank`` has node ``part_of``'s part of the snapshot, its own or a copy."""
-
-    rank: int
-    part_of: int
-    step: int
-    reason: str = ""
-    """Why it does not; empty: it has."""
-
-
-class KeepSnapshot(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> train node: remove what is of no use any more."""
-
-    complete: int
-    """Step of the newest complete snapshot; earlier ones go. -1: none."""
-    dropped: int = -1
-    """Step of one that was given up."""
-
-
-class SnapshotWanted(msgspec.Struct, tag=True, frozen=True):
-    """Train node -> train node that has a copy: node ``part_of`` lost its part of a snapshot, offer it."""
-
-    part_of: int
-    name: str
-
-
-class SnapshotOffered(msgspec.Struct, tag=True, frozen=True):
-    """Train node -> train node: ``part_of``'s part of a snapshot can be pulled from the carrier ``peer``.
+class SnapshotPart(msgspec.Struct, tag=True, frozen=True):
+    """Train node -> train node: node ``part_of``'s part of a snapshot can be pulled from the carrier ``peer``.
 
     To this node, which lost it, or to the node that is to have a copy.
     """
 
     part_of: int
     name: str
-    peer: Peer
+    peer: Peer | None = None
+    """None: the node lost it, and asks the one that has a copy."""
 
 
 class MemberJoined(msgspec.Struct, tag=True, frozen=True):
@@ -412,10 +387,7 @@ MeshMessage = Union[
     ToReplica,
     FromReplica,
     MemberJoined,
-    SnapshotStored,
-    KeepSnapshot,
-    SnapshotWanted,
-    SnapshotOffered,
+    SnapshotPart,
     StopTraining,
     TrainReport,
     StepReport,

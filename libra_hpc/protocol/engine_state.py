@@ -19,7 +19,7 @@ StateName = Literal["starting", "loading", "ready", "standby", "ending", "lost"]
 
 START, IDLE = "start", "idle"
 STEP, PORTION, JOIN, OFFER, STANDBY = "train step", "train portion", "join", "offer", "standby"
-SNAPSHOT, CHECKPOINT, LOAD, WRITE = "snapshot", "checkpoint", "load", "write of a checkpoint"
+SNAPSHOT, CHECKPOINT, LOAD, WRITE = "snapshot", "checkpoint", "load", "write of a saved state"
 STORAGE = (SNAPSHOT, CHECKPOINT, LOAD)
 """Phases that read a saved state, or copy one to host memory once the write before has ended; orders wait."""
 FIRST_STEPS, SERVING = "first steps", "serving"

@@ -8,7 +8,7 @@ An agent sends every message to all processes of its node. It takes the answer o
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Literal, Union
 
 import msgspec
 
@@ -108,23 +108,30 @@ class OfferWeights(msgspec.Struct, tag=True, frozen=True):
     """Version that every engine has or will have, the last one offered; -1: write whole tensors."""
 
 
-class SaveCheckpoint(msgspec.Struct, tag=True, frozen=True):
-    """Write weights and optimizer state of the current step into ``folder``, which all of the core sees.
+Tier = Literal["checkpoint", "snapshot"]
+"""Where a state is saved: a checkpoint on the shared file system, a snapshot in the shared memory of the nodes."""
+
+
+class SaveState(msgspec.Struct, tag=True, frozen=True):
+    """Write this process's part of the state of the current step into ``folder``.
 
     `SaveStarted` answers once the state is in host memory, `Saved` or `SaveFailed` once it is written. The train leader
-    then renames or removes the folder. It asks for one at a time, each in a folder of its own.
+    then completes or discards the state. It asks for one of a tier at a time, each in a folder of its own.
     """
 
     folder: str
+    """The name of a snapshot, which the node's agent replaces by a folder."""
     step: int
+    tier: Tier = "checkpoint"
 
 
-class TakeSnapshot(msgspec.Struct, tag=True, frozen=True):
-    """Write this process's part of the training state into ``folder``, in shared memory."""
+class KeepState(msgspec.Struct, tag=True, frozen=True):
+    """Remove parts of snapshots that are of no use any more; for the node's agent."""
 
-    folder: str
-    """Set by the node's agent; empty before."""
-    step: int
+    complete: int
+    """Step of the newest complete snapshot; earlier ones go. -1: none."""
+    dropped: str = ""
+    """Name of one that was given up."""
 
 
 class Standby(msgspec.Struct, tag=True, frozen=True):
@@ -240,42 +247,33 @@ class StepFailed(msgspec.Struct, tag=True, frozen=True):
 class SaveStarted(msgspec.Struct, tag=True, frozen=True):
     """The state of ``step`` is in host memory; training goes on while it is written."""
 
-    step: int
+    folder: str
     seconds: float
     """For which training stopped."""
 
 
 class Saved(msgspec.Struct, tag=True, frozen=True):
-    """This process, or all of this node, has written its files of the checkpoint, and they are durable."""
+    """This process, or all of this node, has written its part; that of a checkpoint is durable."""
 
     folder: str
     step: int
     seconds: float
     files: dict[str, tuple[int, int]] = {}
-    """Size and CRC-32 of each, by its path below ``folder``."""
+    """Size and CRC-32 of a checkpoint's files, by their path below ``folder``."""
+    tier: Tier = "checkpoint"
+    part_of: int = -1
+    """Node whose part the sender has; -1: its own."""
 
 
 class SaveFailed(msgspec.Struct, tag=True, frozen=True):
-    """Files of the checkpoint could not be written (no room, for example)."""
+    """A part could not be written (no room, for example)."""
 
     folder: str
     step: int
     reason: str
-
-
-class SnapshotTaken(msgspec.Struct, tag=True, frozen=True):
-    """This process's part of the snapshot is in shared memory."""
-
-    step: int
-    updates: int
-    """Adam's counter."""
-
-
-class SnapshotFailed(msgspec.Struct, tag=True, frozen=True):
-    """A part of the snapshot could not be written (no room, for example)."""
-
-    step: int
-    reason: str
+    tier: Tier = "checkpoint"
+    part_of: int = -1
+    """See `Saved.part_of`."""
 
 
 class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
@@ -289,7 +287,7 @@ class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
     """Attempt of the join that failed."""
 
 
-ToWorker = Union[Join, TrainPortion, TrainStep, OfferWeights, SaveCheckpoint, TakeSnapshot, Standby, StopWorker]
+ToWorker = Union[Join, TrainPortion, TrainStep, OfferWeights, SaveState, KeepState, Standby, StopWorker]
 FromWorker = Union[
     EngineState,
     Joined,
@@ -302,8 +300,6 @@ FromWorker = Union[
     SaveStarted,
     Saved,
     SaveFailed,
-    SnapshotTaken,
-    SnapshotFailed,
     Doing,
     WorkerFailed,
 ]

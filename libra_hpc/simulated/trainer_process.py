@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
+
 from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
@@ -33,8 +35,8 @@ from libra_hpc.protocol.trainer import (
     Sample,
     Saved,
     SaveFailed,
-    SnapshotTaken,
     StepDone,
+    Tier,
     TrainPortion,
     TrainStep,
 )
@@ -186,14 +188,9 @@ class Trainer(WorkerLoop):
         self._offered = version
         return offered
 
-    def snapshot(self, folder: Path) -> None:
+    def copy(self, folder: Path, tier: Tier) -> Callable[[], None]:
         self._end_write()
-        state.export(folder / f"snapshot-{self._config.rank:05d}.safetensors", self.step)
-        self.socket.send(SnapshotTaken(self.step, self._state.updates))
-
-    def copy(self, folder: Path) -> Callable[[], None]:
-        self._end_write()
-        self._writer = threading.Thread(target=self._save_copy, args=(folder, self._state), daemon=True)
+        self._writer = threading.Thread(target=self._save_copy, args=(folder, tier, self._state), daemon=True)
         return self._writer.start
 
     def standby(self) -> None:
@@ -206,15 +203,19 @@ class Trainer(WorkerLoop):
         if self._writer is not None:
             self._writer.join()
 
-    def _save_copy(self, folder: Path, copied: folders.TrainerState) -> None:
-        """Write a checkpoint and answer, in a thread."""
+    def _save_copy(self, folder: Path, tier: Tier, copied: folders.TrainerState) -> None:
+        """Write a state and answer, in a thread."""
         answer: FromWorker
-        begin = time.monotonic()
+        files, begin = folders.Manifest(), time.monotonic()
         try:
-            files = state.write(folder, copied.step, copied.updates) if self._config.rank == 0 else {}
-            answer = Saved(str(folder), copied.step, time.monotonic() - begin, files)
+            if tier == "snapshot":
+                state.export(folder / f"snapshot-{self._config.rank:05d}.safetensors", copied.step)
+                (folder / folders.STATE_FILE).write_bytes(msgspec.json.encode(copied))
+            elif self._config.rank == 0:
+                files = state.write(folder, copied.step, copied.updates)
+            answer = Saved(str(folder), copied.step, time.monotonic() - begin, files, tier)
         except OSError as error:
-            answer = SaveFailed(str(folder), copied.step, str(error))
+            answer = SaveFailed(str(folder), copied.step, str(error), tier)
         with contextlib.suppress(OSError):
             self.written(answer)
 

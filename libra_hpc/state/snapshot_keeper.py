@@ -16,16 +16,16 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from libra_hpc.process.retry import cannot
-from libra_hpc.protocol.agents import KeepSnapshot, SnapshotOffered, SnapshotStored, SnapshotWanted
+from libra_hpc.protocol.agents import FromReplica, SnapshotPart
 from libra_hpc.protocol.carriers import Peer
-from libra_hpc.protocol.trainer import SnapshotFailed, SnapshotTaken, TakeSnapshot
+from libra_hpc.protocol.trainer import KeepState, Saved, SaveFailed, SaveState
 
 from . import state_folders as folders
 from .store import states, step_of
@@ -38,7 +38,12 @@ CARRIER_S = 0.2
 """Between two looks at a carrier that starts."""
 
 log = logging.getLogger("libra_hpc.state")
-Send = Callable[[int, SnapshotStored | SnapshotOffered | SnapshotWanted], None]
+Send = Callable[[int, FromReplica | SnapshotPart], None]
+
+
+def successors(core: Sequence[int]) -> dict[int, int]:
+    """Node of the core -> the one that has a copy of its part; none where there is one node."""
+    return {rank: core[(i + 1) % len(core)] for i, rank in enumerate(core)} if len(core) > 1 else {}
 
 
 class PartCarrier(Protocol):
@@ -69,20 +74,12 @@ def part_damage(path: Path, *, sizes_only: bool = False) -> str:
 
 
 class SnapshotKeeper:
-    """See the module docstring; ``start`` names this start of the ranks, ``successor`` is the next node, or None."""
+    """See the module docstring; ``successor`` is the next node, or None."""
 
     def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        start: str,
-        *,
-        leader: int,
-        successor: int | None,
-        send: Send,
-        carrier: PartCarrier,
+        self, folder: Path, rank: int, *, leader: int, successor: int | None, send: Send, carrier: PartCarrier
     ) -> None:
-        self._folder, self._rank, self._start = folder, rank, start
+        self._folder, self._rank = folder, rank
         self._leader, self._successor, self._send, self._carrier = leader, successor, send, carrier
         self._tasks: set[asyncio.Future[None]] = set()
         self._pulling: set[Path] = set()
@@ -95,56 +92,62 @@ class SnapshotKeeper:
         """Remove all snapshots of earlier starts but ``keep``."""
         _remove(self._parts(lambda name: name != keep))
 
-    def keep(self, message: KeepSnapshot) -> None:
+    def keep(self, message: KeepState) -> None:
         """Remove what is of no use any more: in a thread, because that takes seconds for hundreds of GB."""
-        old = self._parts(lambda name: step_of(name) < message.complete or step_of(name) == message.dropped)
+        old = self._parts(lambda name: step_of(name) < message.complete or name == message.dropped)
         self._spawn(asyncio.to_thread(_remove, old))
 
-    def order(self, message: TakeSnapshot) -> TakeSnapshot:
+    def order(self, message: SaveState) -> SaveState:
         """The order for the processes, with their folder."""
-        partial = _partial(self._path(message.step))
-        shutil.rmtree(partial, ignore_errors=True)
+        partial = _partial(self.own / message.folder)
         # Without the folder the processes fail to write, which they report.
         with contextlib.suppress(OSError):
             partial.mkdir(parents=True)
         return msgspec.structs.replace(message, folder=str(partial))
 
-    def taken(self, answer: SnapshotTaken | SnapshotFailed) -> None:
+    def written(self, answer: Saved | SaveFailed) -> None:
         """All processes have answered."""
-        if isinstance(answer, SnapshotFailed):
-            self._failed(answer.step, self._rank, answer.reason)
+        path = self.own / Path(answer.folder).name.removesuffix(folders.TEMPORARY)
+        if isinstance(answer, SaveFailed):
+            self._report(path, answer.reason)
         else:
-            self._spawn(self._publish(folders.TrainerState(answer.step, answer.updates)))
+            self._spawn(self._publish(path))
 
     async def restore(self, name: str, holder: int | None) -> str:
-        """Have the own part whole: one that is damaged is fetched from the successor. Returns what was wrong with it.
+        """Have the own part whole: one that is damaged comes from the successor. Returns what was wrong with it.
 
-        ``holder``: the node that has a copy of a part that is known to be lost.
+        ``holder``: the node that has a copy of a part that is known to be lost. Raises `OSError` when it does not come.
         """
-        why = "" if holder is not None else await asyncio.to_thread(part_damage, self.own / name)
-        if why and self._successor is None:
-            self.discard(name)
-            raise OSError(f"snapshot {name} is damaged: {why}")
-        if (source := self._successor if why else holder) is not None:
-            await self.fetch(name, source)
-        return why
-
-    async def fetch(self, name: str, holder: int) -> None:
-        """Have a lost part sent back; raises `OSError` when it does not come."""
+        path, why = self.own / name, ""
+        if holder is None:
+            why = await asyncio.to_thread(part_damage, path)
+            if not why:
+                return ""
+            holder = self._successor
         self.discard(name)
-        path, deadline = self.own / name, time.monotonic() + RESTORE_S
+        if holder is None:
+            raise OSError(f"snapshot {name} is damaged: {why}")
+        deadline = time.monotonic() + RESTORE_S
         while not path.exists():
             if time.monotonic() > deadline:
                 raise OSError(f"the copy of snapshot {name} did not come back within {RESTORE_S:.0f} s")
             if path not in self._pulling:
-                self._send(holder, SnapshotWanted(self._rank, name))
+                self._send(holder, SnapshotPart(self._rank, name))
             await asyncio.sleep(ASK_S)
+        return why
 
-    def on_wanted(self, message: SnapshotWanted) -> None:
-        """Offer the copy of a part to the node that lost it."""
-        self._spawn(self._offer_copy(message))
+    def on_part(self, message: SnapshotPart) -> None:
+        """Offer a copy to the node that lost its part; or pull one, only into the folder of that part."""
+        path = self._folder / str(message.part_of) / message.name
+        if message.name != path.name:
+            return
+        if message.peer is None:
+            self._spawn(self._offer_copy(message))
+        elif path not in self._pulling:
+            self._pulling.add(path)
+            self._spawn(self._pull(message.peer, path))
 
-    async def _offer_copy(self, message: SnapshotWanted) -> None:
+    async def _offer_copy(self, message: SnapshotPart) -> None:
         copy = self._folder / str(message.part_of) / message.name
         if await asyncio.to_thread(part_damage, copy):
             # The next start then does not count on it.
@@ -155,21 +158,13 @@ class SnapshotKeeper:
     async def _offer(self, to: int, part_of: int, name: str) -> None:
         while (peer := self._carrier.peer) is None:
             await asyncio.sleep(CARRIER_S)
-        self._send(to, SnapshotOffered(part_of, name, peer))
+        self._send(to, SnapshotPart(part_of, name, peer))
 
     def discard(self, name: str) -> None:
         """Remove the own part of a snapshot."""
         shutil.rmtree(self.own / name, ignore_errors=True)
 
-    def on_offered(self, message: SnapshotOffered) -> None:
-        """Pull a copy, or an own part that was lost; only into the folder of that part."""
-        source = f"{message.part_of}/{message.name}"
-        path = self._folder / source
-        if message.name == Path(message.name).name and path not in self._pulling:
-            self._pulling.add(path)
-            self._spawn(self._pull(message, source, path))
-
-    async def _pull(self, message: SnapshotOffered, source: str, path: Path) -> None:
+    async def _pull(self, peer: Peer, path: Path) -> None:
         partial = _partial(path)
 
         def finish(reason: str) -> str:
@@ -181,40 +176,35 @@ class SnapshotKeeper:
 
         try:
             await asyncio.to_thread(shutil.rmtree, partial, True)
-            came = await self._carrier.pull_part(message.peer, source, partial)
+            came = await self._carrier.pull_part(peer, str(path.relative_to(self._folder)), partial)
             reason = await asyncio.to_thread(finish, came)
         except OSError as error:
             reason = str(error)
         finally:
             self._pulling.discard(path)
-        self._send(self._leader, SnapshotStored(self._rank, message.part_of, step_of(path.name), reason))
+        self._report(path, reason)
 
     def close(self) -> None:
         for task in list(self._tasks):
             task.cancel()
 
-    def _path(self, step: int) -> Path:
-        return self.own / f"step-{step:08d}.{self._start}"
+    def _report(self, path: Path, reason: str = "") -> None:
+        step, part_of = step_of(path.name), int(path.parent.name)
+        if reason:
+            answer: Saved | SaveFailed = SaveFailed(path.name, step, reason, "snapshot", part_of)
+        else:
+            answer = Saved(path.name, step, 0.0, tier="snapshot", part_of=part_of)
+        self._send(self._leader, FromReplica(self._rank, answer))
 
-    def _failed(self, step: int, part_of: int, reason: str) -> None:
-        self._send(self._leader, SnapshotStored(self._rank, part_of, step, reason))
-
-    async def _publish(self, state: folders.TrainerState) -> None:
-        final = self._path(state.step)
-        partial = _partial(final)
-
-        def publish() -> None:
-            (partial / folders.STATE_FILE).write_bytes(msgspec.json.encode(state))
-            folders.publish(partial, final)
-
+    async def _publish(self, path: Path) -> None:
         try:
-            await asyncio.to_thread(publish)
+            await asyncio.to_thread(folders.publish, _partial(path), path)
         except OSError as error:
-            self._failed(state.step, self._rank, str(error))
+            self._report(path, str(error))
             return
-        self._send(self._leader, SnapshotStored(self._rank, self._rank, state.step))
+        self._report(path)
         if self._successor is not None:
-            await self._offer(self._successor, self._rank, final.name)
+            await self._offer(self._successor, self._rank, path.name)
 
     def _parts(self, chosen: Callable[[str], bool]) -> list[Path]:
         """Parts and unfinished ones, by the snapshot's name."""

@@ -35,9 +35,8 @@ def layout_digest(config: RunConfig) -> str:
     return hashlib.sha256(keys).hexdigest()
 
 
-def list_snapshot(run: RunDir, config: RunConfig, start: str, position: DataPosition) -> None:
-    """List a snapshot of this start instead of the one before; raises `OSError`."""
-    name = f"step-{position.step:08d}.{start}"
+def list_snapshot(run: RunDir, config: RunConfig, name: str, position: DataPosition) -> None:
+    """List a snapshot instead of the one before; raises `OSError`."""
     partial = run.snapshots / f"{name}{TEMPORARY}"
     for path in (run.snapshots, partial):
         path.mkdir(exist_ok=True)

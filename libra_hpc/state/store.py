@@ -27,7 +27,7 @@ DOUBTFUL = (" is missing.", " were written.", " is torn.")
 """Ends of sentences that a stale cache may cause; wrong bytes are damage at once."""
 
 log = logging.getLogger("libra_hpc.state")
-_NAME = re.compile(r"step-(\d+)(\.attempt-[\d-]+)?")
+_NAME = re.compile(r"step-(\d+)(\.attempt-[\d.-]+)?")
 """Name of a checkpoint, or of a snapshot, which has the start of the ranks in it; not of one that was moved aside."""
 
 

@@ -5,8 +5,7 @@ It runs in the agent of the first node of the core and holds no weights. One loo
 - At a step boundary -> the newest ordered generation is formed (`Join`).
 - A batch is there -> it is sharded over the members; every member answers `StepDone`. Portions may go ahead of it.
 - A step is committed -> its weights are offered and published, its prompts reported as trained.
-- A checkpoint is due -> the core copies its state and goes on training (`libra_hpc.train_leader.saves`).
-- A snapshot is due -> every node of the core takes its part (`libra_hpc.state.snapshots`).
+- A checkpoint is due -> the core copies its state and trains on (`libra_hpc.train_leader.saves`), or a snapshot.
 - The core is to rest and nothing is left to do -> its trainers go into standby, until the next generation.
 - Something is to be done meanwhile -> the coordinator is asked for that generation (`TrainReport.core_wanted`).
 - The coordinator is lost -> it is formed without being asked for, and the run is saved.
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
@@ -28,7 +27,6 @@ from libra_hpc.protocol.agents import (
     Committed,
     MemberJoined,
     MeshMessage,
-    SnapshotStored,
     StepReport,
     ToReplica,
     TrainReport,
@@ -42,23 +40,22 @@ from libra_hpc.protocol.trainer import (
     OfferFailed,
     OfferWeights,
     PortionDone,
-    SaveCheckpoint,
     Saved,
     SaveFailed,
     SaveStarted,
+    SaveState,
     Standby,
     StepDone,
     StepFailed,
-    TakeSnapshot,
+    Tier,
     WorkerFailed,
 )
 from libra_hpc.state.data_order import DataOrder
-from libra_hpc.state.snapshots import SnapshotIndex, Snapshots
 from libra_hpc.trainer.shards import loss_tokens_of, tokens_of
 
 from .publisher import WeightPublisher
 from .requested_offers import RequestedOffers
-from .saves import Saves, Store
+from .saves import Saves, StateStore
 from .step_metrics import offer_metrics, train_metrics
 from .step_requests import StepRequests
 
@@ -82,49 +79,35 @@ class TrainLeader(StepRequests):
         send: Callable[[int, MeshMessage], None],
         rollout_leader: int,
         receivers: Callable[[], tuple[int, ...]],
-        store: Store,
+        stores: Sequence[StateStore],
         clock: Callable[[], float] = time.monotonic,
         *,
         rendezvous: Path,
-        checkpoints: Path,
-        index: SnapshotIndex,
-        from_checkpoint: bool = False,
-        from_snapshot: bool = False,
-        part_holders: Iterable[int] = (),
+        begins: Tier | None = None,
         fence: Fence | None = None,
     ) -> None:
-        """``from_checkpoint``, ``from_snapshot``: with the complete one of ``step`` the trainers begin.
-
-        ``part_holders``: nodes that have parts of that snapshot for others.
-        """
+        """``begins``: tier of the state with which the trainers begin; None: there is none."""
         super().__init__(config, core, send, clock, step=step, order=order, rendezvous=rendezvous)
-        self._steps, self._checkpoint_every = config.run.steps, config.checkpoint.every
+        self._steps = config.run.steps
+        every = {"checkpoint": config.checkpoint.every, "snapshot": config.train.snapshot_every}
         self._storage_s = config.deadlines.storage_s
         whole = config.run.engine == "simulated" or config.model.dtype == "float32"
         self._element_bytes = 4 if whole else 2
-        self._saves = Saves(
-            core,
-            step,
-            complete=from_checkpoint,
-            parent=checkpoints,
-            start=rendezvous.name,
-            store=store,
-            storage_s=config.deadlines.storage_s,
-            clock=clock,
-            log=self._log,
-            changed=self._saves_changed,
-        )
-        self._snapshots = Snapshots(
-            core,
-            config.train.snapshot_every,
-            complete=step if from_snapshot else -1,
-            holders=part_holders,
-            index=index,
-            send=send,
-            clock=clock,
-            log=self._log,
-            changed=self._wake.set,
-        )
+        self._tiers = {
+            store.tier: Saves(
+                core,
+                step,
+                every[store.tier],
+                complete=store.tier == begins,
+                store=store,
+                storage_s=config.deadlines.storage_s,
+                clock=clock,
+                log=self._log,
+                changed=self._saves_changed if store.tier == "checkpoint" else self._wake.set,
+            )
+            for store in stores
+        }
+        self._saves, self._snapshots = self._tiers["checkpoint"], self._tiers["snapshot"]
         self.retain = config.train.snapshot_every + 2
         """Committed batches retained for replay: more than the steps between two snapshots."""
         self._rollout_leader, self._fence = rollout_leader, fence
@@ -170,7 +153,7 @@ class TrainLeader(StepRequests):
             case SaveStarted():
                 self._saves.on_started(message)
             case Saved() | SaveFailed():
-                self._saves.on_answer(rank, message)
+                self._tiers[message.tier].on_answer(rank, message)
             case OfferFailed() if rank in self._core:
                 self._on_offer_failed(message)
             case WorkerFailed():
@@ -215,13 +198,10 @@ class TrainLeader(StepRequests):
     def on_replica_down(self, rank: int, reason: str) -> None:
         super().on_replica_down(rank, reason)
         if rank in self._core:
-            self._saves.core_lost()
-            self._snapshots.core_lost()
+            for saves in self._tiers.values():
+                saves.core_lost()
             self._offers.core_lost()
             self._rest_wanted = self._rests = False
-
-    def on_snapshot_stored(self, message: SnapshotStored) -> None:
-        self._snapshots.on_stored(message)
 
     def on_stop(self, reason: str, after: int = 0) -> None:
         """Save and finish at the next step boundary, or with ``after`` once that step is committed."""
@@ -344,7 +324,7 @@ class TrainLeader(StepRequests):
                 self._state_step == self.step
                 or all(s in self._batches for s in range(self._state_step + 1, self.step + 1))
             ):
-                newest = max(self._snapshots.complete, self._saves.saved_step)
+                newest = max(self._snapshots.saved_step, self._saves.saved_step)
                 where = f"the trainers hold step {self._state_step}, the run is at step {self.step}"
                 return self._fail(f"{where}, and the batches between are gone", restart=newest > 0)
         return True
@@ -368,14 +348,12 @@ class TrainLeader(StepRequests):
 
     def _commit(self, batch: Batch, replies: list[StepDone], waited_s: float, wall_s: float) -> None:
         self.step = batch.step
-        every = self._checkpoint_every
-        if every and self.step % every == 0 and self.step < self._steps:
-            self._saves.request()
+        for saves in self._tiers.values():
+            saves.committed(self.step)
         indices = (*(group.index for group in batch.groups), *batch.given_up)
         self.order.trained(indices)
-        self._snapshots.committed(self.step)
         # A snapshot waits while a checkpoint is written.
-        newest = max(self._snapshots.complete, self._saves.saved_step)
+        newest = max(self._snapshots.saved_step, self._saves.saved_step)
         oldest = max(min(self.step - self.retain, newest), self.step - MOST_RETAINED * self.retain)
         self._batches = {step: kept for step, kept in self._batches.items() if step > oldest}
         self._cuts = {step: cut for step, cut in self._cuts.items() if step > oldest}
@@ -423,7 +401,7 @@ class TrainLeader(StepRequests):
         here = not self._broken and self._state_step == self.step
         return here and self._offers.due(self.step, self._clock())
 
-    def _to_core(self, message: OfferWeights | SaveCheckpoint | TakeSnapshot | Standby) -> None:
+    def _to_core(self, message: OfferWeights | SaveState | Standby) -> None:
         for rank in self._core:
             self._send(rank, ToReplica(message))
 

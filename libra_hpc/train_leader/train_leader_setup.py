@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.protocol.agents import ToReplica
+from libra_hpc.protocol.trainer import KeepState, Tier
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.attempt import complete_checkpoint, remove_old
 from libra_hpc.state.data_order import DataOrder
@@ -30,34 +32,57 @@ class CheckpointStore:
     All in threads: a shared file system may take a minute, and the agent's loop has heartbeats to send.
     """
 
+    tier: Tier = "checkpoint"
+
     def __init__(self, context: AgentContext) -> None:
         self._context, self._run = context, context.run
 
-    async def complete(self, folder: Path, manifest: folders.Manifest, position: folders.DataPosition) -> None:
+    def folder(self, step: int, number: int) -> str:
+        name = f"step-{step:06d}.{self._context.start_name}.{number}{folders.TEMPORARY}"
+        return str(self._run.checkpoints / name)
+
+    async def complete(self, folder: str, manifest: folders.Manifest, position: folders.DataPosition) -> None:
         """Make it the checkpoint of its step; older ones are removed later."""
         if taken := await asyncio.to_thread(self._context.fence.check):
             raise OSError(taken)
-        await asyncio.to_thread(complete_checkpoint, folder, self._run.checkpoint(position.step), manifest, position)
+        final = self._run.checkpoint(position.step)
+        await asyncio.to_thread(complete_checkpoint, Path(folder), final, manifest, position)
         settings, good_step = self._context.config.checkpoint, self._context.good_step
         remove = partial(remove_old, self._run, settings.keep, good_step, settings.best)
         asyncio.get_running_loop().run_in_executor(None, remove)
 
-    async def discard(self, folder: Path) -> None:
+    async def discard(self, folder: str) -> None:
         """Remove what was written."""
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-class SnapshotList:
-    """Complete snapshots, in the run directory."""
+class SnapshotStore:
+    """Snapshots: parts on the nodes, and in the run directory an entry of the newest complete one."""
+
+    tier: Tier = "snapshot"
 
     def __init__(self, context: AgentContext) -> None:
-        self._context = context
+        self._context, point = context, context.resume_point
+        self._nodes = sorted({*context.layout.core, *point.restore.values()})
+        """The core, and nodes that had parts of the first one for others."""
+        self._complete = point.step if point.snapshot else -1
 
-    async def add(self, position: folders.DataPosition) -> None:
+    def folder(self, step: int, number: int) -> str:
+        return f"step-{step:08d}.{self._context.start_name}.{number}"
+
+    async def complete(self, folder: str, manifest: folders.Manifest, position: folders.DataPosition) -> None:
         """List it, and no other one."""
-        await asyncio.to_thread(
-            list_snapshot, self._context.run, self._context.config, self._context.start_name, position
-        )
+        dropped, context = folder, self._context
+        try:
+            await asyncio.to_thread(list_snapshot, context.run, context.config, folder, position)
+            self._complete, dropped = position.step, ""
+        finally:
+            await self.discard(dropped)
+
+    async def discard(self, folder: str) -> None:
+        """Have the nodes remove this snapshot, and earlier ones than the newest."""
+        for rank in self._nodes:
+            self._context.send(rank, ToReplica(KeepState(self._complete, folder)))
 
 
 def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
@@ -72,12 +97,8 @@ def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
         send=context.send,
         rollout_leader=context.layout.rollout_leader,
         receivers=lambda: context.receivers,
-        store=CheckpointStore(context),
+        stores=(CheckpointStore(context), SnapshotStore(context)),
         rendezvous=rendezvous,
-        checkpoints=run.checkpoints,
-        index=SnapshotList(context),
-        from_checkpoint=bool(point.checkpoint) and not point.snapshot,
-        from_snapshot=bool(point.snapshot),
-        part_holders=point.restore.values(),
+        begins="snapshot" if point.snapshot else "checkpoint" if point.checkpoint else None,
         fence=context.fence,
     )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from libra_hpc.process.progress import Pulse
 from libra_hpc.protocol.codec import EngineSocket
-from libra_hpc.protocol.engine_state import CHECKPOINT, JOIN, OFFER, PORTION, SNAPSHOT, STANDBY, STEP, WRITE
+from libra_hpc.protocol.engine_state import JOIN, OFFER, PORTION, STANDBY, STEP, WRITE
 from libra_hpc.protocol.trainer import (
     Freed,
     FromWorker,
@@ -28,15 +28,14 @@ from libra_hpc.protocol.trainer import (
     OfferFailed,
     OfferWeights,
     PortionDone,
-    SaveCheckpoint,
     SaveFailed,
     SaveStarted,
-    SnapshotFailed,
+    SaveState,
     Standby,
     StepDone,
     StepFailed,
     StopWorker,
-    TakeSnapshot,
+    Tier,
     TrainPortion,
     TrainStep,
     WorkerFailed,
@@ -119,12 +118,8 @@ class WorkerLoop(ABC):
         """Write this process's offer of the present weights; returns it and the elements owned. Raises `OSError`."""
 
     @abstractmethod
-    def copy(self, folder: Path) -> Callable[[], None]:
-        """Copy the state, for a checkpoint; returns what has a thread write it and answer. Raises `OSError`."""
-
-    @abstractmethod
-    def snapshot(self, folder: Path) -> None:
-        """Write this process's part of a snapshot and answer, now or later; raises `OSError`."""
+    def copy(self, folder: Path, tier: Tier) -> Callable[[], None]:
+        """Copy the state; returns what has a thread write it and answer. Raises `OSError`."""
 
     @abstractmethod
     def standby(self) -> None:
@@ -166,14 +161,7 @@ class WorkerLoop(ABC):
                 )
             case OfferWeights():
                 return self._offer(message, begin)
-            case TakeSnapshot(folder=folder, step=step):
-                try:
-                    self._check_step(step, "copy")
-                    with self.pulse.phase(SNAPSHOT):
-                        self.snapshot(Path(folder))
-                except OSError as error:
-                    return SnapshotFailed(step, str(error))
-            case SaveCheckpoint():
+            case SaveState():
                 return self._save(message, begin)
             case Standby():
                 self.standby()
@@ -190,17 +178,17 @@ class WorkerLoop(ABC):
         changed = sum(piece.changed for piece in offer.pieces)
         return Offered(version, offer.base, offer.writer, offer.size, changed, total, time.monotonic() - begin)
 
-    def _save(self, message: SaveCheckpoint, begin: float) -> FromWorker | None:
+    def _save(self, message: SaveState, begin: float) -> FromWorker | None:
         write, failure = None, ""
         try:
             self._check_step(message.step, "save")
-            with self.pulse.phase(CHECKPOINT):
-                write = self.copy(Path(message.folder))
+            with self.pulse.phase(message.tier):
+                write = self.copy(Path(message.folder), message.tier)
         except OSError as error:
             failure = str(error)
-        self.socket.send(SaveStarted(message.step, time.monotonic() - begin))
+        self.socket.send(SaveStarted(message.folder, time.monotonic() - begin))
         if write is None:
-            return SaveFailed(message.folder, message.step, failure)
+            return SaveFailed(message.folder, message.step, failure, message.tier)
         self.pulse.begin(WRITE)
         write()
         return None

@@ -28,7 +28,7 @@ from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
 from libra_hpc.process.progress import Pulse
 from libra_hpc.protocol.engine_state import LOAD, EngineState
-from libra_hpc.protocol.trainer import Join, PortionDone, StepDone, TrainPortion, TrainStep, WorkerFailed
+from libra_hpc.protocol.trainer import Join, PortionDone, StepDone, Tier, TrainPortion, TrainStep, WorkerFailed
 from libra_hpc.trainer.saved.state_writer import StateWriter
 from libra_hpc.weights.image import reading
 from libra_hpc.weights.pieces import Offer
@@ -145,11 +145,8 @@ class Worker(WorkerLoop):
     def offer(self, folder: Path, version: int, base: int) -> tuple[Offer, int]:
         return self._offers.write(folder, version, base), self._offers.total
 
-    def copy(self, folder: Path) -> Callable[[], None]:
-        return self._writer.copy(folder)
-
-    def snapshot(self, folder: Path) -> None:
-        self._writer.snapshot(folder)
+    def copy(self, folder: Path, tier: Tier) -> Callable[[], None]:
+        return self._writer.copy(folder, tier)
 
     def standby(self) -> None:
         self._replicas.park()

@@ -135,7 +135,7 @@ def test_a_policy_that_does_not_come_is_answered_once(tmp_path: Path, monkeypatc
         scene.play(script)
     assert [answer.path for answer in scene.answers] == ["before", "dropped", "late"]
     assert all(answer.reason for answer in scene.answers)
-    assert scene.answers[-1].reason.startswith("late: write of a checkpoint has not ended after 90")
+    assert scene.answers[-1].reason.startswith("late: write of a saved state has not ended after 90")
 
 
 class Context:

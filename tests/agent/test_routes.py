@@ -62,7 +62,7 @@ PUBLISH = Publish(1, 0, (), ())
 HERE = wire.WeightsHere(3, 7, 4, 0.5)
 OFFERED = wire.WeightsOffered(1, ())
 OFFER = OfferWeights("/w", 4, 3)
-PART = wire.SnapshotOffered(1, "s", Peer(2, ("127.0.0.1",), 7))
+PART = wire.SnapshotPart(1, "s", Peer(2, ("127.0.0.1",), 7))
 TURNS = wire.Turns(())
 DONE = wire.TurnsDone(())
 ENGINE = EngineState(4, "rollout", "lost", reason="why")
@@ -72,7 +72,7 @@ ENGINE = EngineState(4, "rollout", "lost", reason="why")
     ("message", "calls"),
     [
         (TURNS, [("node.on_turns", TURNS)]),
-        (PART, [("train.keeper.on_offered", PART)]),
+        (PART, [("train.keeper.on_part", PART)]),
         (PUBLISH, [("carrier.publish", PUBLISH)]),
         (WANTED, [("leader.weights.on_wanted", WANTED)]),
         (HERE, [("leader.weights.on_here", HERE)]),

@@ -13,7 +13,7 @@ import pytest
 
 from libra_hpc.agent import supervised
 from libra_hpc.process.child import Child
-from libra_hpc.protocol.agents import Fatal, Log, SnapshotOffered, SnapshotStored, WeightsOffered, WeightsWanted
+from libra_hpc.protocol.agents import Fatal, Log, SnapshotPart, WeightsOffered, WeightsWanted
 from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trainer import (
@@ -21,12 +21,11 @@ from libra_hpc.protocol.trainer import (
     Joined,
     OfferFailed,
     OfferWeights,
-    SaveCheckpoint,
     Saved,
     SaveFailed,
     SaveStarted,
+    SaveState,
     Standby,
-    TakeSnapshot,
 )
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.store import states
@@ -154,7 +153,7 @@ def test_the_train_leader_hears_that_a_replica_writes_its_state_and_nothing_of_o
     async def script() -> None:
         await scene.ready()
         for process in range(2):
-            for phase in ("train step", "snapshot", "checkpoint", "write of a checkpoint"):
+            for phase in ("train step", "snapshot", "checkpoint", "write of a saved state"):
                 scene.node.received(scene.node._trainer, process, Doing({phase: 1.0}))
 
     scene.play(script)
@@ -224,19 +223,19 @@ def test_a_snapshot_of_all_processes_is_a_part_and_its_copy_goes_to_the_next_nod
     async def script() -> None:
         await scene.node.start()
         await scene.until(lambda: scene.states("ready"))
-        scene.node.on_message(TakeSnapshot("", 0))
-        await scene.until(lambda: scene.of(SnapshotStored))
-        scene.node.on_message(TakeSnapshot("", 3))
-        await scene.until(lambda: len(scene.of(SnapshotStored)) == 2)
+        scene.node.on_message(SaveState("step-00000000.attempt-1-7.1", 0, "snapshot"))
+        await scene.until(lambda: scene.answers(Saved))
+        scene.node.on_message(SaveState("step-00000003.attempt-1-7.2", 3, "snapshot"))
+        await scene.until(lambda: scene.answers(SaveFailed))
 
     scene.play(script)
-    good, bad = scene.of(SnapshotStored)
-    assert (good.rank, good.part_of, good.step, good.reason) == (1, 1, 0, "")
+    (good,), (bad,) = scene.answers(Saved), scene.answers(SaveFailed)
+    assert (good.folder, good.part_of, good.step, good.tier) == ("step-00000000.attempt-1-7.1", 1, 0, "snapshot")
     assert "at step 0" in bad.reason
     ((_, part),) = states(scene.node.keeper.own)
     assert folders.verify(part) == ""
     assert len(list(part.glob("snapshot-*.safetensors"))) == 2
-    assert scene.of(SnapshotOffered)
+    assert scene.of(SnapshotPart)
 
 
 def test_offers_that_were_removed_are_reported_to_the_train_leader(here: Path) -> None:
@@ -304,17 +303,17 @@ def test_a_checkpoint_is_answered_once_by_processes_and_carrier_together(here: P
 
     async def script() -> None:
         await scene.ready()
-        scene.node.on_message(SaveCheckpoint(first, 0))
+        scene.node.on_message(SaveState(first, 0))
         await scene.until(lambda: scene.answers(SaveStarted))
         await asyncio.sleep(0.1)
         assert not scene.answers(Saved), "its image has no version yet"
         scene.weights.write(0, lambda: None)
         await scene.until(lambda: scene.answers(Saved))
         # The processes refuse, and the carrier would wait for that step.
-        scene.node.on_message(SaveCheckpoint(second, 5))
+        scene.node.on_message(SaveState(second, 5))
         await scene.until(lambda: scene.answers(SaveFailed))
         scene.weights.write(1, lambda: None)
-        scene.node.on_message(SaveCheckpoint(third, 0))
+        scene.node.on_message(SaveState(third, 0))
         await scene.until(lambda: len(scene.answers(SaveStarted)) == 3)
         scene.weights.drop_policy()
         await scene.until(lambda: len(scene.answers(SaveFailed)) == 2)

@@ -66,7 +66,7 @@ def test_a_write_that_is_slow_is_reported_and_no_trainer_is_ended_for_it(tmp_pat
     sound(case)
     (slow,) = case.events("slow")
     assert slow["part"] == "t1"
-    assert "write of a checkpoint has not ended after" in slow["reason"]
+    assert "write of a saved state has not ended after" in slow["reason"]
     assert "(limit 900 s)" in slow["reason"]
     around = order(case, "checkpoint_started", "slow", "checkpoint_saved")
     place = around.index("slow")
@@ -89,6 +89,6 @@ def test_a_write_that_hangs_is_ended_after_storage_s_and_training_goes_on(tmp_pa
     faulty.left(0)
     sound(case)
     (hung,) = case.events("hung")
-    assert "write of a checkpoint has not ended after" in hung["reason"]
+    assert "write of a saved state has not ended after" in hung["reason"]
     assert "(limit 8 s)" in hung["reason"]
     assert order(case, "slow", "hung", "engine_lost")[:3] == ["slow", "hung", "engine_lost"]

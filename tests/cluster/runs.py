@@ -145,6 +145,11 @@ class Case:
         assert len(found) == 1, (rank, module, children)
         return found[0]
 
+    def node(self, rank: int) -> str:
+        """The node of a rank of the first attempt."""
+        assert self.run is not None
+        return (self.run.logs(1) / f"at-{rank}").read_text().split()[0]
+
     def kill(self, rank: int, module: str) -> None:
         """Freeze, then SIGKILL a child, so that it certainly dies with work in hand."""
         victim = self.child(rank, module)

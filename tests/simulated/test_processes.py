@@ -113,9 +113,8 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         assert first.until(train.Joined).received_bytes == 0
         first.send(step(1, 1), step(2, 1))
         done = [first.until(train.StepDone) for _ in range(2)]
-        first.send(train.TakeSnapshot(str(snapshot), 2))
-        taken = first.until(train.SnapshotTaken)
-        (snapshot / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(2, taken.updates)))
+        first.send(train.SaveState(str(snapshot), 2, "snapshot"))
+        assert first.until(train.Saved).tier == "snapshot"
         replies = [(reply.step, reply.tokens, reply.loss_tokens, reply.reduce_s) for reply in done]
         assert replies == [(1, 1000, 500, 0.0), (2, 1000, 500, 0.0)]
         flops = 3 * 2 * 13.99e9 * 1000
@@ -152,9 +151,9 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         payload = payload_path(offer_path(tmp_path / "w", 3, "t0")).read_bytes()
         values = np.concatenate([piece_values(piece, payload)[1] for piece in offer.pieces])
         assert (values.view(np.float32) == weights(3)).all()
-        first.send(train.SaveCheckpoint(str(tmp_path / "step-3"), 3))
+        first.send(train.SaveState(str(tmp_path / "step-3"), 3))
         first.until(train.Saved)
-        first.send(train.SaveCheckpoint(str(tmp_path / "step-4"), 4))
+        first.send(train.SaveState(str(tmp_path / "step-4"), 4))
         assert "cannot save step 4" in first.until(train.SaveFailed).reason
         first.send(train.Standby(), train.StopWorker())
         assert first.process.wait(60) == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -12,52 +14,54 @@ import pytest
 from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.protocol.agents import KeepSnapshot, SnapshotStored
 from libra_hpc.protocol.layout import ResumePoint
+from libra_hpc.protocol.trainer import KeepState, Saved, SaveFailed
 from libra_hpc.state.attempt import metrics_until, source_of
 from libra_hpc.state.data_order import DataOrder
+from libra_hpc.state.snapshot_keeper import successors
 from libra_hpc.state.snapshot_start import keep_listed, list_snapshot, newer_snapshot
-from libra_hpc.state.snapshots import PATIENCE_S, Snapshots, holders
 from libra_hpc.state.state_folders import DataPosition, StepRecord
+from libra_hpc.state.store import states
+from libra_hpc.train_leader import train_leader_setup
+from libra_hpc.train_leader.saves import COPIES_S, Saves
+from libra_hpc.train_leader.train_leader_setup import SnapshotStore
+from tests.train_leader.world import Snapshots
 
 
 class World:
-    def __init__(self, core: tuple[int, ...] = (1, 2, 3), holders: tuple[int, ...] = ()) -> None:
+    """The leader's snapshots, and where they are."""
+
+    def __init__(self, core: tuple[int, ...] = (1, 2, 3)) -> None:
         self.now = 0.0
-        self.listed: list[tuple[int, int]] = []
-        self.sent: list[tuple[int, KeepSnapshot]] = []
+        self.store = Snapshots()
         self.events: list[tuple[str, Any]] = []
-        self.full = False
-        self.snapshots = Snapshots(
+        self.saves = Saves(
             core,
+            0,
             2,
-            complete=-1,
-            holders=holders,
-            index=self,
-            send=lambda rank, message: self.sent.append((rank, message)),
+            complete=False,
+            store=self.store,
+            storage_s=60.0,
             clock=lambda: self.now,
             log=lambda kind, **fields: self.events.append((kind, fields["step"])),
             changed=lambda: None,
         )
-
-    async def add(self, position: DataPosition) -> None:
-        if self.full:
-            raise OSError("no room")
-        self.listed.append((position.step, position.low))
+        self.name = ""
 
     def take(self, step: int) -> bool:
         """Commit a step, and ask for a snapshot where one is due."""
-        self.snapshots.committed(step)
-        if not self.snapshots.possible():
+        self.saves.committed(step)
+        if not self.saves.possible():
             return False
-        assert self.snapshots.ask(step, DataOrder(10 * step), ()).step == step
+        order = self.saves.ask(step, DataOrder(10 * step), ())
+        self.name = order.folder
+        assert (order.step, order.tier) == (step, "snapshot")
         return True
 
-    async def stored(self, step: int, *parts: tuple[int, int]) -> None:
+    async def stored(self, step: int, *parts: tuple[int, int], name: str = "") -> None:
         for rank, part_of in parts:
-            self.snapshots.on_stored(SnapshotStored(rank, part_of, step))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+            self.saves.on_answer(rank, Saved(name or self.name, step, 0.0, tier="snapshot", part_of=part_of))
+        await asyncio.sleep(0.005)
 
 
 PARTS = ((1, 1), (2, 2), (3, 3), (2, 1), (3, 2), (1, 3))
@@ -67,13 +71,16 @@ async def test_a_snapshot_is_listed_with_its_own_position_once_every_part_and_co
     world = World()
 
     assert [world.take(step) for step in (1, 2, 3)] == [False, True, False]
-    await world.stored(2, *PARTS[:-1])
+    await world.stored(2, *PARTS[:2])
+    assert world.saves.taking
+    await world.stored(2, *PARTS[2:-1])
+    assert not world.saves.taking
     assert not world.take(4), "one at a time"
-    assert world.listed == []
+    assert world.store.listed == []
     await world.stored(2, PARTS[-1])
-    assert world.listed == [(2, 20)]
-    assert world.sent == [(rank, KeepSnapshot(2)) for rank in (1, 2, 3)]
+    assert world.store.listed == [(2, 20)]
     assert world.take(5), "the one of step 4 is due"
+    assert world.events == []
 
 
 async def test_a_part_that_cannot_be_stored_gives_the_snapshot_up_and_keeps_the_one_before() -> None:
@@ -82,51 +89,50 @@ async def test_a_part_that_cannot_be_stored_gives_the_snapshot_up_and_keeps_the_
     world.take(2)
     await world.stored(2, *PARTS)
     world.take(4)
-    world.snapshots.on_stored(SnapshotStored(2, 1, 4, "no room"))
+    world.saves.on_answer(2, SaveFailed(world.name, 4, "no room", "snapshot", 1))
+    assert world.saves.writing, "others still write their own parts"
     await world.stored(4, *PARTS)
-    assert world.listed == [(2, 20)]
-    assert world.sent[-1] == (3, KeepSnapshot(2, 4))
+    assert world.store.listed == [(2, 20)]
+    assert world.store.dropped == [world.name]
     assert world.events == [("snapshot_failed", 4)]
-    world.take(6)
-    world.full = True
-    await world.stored(6, *PARTS)
-    assert world.listed == [(2, 20)]
-    assert len(world.events) == 1, "one event a minute"
+    assert not world.take(6), "after a pause"
+    world.now, world.store.full = 10.0, True
     assert world.take(8)
+    await world.stored(8, *PARTS)
+    assert world.store.listed == [(2, 20)]
+    world.now, world.store.full = 30.0, False
+    assert world.take(10)
+    await world.stored(10, *PARTS)
+    assert world.store.listed == [(2, 20), (10, 100)]
 
 
 async def test_a_copy_that_never_comes_stops_no_later_snapshot() -> None:
     world = World()
 
     world.take(2)
+    late = world.name
     await world.stored(2, *PARTS[:-1])
-    world.now = PATIENCE_S + 1.0
+    world.now = COPIES_S + 1.0
+    assert not world.take(4)
+    world.now += 10.0
     assert world.take(4)
-    await world.stored(2, PARTS[-1])
-    assert world.listed == []
+    await world.stored(2, PARTS[-1], name=late)
+    assert world.store.listed == []
     await world.stored(4, *PARTS)
-    assert world.listed == [(4, 40)]
+    assert (world.store.listed, world.store.dropped) == ([(4, 40)], [late])
 
 
-async def test_a_node_that_had_parts_for_others_gives_them_up_with_the_next_snapshot() -> None:
-    world = World(holders=(2, 5))
-
-    world.take(2)
-    await world.stored(2, *PARTS)
-    assert world.sent == [(rank, KeepSnapshot(2)) for rank in (1, 2, 3, 5)]
-
-
-async def test_one_node_has_its_part_alone_and_a_dead_core_takes_the_next_one() -> None:
+async def test_one_node_has_its_part_alone_and_a_dead_core_takes_another_one_at_once() -> None:
     world = World((5,))
 
     world.take(2)
-    world.snapshots.core_lost()
-    assert world.take(4)
-    await world.stored(4, (5, 5))
-    assert world.listed == [(4, 40)]
+    world.saves.core_lost()
+    assert world.take(3)
+    await world.stored(3, (5, 5))
+    assert (world.store.listed, world.events) == ([(3, 30)], [("snapshot_failed", 2)])
 
-    assert holders((5,)) == {}
-    assert holders((1, 2, 3)) == {1: 2, 2: 3, 3: 1}
+    assert successors((5,)) == {}
+    assert successors((1, 2, 3)) == {1: 2, 2: 3, 3: 1}
 
 
 CORE = (1, 2)
@@ -143,7 +149,7 @@ def config(**sections: Any) -> RunConfig:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     found = RunDir(tmp_path)
-    list_snapshot(found, config(), "attempt-1-7", POSITION)
+    list_snapshot(found, config(), NAME, POSITION)
     return found
 
 
@@ -195,7 +201,7 @@ def test_otherwise_the_checkpoint_is_taken_and_the_snapshot_listed_no_longer(
 
 
 def test_the_newest_snapshot_alone_is_listed_and_an_altered_entry_is_none(run: RunDir) -> None:
-    list_snapshot(run, config(), "attempt-1-8", msgspec.structs.replace(POSITION, step=14))
+    list_snapshot(run, config(), "step-00000014.attempt-1-8.1", msgspec.structs.replace(POSITION, step=14))
     (folder,) = run.snapshots.iterdir()
     position = folder / "state.json"
     position.write_bytes(position.read_bytes().replace(b"96", b"97"))
@@ -211,3 +217,32 @@ def test_metrics_up_to_the_snapshot_stay_once_each_and_later_ones_go(run: RunDir
     assert [line["step"] for line in kept] == list(range(1, 13))
     assert kept[10] == lines[10], "a line that was written wins"
     assert kept[11] == {"t": 6.0, "step": 12, "loss": 0.25}
+
+
+async def test_nodes_keep_no_part_of_a_snapshot_that_is_not_listed_and_of_none_before_the_newest(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[int, KeepState]] = []
+    context = SimpleNamespace(
+        run=run,
+        config=config(),
+        start_name="attempt-1-8",
+        layout=SimpleNamespace(core=CORE),
+        resume_point=ResumePoint(12, "/checkpoints/step", 96, (), snapshot=NAME, restore={1: 5}),
+        send=lambda rank, message: sent.append((rank, message.message)),
+    )
+    store = SnapshotStore(cast(Any, context))
+    first, second = store.folder(14, 1), store.folder(14, 2)
+    position = msgspec.structs.replace(POSITION, step=14)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_leader_setup, "list_snapshot", lambda *_: os.stat(run.path / "gone"))
+        with pytest.raises(OSError, match="gone"):
+            await store.complete(first, {}, position)
+    assert sent == [(rank, KeepState(12, first)) for rank in (1, 2, 5)], "node 5 had a part for node 1"
+    assert [state.folder.name for state in states(run.snapshots)] == [NAME]
+
+    sent.clear()
+    await store.complete(second, {}, position)
+    assert sent == [(rank, KeepState(14)) for rank in (1, 2, 5)]
+    assert [state.folder.name for state in states(run.snapshots)] == [second]

@@ -91,7 +91,7 @@ async def test_all_nodes_of_the_core_are_one_member_and_get_the_same_samples() -
     assert first.metrics["replicas"] == 3
     assert first.metrics["trained_tokens"] == 2 * 8, "the core answers once"
     assert [rank for rank, order in world.asked(wire.OfferWeights) if order.version == 1] == [1, 2]
-    assert [rank for rank, _ in world.asked(wire.SaveCheckpoint)] == [1, 2]
+    assert [rank for rank, order in world.asked(wire.SaveState) if order.tier == "checkpoint"] == [1, 2]
     assert len(world.saved) == 1
     assert world.manifests == [{"1": (1, 2), "2": (1, 2)}], "the files of all nodes"
     assert second.step == 2

@@ -8,7 +8,7 @@ import pytest
 
 from libra_hpc.protocol.agents import Committed, Fatal, StepReport, ToReplica, TrainReport
 from libra_hpc.protocol.layout import Layout
-from libra_hpc.protocol.trainer import OfferFailed, OfferWeights, SaveCheckpoint, Saved, TakeSnapshot
+from libra_hpc.protocol.trainer import OfferFailed, OfferWeights, Saved, SaveState
 from libra_hpc.train_leader import saves
 from libra_hpc.train_leader import train_leader as leader
 from tests.train_leader.world import World, batch, until
@@ -16,7 +16,8 @@ from tests.train_leader.world import World, batch, until
 
 def orders(world: World, rank: int = 1) -> list[str]:
     """What this rank was asked for."""
-    return [type(m.message).__name__ for to, m in world.sent if to == rank and isinstance(m, ToReplica)]
+    found = [m.message for to, m in world.sent if to == rank and isinstance(m, ToReplica)]
+    return [m.tier if isinstance(m, SaveState) else type(m).__name__ for m in found]
 
 
 async def test_a_checkpoint_that_fails_is_tried_again_at_a_later_boundary() -> None:
@@ -138,7 +139,7 @@ async def test_a_core_that_dies_while_it_writes_a_checkpoint_leaves_none_and_sav
     await asyncio.sleep(0.01)
     assert world.tried == [2, 3]
     assert world.saved == [(3, 6, [])]
-    assert world.discarded == ["step-000002.rendezvous.1.partial"]
+    assert world.discarded == ["step-000002.1.partial"]
 
 
 async def test_weights_that_had_no_room_are_offered_again_while_the_last_checkpoint_waits_for_them() -> None:
@@ -173,7 +174,7 @@ async def test_only_the_core_answers_for_the_checkpoint() -> None:
     await world.joined(2)
     world.replicas[1].slow = True
     world.leader.on_batch(batch(1))
-    await until(lambda: world.asked(SaveCheckpoint))
+    await until(lambda: world.asked(SaveState))
     world.leader.on_reply(2, Saved(world.replicas[1].saving.folder, 1, 0.0))
     world.leader.on_reply(1, Saved("of an earlier request", 1, 0.0))
     await asyncio.sleep(0.01)
@@ -187,9 +188,9 @@ async def test_a_snapshot_is_taken_at_the_boundary_of_its_step_after_the_offers(
     world = World().start(1, 2)
     for number in (1, 2):
         await world.step(number)
-        await until(lambda number=number: world.index.listed == [(s, 2 * s) for s in range(1, number + 1)])
-    assert orders(world) == ["Join", "OfferWeights", *["TrainStep", "OfferWeights", "TakeSnapshot"] * 2]
-    assert {rank for rank, _ in world.asked(TakeSnapshot)} == {1}, "the core alone has a state"
+        await until(lambda number=number: world.snapshots.listed == [(s, 2 * s) for s in range(1, number + 1)])
+    assert orders(world) == ["Join", "OfferWeights", *["TrainStep", "OfferWeights", "snapshot"] * 2]
+    assert {rank for rank, _ in world.asked(SaveState)} == {1}, "the core alone has a state"
 
 
 async def test_an_offer_is_asked_for_at_a_step_boundary_never_while_a_step_runs(

@@ -72,7 +72,7 @@ async def test_batches_stay_until_a_newer_state_is_complete_and_at_most_four_tim
     for number in range(1, 20):
         if number == 3:
             # Nothing comes of the snapshot of this step.
-            world.leader.on_snapshot_stored = lambda message: None  # type: ignore[method-assign]
+            world.leader._snapshots.on_answer = lambda rank, message: None  # type: ignore[method-assign]
         await world.step(number)
         retained.append(len(world.leader._batches))
     assert retained[:3] == [1, 2, 3]

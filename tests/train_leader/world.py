@@ -13,7 +13,7 @@ from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, Log, MemberJoined, ToReplica, TrainReport
 from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.trainer import Join, Sample, SaveCheckpoint
+from libra_hpc.protocol.trainer import Join, Sample, SaveState
 from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.state_folders import DataPosition, Manifest
 from libra_hpc.train_leader.train_leader import TrainLeader
@@ -76,13 +76,11 @@ class Replica:
                     done = wire.Offered(version, base, f"t{self.rank}.0", 100, 50, 50, 0.0)
                     offered = agents.WeightsOffered(self.rank, (done,))
                     asyncio.get_running_loop().call_soon(self.world.leader.on_offered, offered)
-            case wire.TakeSnapshot(step=step):
-                if self.rank in self.world.core:
-                    stored = agents.SnapshotStored(self.rank, self.rank, step)
-                    asyncio.get_running_loop().call_soon(self.world.leader.on_snapshot_stored, stored)
-            case SaveCheckpoint(folder=folder, step=step):
+            case SaveState(folder=folder, step=step, tier="snapshot"):
+                self.world.reply(self.rank, wire.Saved(folder, step, 0.0, tier="snapshot"))
+            case SaveState(folder=folder, step=step):
                 self.world.tried.append(step)
-                self.saving = SaveCheckpoint(folder, step)
+                self.saving = SaveState(folder, step)
                 if not self.slow:
                     self.saved()
 
@@ -93,18 +91,32 @@ class Replica:
         self.world.reply(self.rank, failed if self.full else wire.Saved(folder, step, 0.0, {str(self.rank): (1, 2)}))
 
 
-class Index:
-    """The list of complete snapshots: step and position."""
+class Snapshots:
+    """The list of complete ones: step and position."""
+
+    tier: wire.Tier = "snapshot"
 
     def __init__(self) -> None:
         self.listed: list[tuple[int, int]] = []
+        self.dropped: list[str] = []
+        self.full = False
 
-    async def add(self, position: DataPosition) -> None:
+    def folder(self, step: int, number: int) -> str:
+        return f"step-{step}.{number}"
+
+    async def complete(self, folder: str, manifest: Manifest, position: DataPosition) -> None:
+        if self.full:
+            raise OSError("no room")
         self.listed.append((position.step, position.low))
+
+    async def discard(self, folder: str) -> None:
+        self.dropped.append(folder)
 
 
 class World:
-    """Also where checkpoints go: `complete` and `discard`."""
+    """Also where checkpoints go."""
+
+    tier: wire.Tier = "checkpoint"
 
     def __init__(
         self,
@@ -129,7 +141,7 @@ class World:
         self.carried: list[list[tuple[int, float | None]]] = []
         self.manifests: list[Manifest] = []
         self.discarded: list[str] = []
-        self.index = Index()
+        self.snapshots = Snapshots()
         self.tried: list[int] = []
         self.now = 0.0
         self.sent: list[tuple[int, Any]] = []
@@ -145,13 +157,17 @@ class World:
             }
         )
 
-        folders = {"rendezvous": Path("/rendezvous"), "checkpoints": Path("/checkpoints")}
-        given = (config, core, step, DataOrder(2 * step), self.send, 3, lambda: (3,), self, lambda: self.now)
-        self.leader = TrainLeader(*given, **folders, from_checkpoint=from_checkpoint, index=self.index)
+        stores = (self, self.snapshots)
+        given = (config, core, step, DataOrder(2 * step), self.send, 3, lambda: (3,), stores, lambda: self.now)
+        begins = "checkpoint" if from_checkpoint else None
+        self.leader = TrainLeader(*given, rendezvous=Path("/rendezvous"), begins=begins)
         for rank in (*core, 3):
             self.leader.weights.on_carrier(agents.CarrierStarted(Peer(rank, ("127.0.0.1",), 7000 + rank)))
 
-    async def complete(self, folder: Path, manifest: Manifest, position: DataPosition) -> None:
+    def folder(self, step: int, number: int) -> str:
+        return f"step-{step:06d}.{number}.partial"
+
+    async def complete(self, folder: str, manifest: Manifest, position: DataPosition) -> None:
         self.carried.append([(record.step, record.metrics["reward"]) for record in position.reports])
         if self.hangs:
             await asyncio.sleep(60.0)
@@ -160,8 +176,8 @@ class World:
         self.manifests.append(manifest)
         self.saved.append((position.step, position.low, list(position.extra)))
 
-    async def discard(self, folder: Path) -> None:
-        self.discarded.append(folder.name)
+    async def discard(self, folder: str) -> None:
+        self.discarded.append(folder)
 
     def send(self, rank: int, message: Any) -> None:
         self.sent.append((rank, message))

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -274,11 +273,11 @@ class Replica:
         self.send(message)
         return self.receive(kind)
 
-    def save(self, folder: Path, step: int, kind: type[Any] = Saved) -> Any:
+    def save(self, folder: Path, step: int, kind: type[Any] = Saved, tier: wire.Tier = "checkpoint") -> Any:
         """Have a checkpoint written, its policy as a node's carrier does; returns local rank 0's answer."""
         if kind is Saved:
             self._save_policy(folder / "policy" / "model.safetensors", step)
-        self.ask(wire.SaveCheckpoint(str(folder), step), wire.SaveStarted)
+        self.ask(wire.SaveState(str(folder), step, tier), wire.SaveStarted)
         return self.receive(kind)
 
     def _save_policy(self, path: Path, step: int) -> None:
@@ -295,8 +294,8 @@ class Replica:
     def snapshot(self, folder: Path, step: int) -> None:
         """Take a snapshot, and complete it as an agent does."""
         folder.mkdir(parents=True)
-        taken = self.ask(wire.TakeSnapshot(str(folder), step), wire.SnapshotTaken)
-        (folder / folders.STATE_FILE).write_bytes(msgspec.json.encode(folders.TrainerState(step, taken.updates)))
+        self.ask(wire.SaveState(str(folder), step, "snapshot"), wire.SaveStarted)
+        self.receive(Saved)
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """Weights and moments, read from a checkpoint."""

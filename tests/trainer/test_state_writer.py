@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from libra_hpc.protocol.trainer import Saved, SaveFailed, SnapshotFailed, SnapshotTaken
+from libra_hpc.protocol.trainer import Saved, SaveFailed
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.saved import checkpoint, snapshot
 from libra_hpc.trainer.saved.state_writer import Answer, StateWriter
@@ -92,15 +92,14 @@ def test_a_snapshot_is_of_its_step_and_loads_into_the_same_layout(
     saved = scene.state()
     weights = {name: p.clone() for name, p in scene.engine.named_parameters().items()}
     folder = tmp_path / "snapshot"
-    scene.writer.snapshot(folder)
+    scene.writer.copy(folder, "snapshot")()
     scene.writer.wait()
-    assert [type(answer) for answer in scene.answers] == [SnapshotFailed], "there is no such folder"
+    assert [type(answer) for answer in scene.answers] == [SaveFailed], "there is no such folder"
     folder.mkdir()
-    scene.writer.snapshot(folder)
+    scene.writer.copy(folder, "snapshot")()
     scene.trainer.step(train_step(2, 0))
     scene.writer.wait()
-    assert scene.answers[1:] == [SnapshotTaken(1, 1)]
-    (folder / folders.STATE_FILE).write_text('{"step": 1, "updates": 1}')
+    assert [(answer.step, answer.tier) for answer in scene.answers[1:]] == [(1, "snapshot")]
     assert snapshot.holds(folder, 0)
     snapshot.load(scene.engine.state, folder, 0)
     assert (scene.engine.state.step, scene.engine.state.updates) == (1, 1)

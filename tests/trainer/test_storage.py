@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.protocol.trainer import Offered, OfferFailed, OfferWeights, SaveFailed, SnapshotFailed, TakeSnapshot
+from libra_hpc.protocol.trainer import Offered, OfferFailed, OfferWeights, SaveFailed
 from libra_hpc.state import state_folders as folders
 from libra_hpc.weights.pieces import offer_path, read_offer
 
@@ -44,7 +44,7 @@ def test_without_room_nothing_is_written_and_training_goes_on(tmp_path: Path, sm
     join_all([replica], 1, tmp_path / "g1")
     step_all([replica], 1, 1)
     (small / "snapshot").mkdir()
-    assert replica.ask(TakeSnapshot(str(small / "snapshot"), 1), SnapshotFailed).reason.endswith(" bytes free")
+    assert replica.save(small / "snapshot", 1, SaveFailed, "snapshot").reason.endswith(" bytes free")
     (small / "snapshot").rmdir()
     failed = replica.save(small / "step-000001", 1, SaveFailed)
     assert "small/step-000001/" in failed.reason.split(" needs ")[0]
@@ -77,7 +77,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_and_works_again_later(tmp_pa
     shutil.rmtree(tmp_path / "torn")
     replica.ask(OfferWeights(str(offers), 1, -1), OfferFailed)
     step_all([replica], 2, 1)
-    replica.ask(TakeSnapshot(str(shm), 2), SnapshotFailed)
+    replica.save(shm, 2, SaveFailed, "snapshot")
     assert sorted(path.name for path in tmp_path.iterdir() if "step" in path.name or "safetensors" in path.name) == [
         "step-000001"
     ]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from libra_hpc.protocol.trainer import Offered, OfferFailed, OfferWeights, SaveCheckpoint, Saved, SaveStarted
+from libra_hpc.protocol.trainer import Offered, OfferFailed, OfferWeights, Saved, SaveStarted, SaveState
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
 from libra_hpc.trainer.saved import checkpoint, snapshot
 from libra_hpc.trainer.saved.weight_offers import WeightOffers
@@ -198,7 +198,7 @@ def test_a_world_offers_each_element_once(tmp_path: Path, kind: str, keys: dict[
         answers = [replica.receive_from(rank) for rank in range(layout.ranks)]
         assert all(isinstance(answer, Offered) and answer.version == version for answer in answers), answers
         folder = tmp_path / f"saved-{version}"
-        replica.ask(SaveCheckpoint(str(folder), version), SaveStarted)
+        replica.ask(SaveState(str(folder), version), SaveStarted)
         replica.receive(Saved)
         masters = {
             name.removeprefix("master/"): t for name, t in read_state_tensors(folder).items() if "master/" in name

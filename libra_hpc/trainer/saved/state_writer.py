@@ -2,7 +2,6 @@
 
 - `StateWriter.copy`, at a step boundary -> the shards are in host memory.
 - What it returns is called -> a thread writes the files, and training goes on.
-- `StateWriter.snapshot` -> both, for a snapshot.
 - The weights of the policy are not written here: the node's carrier has them (`libra_hpc.weights.image.write_pinned`).
 - Another copy -> it waits for the end of the write before: there is one copy in host memory.
 
@@ -24,7 +23,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from libra_hpc.protocol.trainer import Saved, SaveFailed, SnapshotFailed, SnapshotTaken
+from libra_hpc.protocol.trainer import Saved, SaveFailed, Tier
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.device import host_buffer, synchronize
 from libra_hpc.trainer.train_engine import TrainEngine
@@ -33,7 +32,7 @@ from . import snapshot
 from .checkpoint import write_companions
 from .shard_files import own_pieces, rank_file, write_pieces
 
-Answer = Saved | SaveFailed | SnapshotTaken | SnapshotFailed
+Answer = Saved | SaveFailed
 
 
 class HostCopy:
@@ -70,7 +69,7 @@ class StateWriter:
         self._copy = HostCopy(engine)
         self._thread: threading.Thread | None = None
 
-    def copy(self, folder: Path) -> Callable[[], None]:
+    def copy(self, folder: Path, tier: Tier = "checkpoint") -> Callable[[], None]:
         """Copy the state, for ``folder``. Returns what has a thread write the files and answer.
 
         Raises `OSError` when a copy is impossible.
@@ -78,30 +77,17 @@ class StateWriter:
         began = time.monotonic()
         self.wait()
         state = folders.TrainerState(self._engine.state.step, self._engine.state.updates)
-        copies = self._copy.take(own_pieces(self._engine.state, self._engine.shape, self._engine.split))
+        if tier == "snapshot":
+            pieces, write = snapshot.pieces(self._engine.state), self._write_part
+        else:
+            pieces, write = own_pieces(self._engine.state, self._engine.shape, self._engine.split), self._write_files
+        copies = self._copy.take(pieces)
 
         def work() -> Answer:
-            files = self._write_files(folder, state, copies)
-            return Saved(str(folder), state.step, time.monotonic() - began, files)
+            files = write(folder, state, copies)
+            return Saved(str(folder), state.step, time.monotonic() - began, files, tier)
 
-        return lambda: self._start(work, lambda reason: SaveFailed(str(folder), state.step, reason))
-
-    def snapshot(self, folder: Path) -> None:
-        """Copy the state, and have a thread write this rank's part of a snapshot and answer."""
-        self.wait()
-        state, file = self._engine.state, snapshot.part_file(folder, self._rank)
-        step, updates = state.step, state.updates
-        try:
-            copies = self._copy.take(snapshot.pieces(state))
-        except OSError as error:
-            self._send(SnapshotFailed(step, str(error)))
-            return
-
-        def work() -> Answer:
-            write_pieces(copies, file)
-            return SnapshotTaken(step, updates)
-
-        self._start(work, lambda reason: SnapshotFailed(step, reason))
+        return lambda: self._start(work, lambda reason: SaveFailed(str(folder), state.step, reason, tier))
 
     def _start(self, work: Callable[[], Answer], failed: Callable[[str], Answer]) -> None:
         def run() -> None:
@@ -137,6 +123,14 @@ class StateWriter:
             counters.write_bytes(msgspec.json.encode(state))
             written.append(counters)
         return folders.seal(folder, written)
+
+    def _write_part(
+        self, folder: Path, state: folders.TrainerState, pieces: Mapping[str, torch.Tensor]
+    ) -> folders.Manifest:
+        """The node's agent seals it with the parts of the other processes, all of which write the same counters."""
+        write_pieces(pieces, snapshot.part_file(folder, self._rank))
+        (folder / folders.STATE_FILE).write_bytes(msgspec.json.encode(state))
+        return {}
 
 
 def _reason(error: Exception) -> str:
