@@ -166,10 +166,16 @@ class Saves:
 
     def _give_up(self, reason: str) -> None:
         assert self._now is not None
-        self._log(f"{self._tier}_failed", step=self._now.position.step, reason=reason)
+        self._failed(self._now.position.step, reason)
         self._spawn(self._discard(self._now.folder))
         self._now = None
         self._changed()
+
+    def _failed(self, step: int, reason: str) -> None:
+        if self._tier == "checkpoint":
+            self._log("checkpoint_failed", step=step, reason=reason)
+        else:
+            self._log("snapshot_failed", step=step, reason=reason)
 
     async def _end(self, save: _Save) -> None:
         step = save.position.step
@@ -181,7 +187,7 @@ class Saves:
         if self.failure:
             self.retry.failed(self._clock())
             self._due = self._due or self._tier == "checkpoint"
-            self._log(f"{self._tier}_failed", step=step, reason=self.failure)
+            self._failed(step, self.failure)
         else:
             self.retry.succeeded()
             self.saved_step, self._complete = step, True

@@ -46,8 +46,9 @@ def test_engines_at_once(old: Model, count: int) -> None:
 
 
 def test_a_folder_without_a_model_is_refused_before_an_engine_starts(old: Model, tmp_path: Path) -> None:
+    empty = config(old).run.changed(model={"path": str(tmp_path)})
     with pytest.raises(UserError, match=r"no config\.json there"):
-        measure_engines(msgspec.structs.replace(config(old), model=str(tmp_path)), 1, "cpu", "tiny")
+        measure_engines(msgspec.structs.replace(config(old), run=empty), 1, "cpu", "tiny")
 
 
 @pytest.mark.nightly
