@@ -94,8 +94,8 @@ class EvaluationNode(NodeAgent):
         super().__init__(mesh, "rollout", routes)
         self._run, self._step = run, step
         self._began = time.time()
-        # No step is left, so that no prompt of training is admitted; what earlier runs measured is not needed either.
-        own = in_wall_time(config).changed(run={"steps": step}, checkpoint={"experience": False})
+        # What earlier runs measured is not needed.
+        own = in_wall_time(config).changed(checkpoint={"experience": False})
         self._context = AgentContext(
             rank=mesh.rank,
             layout=layout,
@@ -110,7 +110,8 @@ class EvaluationNode(NodeAgent):
         # No version follows that of the start: the carrier is never started.
         self._engines = RolloutNode(self._context, NodeCarrier(self._context, lambda: None))
         self.engines.append(self._engines)
-        self._service = RolloutService(self._context) if mesh.rank == 0 else None
+        # No step is left, so that no prompt of training is admitted.
+        self._service = RolloutService(self._context, step) if mesh.rank == 0 else None
         self.leaders += [self._service] if self._service is not None else []
         self._events: Journal[dict[str, Any]] = Journal(run.events, dict, KEEP_EVENTS)
         self._why = ""

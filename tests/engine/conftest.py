@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from .engine_harness import WAITS_OR_AHEAD, EngineUnderTest, Model, engine_config, make_model, versions
@@ -30,8 +29,8 @@ def shared_engine(
     Where a step ahead of what is known makes a difference, tests of each change have it of both kinds (`both`).
     """
     folder = tmp_path_factory.mktemp("e")
-    config = engine_config(old, max_num_seqs=4, version=1, step_log=str(folder / "steps.jsonl"))
-    config = msgspec.structs.replace(config, kv_cache_mb=2, async_steps=request.param)
+    rollout: dict[str, object] = {"max_num_seqs": 4, "kv_cache_mb": 2, "async_steps": request.param}
+    config = engine_config(old, version=1, step_log=str(folder / "steps.jsonl"), **rollout)
     under_test = EngineUnderTest(folder, config)
     try:
         ready = under_test.ready()

@@ -57,5 +57,6 @@ def test_a_folder_without_a_model_is_refused_before_an_engine_starts(old: Model,
 def test_the_error_of_an_engine_that_cannot_start_is_shown(old: Model, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    broken = config(old).run.changed(model={"path": str(tmp_path)})
     with pytest.raises(OperationError, match="before it was measured"):
-        measure_engines(msgspec.structs.replace(config(old), model=str(tmp_path)), 1, "cpu", "tiny")
+        measure_engines(msgspec.structs.replace(config(old), run=broken), 1, "cpu", "tiny")

@@ -51,7 +51,8 @@ def line(record: TrajectoryEnd | Restart) -> dict[str, Any]:
 class RolloutService:
     """See the module docstring; it is the `Surroundings` of its leader."""
 
-    def __init__(self, context: AgentContext) -> None:
+    def __init__(self, context: AgentContext, steps: int | None = None) -> None:
+        """``steps``: of the run, where they are others than the configuration's."""
         self._context = context
         config = context.config
         self._trajectories: Journal[TrajectoryEnd | Restart] = Journal(context.run.trajectories, line, KEEP_LINES)
@@ -67,7 +68,8 @@ class RolloutService:
         self._stopping = False
         self._policy = make_policy(config.rollout.policy)
         self.clock, self.send, self.log, self.routed = time.monotonic, context.send, context.log, self._decisions.add
-        self.leader = RolloutLeader(config, context.rank, context.layout.train_leader, self._policy, surroundings=self)
+        led = config if steps is None else config.changed(run={"steps": steps})
+        self.leader = RolloutLeader(led, context.rank, context.layout.train_leader, self._policy, surroundings=self)
         self._hosts = Hosts(context, self.leader)
         self._watchers: list[asyncio.Task[None]] = []
 
