@@ -320,7 +320,8 @@ class TrainNode(EngineNode[Supervised]):
         elif isinstance(answer, Saved | SaveFailed) and answer.tier == "snapshot":
             self.keeper.written(answer)
         elif isinstance(answer, Saved | SaveFailed):
-            self._storage_stalls *= isinstance(answer, SaveFailed)
+            if isinstance(answer, Saved):
+                self._storage_stalls = 0
             self._wrote(answer)
         elif isinstance(answer, Offered):
             self._offered, context = answer.version, self._context
