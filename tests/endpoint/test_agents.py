@@ -149,6 +149,17 @@ async def test_a_program_in_a_box_without_network_is_judged_when_it_is_dead(
     assert played.end.reward == float(answer == 42)
 
 
+async def test_a_program_without_isolation_reaches_the_endpoint(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
+    task = AgentTask(
+        tokenizer,
+        data=write_rows(tmp_path, {"prompt": "x"}),
+        command=[sys.executable, "-IS", "-c", PROGRAM, "{prompt}", "42"],
+        reward=f"{AGENTS}:one",
+    ).make({"env": {"sandbox": "none"}})
+    assert isinstance(task, AgentEnvironment)
+    assert (await play(task, lambda context: "yes")).end.info["turns"] == 2
+
+
 def test_mistakes_of_a_command_and_a_box_are_sentences(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
     data = write_rows(tmp_path, {"prompt": "x"})
     judged = {"data": data, "reward": f"{AGENTS}:one"}
@@ -158,5 +169,7 @@ def test_mistakes_of_a_command_and_a_box_are_sentences(tokenizer: TaskTokenizer,
         AgentTask(tokenizer, command=["mini", "{repo}"], **judged).make({}).check()
     with pytest.raises(UserError, match=r"env.box = 'apptainer-none': no such program on this node"):
         AgentTask(tokenizer, command=["mini"], **judged).make({"env": {"box": ["apptainer-none", "exec"]}})
+    with pytest.raises(UserError, match=r"env.box = \['sh', '-c'\]: it has no \{mounts\} for env.mounts"):
+        AgentTask(tokenizer, command=["mini"], **judged).make({"env": {"box": ["sh", "-c"], "mounts": ["/opt"]}})
     with pytest.raises(UserError, match=r"task.agent = .*by_openai': it is no coroutine function"):
         AgentTask(tokenizer, agent=f"{AGENTS}:by_openai", **judged)

@@ -103,8 +103,9 @@ def named_paths(config: RunConfig) -> dict[str, str]:
     named = {key: str(flat.get(key) or "") for key in PATHS}
     for key, (kind, table) in config.task.tables.items():
         place = key.rpartition(".")[0]
-        named |= {key: kind, f"{place}.data": table.data, f"{place}.reward": table.reward}
-    return named
+        own = {f"{place}.{name}": getattr(table, name) for name in ("data", "reward", "agent")}
+        named |= {key: kind, **own}
+    return named | {f"env.mounts.{place}": path for place, path in enumerate(config.env.mounts)}
 
 
 def _seen_from(folder: Path) -> set[Path]:
