@@ -181,7 +181,8 @@ TRAINING = (
     Number("loss_tokens", "tokens", "Generated tokens trained on").shown(
         ENDED, total, "tokens: {:,} of them generated"
     ),
-    Number("trained_tokens", "tokens", "All tokens that went through the model"),
+    Number("trained_tokens", "tokens", "All tokens of the trained samples"),
+    Number("shared_tokens", "tokens", "Of `trained_tokens`: equal beginnings, computed for one sample alone"),
     Number("train_s", "s", "Own work of the stage: compute, reduce, update; without waits for slower replicas"),
     Number("train_ahead_s", "s", "Of `train_s`: beside rollout, before the batch was complete").shown(
         ALWAYS, mean, "train ahead: {:.1f} s a step before its batch was complete", quiet=True

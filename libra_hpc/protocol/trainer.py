@@ -196,7 +196,7 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     """Mean |log pi_theta_old - log pi_behaviour| over loss tokens of the first minibatch."""
     entropy: float
     tokens: int
-    """All tokens of this member that went through the model."""
+    """All tokens of this member's samples."""
     loss_tokens: int
     compute_s: float
     reduce_s: float
@@ -204,6 +204,8 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     optimizer_s: float
     skipped: int = 0
     """Minibatches whose gradient or sums were not finite: their updates were left out."""
+    shared_tokens: int = 0
+    """Beginnings among ``tokens`` that another sample had computed."""
     reference_kl: float | None = None
     """Mean k3 estimate of KL(pi_theta || pi_reference) over loss tokens; None without a reference policy."""
     masked: float = 0.0

@@ -38,6 +38,7 @@ def train_metrics(replies: list[StepDone], tokens: int, wall_s: float) -> dict[s
         "skipped": core.skipped,
         "loss_tokens": loss_tokens,
         "trained_tokens": sum(r.tokens for r in replies),
+        "shared_tokens": sum(r.shared_tokens for r in replies),
         "train_s": work,
         "train_ahead_s": max(0.0, work - wall_s),
         "train_wall_s": wall_s,

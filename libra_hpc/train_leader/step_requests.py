@@ -15,7 +15,7 @@ from libra_hpc.config.train_world import core_world, elastic_world, replicas
 from libra_hpc.protocol.agents import Batch, Group, GroupDone, MeshMessage, ToReplica
 from libra_hpc.protocol.trainer import PortionDone, Sample, StepDone, TrainPortion, TrainStep
 from libra_hpc.state.data_order import DataOrder
-from libra_hpc.trainer.settings import attention_work
+from libra_hpc.trainer.settings import sample_work
 from libra_hpc.trainer.shards import Shards, shard
 
 from .generations import Generations
@@ -59,7 +59,7 @@ class StepRequests(Generations):
         # With a KL term, samples without advantage have a gradient too.
         self._skip = self._algorithm.skip_zero_advantage and kl == 0.0
         self._core_dp, self._elastic_dp = core_world(config).dp, elastic_world(config).dp
-        self._attention = attention_work(config)
+        self._work = sample_work(config)
         self._skipped_in_row = 0
         self._minibatches = 0
         """Minibatches of the last step that had loss tokens."""
@@ -104,7 +104,7 @@ class StepRequests(Generations):
     def _shard(self, groups: Sequence[Group]) -> tuple[Shards, tuple[int, ...]]:
         algorithm, longest = self._algorithm, self._config.rollout.max_model_len
         minibatches, aggregate = algorithm.minibatches, algorithm.aggregate
-        return shard(groups, self.replicas, minibatches, self._skip, self._attention, aggregate, longest)
+        return shard(groups, self.replicas, minibatches, self._skip, self._work, aggregate, longest)
 
     def _of_worlds(self, shards: Shards) -> Iterator[tuple[tuple[int, ...], tuple[tuple[Sample, ...], ...]]]:
         """The nodes of each world, and its minibatches; it spreads them over its data-parallel ranks itself."""

@@ -28,7 +28,7 @@ from .grpo import grpo_terms
 from .link import BatchRejected, PeerLost
 from .losses import LossTokens, loss_named
 from .saved.reference_policy import ReferencePolicy
-from .shards import spread
+from .shards import PLAIN, SampleWork, spread
 from .train_engine import LARGEST_NORM, TrainEngine
 
 
@@ -54,19 +54,18 @@ class GrpoTrainer:
         engine: TrainEngine,
         replicas: ElasticReplicas,
         run: RunConfig,
-        attention: float = 0.0,
+        work: SampleWork = PLAIN,
         reference: ReferencePolicy | None = None,
     ) -> None:
-        """``attention``: see `libra_hpc.trainer.settings.attention_work`."""
-        self._attention, self._reference = attention, reference
+        self._work, self._reference = work, reference
         self._engine, self._replicas, self._settings = engine, replicas, run.algorithm
         self._micro_tokens, self._temperature = run.train.micro_tokens, run.rollout.temperature
         self._sums = torch.zeros(TOKENS + 1, dtype=torch.float32, device=engine.device)
-        self._tokens = self._loss_tokens = 0
+        self._tokens = self._loss_tokens = self._shared = 0
         """Tokens of the present step, all ranks of this world together."""
         self._ahead = NOTHING
-        self._filled = self._targets = 0
-        """Tokens and loss tokens of the packs of the present minibatch, this rank alone."""
+        self._counts = [0, 0, 0]
+        """Tokens of the packs of the present minibatch, with loss, and in shared beginnings, this rank alone."""
         self._loss = loss_named(run.algorithm.loss)
         self._context = parallel_state.get_context_parallel_group() if engine.split.cp > 1 else None
         engine.reduce = replicas.reduce
@@ -99,7 +98,7 @@ class GrpoTrainer:
         replicas.waited_s = 0.0
         optimizer_s = 0.0
         sums: list[tuple[list[float], int]] = []
-        skipped = self._tokens = self._loss_tokens = 0
+        skipped = self._tokens = self._loss_tokens = self._shared = 0
         proximal, reference = self._proximal(batches), self._reference_logprobs(batches)
         first = ahead == NOTHING
         last = max((i for i, total in enumerate(divisors) if total), default=0)
@@ -140,6 +139,7 @@ class GrpoTrainer:
             entropy=means[ENTROPY],
             tokens=self._tokens,
             loss_tokens=self._loss_tokens,
+            shared_tokens=self._shared,
             compute_s=ahead.seconds + time.monotonic() - begin - replicas.waited_s - optimizer_s,
             reduce_s=replicas.waited_s,
             optimizer_s=optimizer_s,
@@ -196,9 +196,9 @@ class GrpoTrainer:
 
     def _pack(self, samples: tuple[Sample, ...]) -> list[Pack]:
         place = self._engine.split
-        own = spread(samples, place.dp, self._attention)[place.dp_rank]
+        own = spread(samples, place.dp, self._work)[place.dp_rank]
         examples = [decode(s) for s in own]
-        return pack(examples, self._micro_tokens, self._engine.device, place)
+        return pack(examples, self._micro_tokens, self._engine.device, place, shares=self._work.shares)
 
     def _proximal(self, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
         """Return log-probabilities under the weights before the step; none where the first update is the only one."""
@@ -236,9 +236,10 @@ class GrpoTrainer:
         """Add gradients and sums of a minibatch or a part of it; raises `PeerLost` with the last part."""
         if first:
             self._sums.zero_()
-            self._filled = self._targets = 0
-        self._filled += sum(p.filled for p in packs)
-        self._targets += sum(len(p.targets) for p in packs)
+            self._counts = [0, 0, 0]
+        for one in packs:
+            counts = one.filled + one.shared, len(one.targets), one.shared
+            self._counts = [before + count for before, count in zip(self._counts, counts, strict=True)]
         old: Iterator[torch.Tensor] | None = None if proximal is None else iter(proximal)
         frozen: Iterator[torch.Tensor] | None = None if reference is None else iter(reference)
         settings = self._settings
@@ -284,10 +285,10 @@ class GrpoTrainer:
             failure = lost
         place = self._engine.split
         # One collective: the sums that the last stage has, shares of the squared norm, processes that failed.
-        total = torch.zeros(len(self._sums) + 4, dtype=torch.float64, device=self._engine.device)
+        total = torch.zeros(len(self._sums) + 5, dtype=torch.float64, device=self._engine.device)
         if place.tp_rank == 0 and place.pp_rank == place.pp - 1:
-            total[:-4] = self._sums
-            total[-4], total[-3] = self._filled, self._targets
+            total[:-5] = self._sums
+            total[-5:-2] = torch.tensor(self._counts)
         if failure is None:
             total[-2] = self._engine.squared_norm()
         total[-1] = float(failure is not None)
@@ -295,9 +296,10 @@ class GrpoTrainer:
             # A process that waits here for one whose exchange with a replica hangs is not to blame.
             with self._replicas.waiting():
                 dist.all_reduce(total)
-        *sums, tokens, loss_tokens, squared, failed = total.tolist()
+        *sums, tokens, loss_tokens, shared, squared, failed = total.tolist()
         self._tokens += int(tokens)
         self._loss_tokens += int(loss_tokens)
+        self._shared += int(shared)
         if failed:
             self._replicas.leave()
             raise failure or PeerLost("another process of this replica lost its peers")

@@ -14,6 +14,8 @@ from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
 from libra_hpc.errors import UserError
 from libra_hpc.models.shapes import model_shape
 
+from .shards import PLAIN, SampleWork
+
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One process of a run, and its place in a torch world (`libra_hpc.config.train_world`)."""
@@ -39,17 +41,15 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return elastic_world(self.run) if self.elastic else core_world(self.run)
 
 
-def attention_work(config: RunConfig) -> float:
-    """Work of attention of a sample per squared token, in the work of all else per token, by the model's own sizes.
-
-    0 where they are not known, as in a dry run: then tokens alone count.
-    """
+def sample_work(config: RunConfig) -> SampleWork:
+    """Work of the model's samples, by its own sizes; where they are not known, as in a dry run, tokens alone count."""
     try:
         shape = model_shape(config.model.path)
     except UserError:
-        return 0.0
-    # Causal: half of all pairs.
-    return 0.5 * shape.attention_flops_per_pair / (shape.layer_flops_per_token + shape.head_flops_per_token)
+        return PLAIN
+    # Causal: half of all pairs. A delta net has a state at the end of a beginning, and no kernel that goes on from it.
+    attention = 0.5 * shape.attention_flops_per_pair / (shape.layer_flops_per_token + shape.head_flops_per_token)
+    return SampleWork(attention, shares=shape.delta_net is None)
 
 
 def write_config(config: WorkerConfig, path: Path) -> None:

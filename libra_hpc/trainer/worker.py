@@ -41,7 +41,7 @@ from .link import Arrived, WorkerLoop, WorkerSocket
 from .saved import checkpoint, snapshot
 from .saved.reference_policy import ReferencePolicy
 from .saved.weight_offers import WeightOffers
-from .settings import WorkerConfig, attention_work, read_config
+from .settings import WorkerConfig, read_config, sample_work
 from .train_engine import NO_STEP, TrainEngine, init_world
 
 
@@ -97,7 +97,7 @@ class Worker(WorkerLoop):
             self._engine,
             self._replicas,
             run,
-            attention_work(run),
+            sample_work(run),
             self._reference(run.algorithm.reference_folder(run.model.path), pulse),
         )
         self._offers = WeightOffers(self._engine, config.rank)

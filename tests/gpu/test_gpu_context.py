@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from tests.trainer.batches import train_step
 from tests.trainer.support import Replica, make_model
 
 ROWS, COLUMNS, HEADS, GROUPS, WIDTH = 100, 700, 8, 2, 64
-TAIL = Tail(begin=20, end=20 + ROWS, first=50, last=50 + COLUMNS)
+TAIL = Tail(begin=20, end=20 + ROWS, columns=range(50, 50 + COLUMNS))
+PLAIN: dict[str, Any] = {"scale": None, "window": 0, "sinks": None}
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
@@ -21,10 +23,10 @@ def test_later_rows_of_a_sequence_attend_as_on_a_cpu(dtype: torch.dtype, toleran
     torch.manual_seed(0)
     query = torch.randn(20 + ROWS, HEADS, WIDTH, requires_grad=True)
     whole = torch.randn(800, GROUPS, 2 * WIDTH, requires_grad=True)
-    want = attend(query, whole, TAIL, None)
+    want = attend(query, *whole.chunk(2, -1), TAIL, **PLAIN)
     gradients = torch.autograd.grad(want.square().sum(), (query, whole))
     on_gpu = [x.detach().to("cuda", dtype).requires_grad_() for x in (query, whole)]
-    got = attend(on_gpu[0], on_gpu[1], TAIL, None)
+    got = attend(on_gpu[0], *on_gpu[1].chunk(2, -1), TAIL, **PLAIN)
     assert (got.float().cpu() - want).abs().max() < tolerance
     for mine, theirs in zip(torch.autograd.grad(got.square().sum(), on_gpu), gradients, strict=True):
         assert (mine.float().cpu() - theirs).abs().max() < tolerance * theirs.abs().max().clamp(min=1.0)

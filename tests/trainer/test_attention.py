@@ -111,7 +111,7 @@ def test_both_kernels_have_the_same_outputs_and_gradients(
     for cp_rank in range(cp):
         place = place_of(cp, cp_rank, tp)
         (packed,) = pack(batch, 4096, CPU, place)
-        tails += len(packed.layout.tails or ())
+        tails += len(packed.layout.tails)
         shorter += sum(piece.row_bounds is not piece.column_bounds for piece in packed.layout.pieces)
         own = torch.cat([torch.arange(r.start, r.stop) for r in pieces(sum(len(e.tokens) for e in batch), place)])
         whole = torch.randn(cp * len(own), groups, 2 * HEAD, requires_grad=True)
@@ -188,17 +188,14 @@ def test_a_right_kernel_has_no_fault(shape: Architecture, place: ReplicaPlace, d
     assert fault(Segments(varlen), shape, CPU, dtype=dtype, place=place) == ""
 
 
-def test_a_mask_aligned_to_the_first_column_is_a_fault_with_context_ranks(shape: Architecture) -> None:
+@pytest.mark.parametrize("place", [place_of(), place_of(cp=2)])
+def test_a_mask_aligned_to_the_first_column_is_a_fault(shape: Architecture, place: ReplicaPlace) -> None:
     def first_column(*arguments: Any, **named: Any) -> torch.Tensor:
         shorter = arguments[6] - arguments[5]
         return varlen(*arguments, **named, shift=-shorter)
 
-    found = [
-        fault(Segments(first_column), shape, CPU, dtype=torch.float32, place=place)
-        for place in (place_of(), place_of(cp=2))
-    ]
-    assert found[0] == ""
-    assert found[1].startswith("its output differs by")
+    found = fault(Segments(first_column), shape, CPU, dtype=torch.float32, place=place)
+    assert found.startswith("its output differs by")
 
 
 @pytest.mark.parametrize(
@@ -207,7 +204,7 @@ def test_a_mask_aligned_to_the_first_column_is_a_fault_with_context_ranks(shape:
         (varlen, ""),
         (raises, "failed: RuntimeError: FlashAttention only supports Ampere GPUs or newer.\n"),
         (sees_ahead, "failed: its output differs by"),
-        (wrong_backward, "failed: its gradient of the values differs by 0.2 of the largest value\n"),
+        (wrong_backward, "failed: its gradient of the values differs by 0.19 of the largest value\n"),
         (lambda *a, **n: varlen(*a, **n) * torch.nan, "failed: its output differs by nan"),
         (None, "failed: NotImplementedError: "),
     ],

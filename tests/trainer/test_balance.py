@@ -12,8 +12,8 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.trainer import Sample
-from libra_hpc.trainer.settings import attention_work
-from libra_hpc.trainer.shards import spread, tokens_of
+from libra_hpc.trainer.settings import sample_work
+from libra_hpc.trainer.shards import PLAIN, SampleWork, spread, tokens_of
 
 
 def samples(lengths: list[int]) -> list[Sample]:
@@ -29,15 +29,15 @@ def test_every_sample_has_one_rank_and_work_differs_by_one_sample(
     lengths: list[int], ranks: int, attention: float
 ) -> None:
     batch = samples(lengths)
-    own = spread(batch, ranks, attention)
+    own = spread(batch, ranks, SampleWork(attention))
     assert sorted(one.uid for part in own for one in part) == sorted(one.uid for one in batch)
-    assert spread(batch[::-1], ranks, attention) == own, "of the samples alone, not of their order"
+    assert spread(batch[::-1], ranks, SampleWork(attention)) == own, "of the samples alone, not of their order"
     work = loads(own, attention)
     assert max(work) - min(work) <= (1 + 1e-9) * (max(lengths) + attention * max(lengths) ** 2)
 
 
 def test_eight_ranks_share_long_contexts_evenly() -> None:
-    attention = attention_work(RunConfig().changed(model={"path": "qwen3-30b-a3b"}))
+    attention = sample_work(RunConfig().changed(model={"path": "qwen3-30b-a3b"})).attention
     shape = model_shape("qwen3-30b-a3b")
     # FLOPs of a token's own layers against those of its attention over 128k tokens before it.
     assert attention * 2**17 == pytest.approx(
@@ -45,10 +45,10 @@ def test_eight_ranks_share_long_contexts_evenly() -> None:
     )
     chance = random.Random(1)
     batch = samples([min(2**17, int(chance.lognormvariate(9.3, 1.0))) for _ in range(256)])
-    by_tokens, by_work = (loads(spread(batch, 8, one), attention) for one in (0.0, attention))
+    by_tokens, by_work = (loads(spread(batch, 8, SampleWork(one)), attention) for one in (0.0, attention))
     assert max(by_tokens) * 8 > 1.1 * sum(by_tokens)
     assert max(by_work) * 8 < 1.01 * sum(by_work)
 
 
 def test_a_model_that_is_not_known_is_balanced_by_tokens() -> None:
-    assert attention_work(RunConfig()) == 0.0
+    assert sample_work(RunConfig()) == PLAIN

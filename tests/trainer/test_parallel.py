@@ -78,7 +78,7 @@ def test_every_loss_token_is_on_one_rank_and_every_row_attends_once(cp: int, tp:
         assert lengths.pop() % (2 * tp) == 0
         assert sorted(row for part in parts for row in loss_rows(part)) == sorted(loss_rows(one))
         for part in parts:
-            rows = [(b.begin, b.end) for b in part.layout.blocks] + [(t.begin, t.end) for t in part.layout.tails or ()]
+            rows = [(b.begin, b.end) for b in part.layout.blocks] + [(t.begin, t.end) for t in part.layout.tails]
             rows.sort()
             assert rows[0][0] == 0
             assert rows[-1][1] == part.tokens.shape[1]

@@ -55,14 +55,12 @@ def rectangles(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One call per block and tail of ``layout``."""
-    key, value, whole = columns
-    parts: dict[int, torch.Tensor] = {}
+    key, value, _ = columns
+    parts = {
+        tail.begin: context.attend(query, *columns.pair(), tail, scale=scale, window=window, sinks=sinks)
+        for tail in layout.tails
+    }
     padded = []
-    if whole is not None:
-        parts = {
-            tail.begin: context.attend(query, whole, tail, scale, window=window, sinks=sinks)
-            for tail in layout.tails or ()
-        }
     for begin, end, rows, width, index in layout.blocks:
         q, k, v = (_rectangle(x[begin:end], rows, width, index) for x in (query, key, value))
         # Padding follows each sequence, so the causal mask hides it.
@@ -106,15 +104,15 @@ class Segments:
         window: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        key, value = columns[:2] if columns.whole is None else columns.whole.chunk(2, dim=-1)
+        key, value = columns.pair()
         pieces = layout.pieces
         # A split of one part would copy its gradient.
         rows = (query,) if len(pieces) == 1 else torch.split(query, [len(piece.rows) for piece in pieces])
         parts = [
             self._varlen(
                 q,
-                _part(key, piece.columns),
-                _part(value, piece.columns),
+                context.part(key, piece.columns),
+                context.part(value, piece.columns),
                 piece.row_bounds,
                 piece.column_bounds,
                 piece.most_rows,
@@ -127,11 +125,6 @@ class Segments:
             for q, piece in zip(rows, pieces, strict=True)
         ]
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).flatten(1)
-
-
-def _part(x: torch.Tensor, rows: range) -> torch.Tensor:
-    # A slice of the whole would copy its gradient.
-    return x if len(rows) == len(x) else x[rows.start : rows.stop]
 
 
 def has_segments(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

@@ -22,6 +22,8 @@ from .packing import PackedLayout, example, pack
 
 LENGTHS = (150, 70, 64, 33)
 """Tokens of each sequence: two blocks of rectangles, one of them padded; one more than a tile of 128."""
+SHARED = 66
+"""Tokens at the beginning of the first sequence that one more has, too."""
 WINDOW = 48
 """Columns of a row where the model has windows; most sequences have more."""
 TOLERANCE = 0.05
@@ -70,12 +72,16 @@ def fault(kernel: Kernel, shape: Architecture, device: torch.device, *, dtype: t
     heads, groups = shape.heads // place.tp, max(1, shape.kv_heads // place.tp)
     mask = torch.ones(max(LENGTHS), dtype=torch.bool)
     mask[0] = False
+    contents = [torch.full((n,), n) for n in LENGTHS]
+    if shape.delta_net is None:
+        contents.append(torch.cat((contents[0][:SHARED], torch.zeros(SHARED, dtype=torch.int64))))
     examples = [
-        example(str(n), torch.zeros(n, dtype=torch.int64), mask[:n], logprobs=torch.zeros(n), advantage=1.0)
-        for n in LENGTHS
+        example("", tokens, mask[: len(tokens)], logprobs=torch.zeros(len(tokens)), advantage=1.0)
+        for tokens in contents
     ]
-    (packed,) = pack(examples, sum(LENGTHS), device, place)
-    own = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces(sum(LENGTHS), place)])
+    (packed,) = pack(examples, sum(map(len, contents)), device, place, shares=True)
+    rows = sum(map(len, contents)) - (SHARED if shape.delta_net is None else 0)
+    own = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces(rows, place)])
     own = own.to(device)
     source = torch.Generator().manual_seed(0)
     # Of every group: its query heads, its key head, its value head.
@@ -99,9 +105,9 @@ def _run(
     """`PARTS`; the gradients are of the sum of the output times ``weights``."""
     mixed = mixed.detach().requires_grad_()
     ratio = mixed.shape[2] - 2
-    mine = mixed if layout.tails is None else mixed.index_select(0, own)
+    mine = mixed if not layout.gathered else mixed.index_select(0, own)
     query, key, value = torch.split(mine, [ratio, 1, 1], dim=2)
-    whole = None if layout.tails is None else mixed[:, :, ratio:].flatten(2)
+    whole = None if not layout.gathered else mixed[:, :, ratio:].flatten(2)
     # Rotation copies queries and keys.
     columns = Columns(key.squeeze(2).clone(), value.squeeze(2), whole)
     out = kernel(query.flatten(1, 2), columns, layout, scale=None, window=window)

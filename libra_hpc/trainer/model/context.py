@@ -2,8 +2,8 @@
 
 - A pack is cut into ``2 * cp`` equal pieces. Rank ``i`` has pieces ``i`` and ``2 * cp - 1 - i``: under a causal mask a
   late piece costs what an early one saves.
-- A sequence that begins in a piece needs own tokens only. One that began earlier is a `Tail`: its own rows attend to
-  all columns of the sequence up to themselves.
+- A sequence that begins in a piece needs own tokens only. One that began earlier, or in the rows of another sequence
+  with the same beginning, is a `Tail`: its own rows attend to all columns of the sequence up to themselves.
 - Everything else of a layer is token by token, so only keys and values are ever whole.
 
 Source: gathered keys and values as in arXiv 2407.21783, section 3.3.2.
@@ -24,14 +24,12 @@ from .mcore import parallel_state
 
 
 class Tail(NamedTuple):
-    """Own rows ``begin:end`` of a sequence that began before their piece."""
+    """Own rows ``begin:end`` of a sequence that began before their piece, or in the rows of another."""
 
     begin: int
     end: int
-    first: int
-    """First token of the sequence in the whole pack."""
-    last: int
-    """Token after the last row, in the whole pack."""
+    columns: range | torch.Tensor
+    """Tokens of the sequence up to the last row, in the whole pack."""
 
 
 def pieces(tokens: int, place: ReplicaPlace) -> tuple[range, ...]:
@@ -78,6 +76,21 @@ class Columns(NamedTuple):
     whole: torch.Tensor | None
     """Keys and values of the whole pack, [tokens, groups, 2 d]; None: the own ones are the whole."""
 
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the whole pack, [tokens, groups, d]."""
+        if self.whole is None:
+            return self.key, self.value
+        key, value = self.whole.chunk(2, dim=-1)
+        return key, value
+
+
+def part(x: torch.Tensor, rows: range | torch.Tensor) -> torch.Tensor:
+    """The rows of ``x``."""
+    if isinstance(rows, torch.Tensor):
+        return x.index_select(0, rows)
+    # A slice of the whole would copy its gradient.
+    return x if len(rows) == len(x) else x[rows.start : rows.stop]
+
 
 def gather(key: torch.Tensor, value: torch.Tensor) -> Columns:
     """Gather keys and values [rows, groups, d] over the context ranks; collective, so is the backward pass."""
@@ -117,17 +130,17 @@ def attention(
 
 def attend(
     query: torch.Tensor,
-    whole: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     tail: Tail,
-    scale: float | None,
     *,
+    scale: float | None,
     window: int,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of one tail; query [rows, heads, d] -> [tail rows, heads * d]."""
-    q, columns = query[tail.begin : tail.end], whole[tail.first : tail.last]
-    key, value = columns.chunk(2, dim=-1)
-    rows, width = q.shape[0], columns.shape[0]
+    """Attention of one tail; query [rows, heads, d], key and value of the whole pack -> [tail rows, heads * d]."""
+    q, key, value = query[tail.begin : tail.end], part(key, tail.columns), part(value, tail.columns)
+    rows, width = q.shape[0], key.shape[0]
     # Without a window no mask is stored on a GPU; on the CPU the class has no kernel.
     lower = q.is_cuda and not 0 < window < width and sinks is None
     mask = causal_lower_right(rows, width) if lower else band(rows, width, window, q.device)

@@ -68,16 +68,15 @@ class GatedDeltaNet(MegatronModule):
         assert layout is not None, "the trainer always packs"
         if self.config.sequence_parallel:
             x = gather_from_sequence_parallel_region(x)
-        if layout.tails is not None:
+        if layout.gathered:
             whole = context.gather(x, x[..., :0]).whole
             assert whole is not None
             x = whole
         again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         mixed, gate, beta, decay = self._projected(x[:, 0])
         out = again(self._mix, mixed, beta, decay, layout.cu_seqlens_q)
-        if layout.tails is not None:
-            # A piece's own rows are the last of its columns.
-            own = [torch.arange(piece.columns.stop - len(piece.rows), piece.columns.stop) for piece in layout.pieces]
+        if layout.gathered:
+            own = [torch.arange(piece.begin, piece.begin + len(piece.rows)) for piece in layout.pieces]
             rows = torch.cat(own).to(out.device)
             out, gate = out[rows], gate[rows]
         out = F.linear(again(self._gated, out, gate), self.get_parameter("out_proj.weight"))[:, None]

@@ -106,7 +106,7 @@ class PackedAttention(MegatronModule):
             table = packed_seq_params.rotary[-1 if self.window else 0]
             query, key = rotated(query, table), rotated(key, table)
         columns = context.Columns(key, value, None)
-        if packed_seq_params.tails is not None:
+        if packed_seq_params.gathered:
             columns = context.gather(key, value)
         return self.kernel(query, columns, packed_seq_params, scale=self.scale, window=self.window, sinks=self.sinks)
 

@@ -2,13 +2,14 @@
 
 Samples are sorted by length and packed greedily up to ``micro_tokens``. Attention alone needs the lengths, in one of
 two forms (`trainer.model.attention`): `Block` s, runs of similar length, each padded by itself, or `Piece` s, where
-each sequence begins and ends.
+each sequence begins and ends. Sequences with a common beginning share its rows: later ones attend to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from libra_hpc.weights.names import ReplicaPlace
 
 from .context import Tail, pieces
 from .mcore import PackedSeqParams
+from .prefixes import families
 from .rotary import RotaryTable
 
 PADDED_COST = 1.5
@@ -26,6 +28,10 @@ PADDED_COST = 1.5
 At 1.0 (no padding) each length is one kernel per layer. At 1.5 a heavy-tailed batch of 64 has 4-6 blocks. Without a
 bound, one 4k sequence among 200-token ones dominates the step.
 """
+COLUMNS = 4
+"""Most tokens of a pack's sequences, in micro-batches. Those that they share are computed once, but each sequence
+copies their keys and values. Half: a system prompt of eight siblings is computed twice. Double: these copies are a
+quarter of a layer's memory."""
 ALONE = ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)
 
 
@@ -63,8 +69,10 @@ class Piece(NamedTuple):
 
     rows: range
     """Range of the own rows; pieces follow each other."""
-    columns: range
-    """Range of the whole pack."""
+    begin: int
+    """The first own row, in the whole pack."""
+    columns: range | torch.Tensor
+    """Rows of the whole pack, segment by segment; int64, where sequences share a beginning."""
     row_bounds: torch.Tensor
     """int32[segments + 1], from 0"""
     column_bounds: torch.Tensor
@@ -80,8 +88,9 @@ class PackedLayout(PackedSeqParams):
 
     pieces: tuple[Piece, ...] = ()
     blocks: tuple[Block, ...] = ()
-    tails: tuple[Tail, ...] | None = None
-    """None: no context parallelism."""
+    tails: tuple[Tail, ...] = ()
+    gathered: bool = False
+    """Whether context ranks have other tokens of the pack."""
     rotary: list[RotaryTable] | None = None
     """`trainer.model.rotary.Rotary.tables`, set by the engine for one pass."""
 
@@ -110,6 +119,8 @@ class Pack(NamedTuple):
     """float32[s], loss tokens of each sequence's trajectory, in all its samples"""
     filled: int
     """Tokens without padding, which fills a pack up to equal shares of the ranks."""
+    shared: int
+    """Tokens of beginnings that other sequences of the pack have; the first context rank counts them."""
 
 
 def decode(sample: Sample) -> Example:
@@ -138,22 +149,28 @@ def example(uid: str, tokens: torch.Tensor, mask: torch.Tensor, logprobs: torch.
 
 
 def pack(
-    examples: Sequence[Example], micro_tokens: int, device: torch.device, place: ReplicaPlace = ALONE
+    examples: Sequence[Example],
+    micro_tokens: int,
+    device: torch.device,
+    place: ReplicaPlace = ALONE,
+    *,
+    shares: bool = False,
 ) -> list[Pack]:
     """Pack ``examples`` into micro-batches of at most ``micro_tokens`` tokens; a longer one is alone in its own.
 
     Examples without loss tokens are left out. Context ranks share a micro-batch: each loss token is in one of their
-    packs.
+    packs. ``shares``: common beginnings of a pack are computed once (`libra_hpc.trainer.model.prefixes`).
     """
-    useful = sorted((s for s in examples if bool(s.mask.any())), key=lambda s: -len(s.tokens))
-    groups: list[list[Example]] = []
-    room = 0
-    for item in useful:
-        if not groups or len(item.tokens) > room:
+    units = _units([one for one in examples if bool(one.mask.any())], micro_tokens, shares)
+    groups: list[list[_Part]] = []
+    rows = columns = 0
+    for unit in sorted(units, key=lambda unit: -sum(part.rows for part in unit)):
+        own, whole = sum(part.rows for part in unit), sum(len(part.example.tokens) for part in unit)
+        if not groups or own > rows or whole > columns:
             groups.append([])
-            room = micro_tokens
-        groups[-1].append(item)
-        room -= len(item.tokens)
+            rows, columns = micro_tokens, COLUMNS * micro_tokens
+        groups[-1] += unit
+        rows, columns = rows - own, columns - whole
     return [_assemble(group, device, place) for group in groups]
 
 
@@ -162,77 +179,148 @@ def padding(device: torch.device, place: ReplicaPlace) -> Pack:
     return _assemble([], device, place)
 
 
-def _assemble(group: list[Example], device: torch.device, place: ReplicaPlace) -> Pack:
-    lengths = [len(s.tokens) for s in group]
-    count = sum(lengths)
+class _Part(NamedTuple):
+    example: Example
+    shared: int
+    """Tokens at its beginning that the part before it has."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.example.tokens) - self.shared
+
+
+def _units(examples: Sequence[Example], micro_tokens: int, shares: bool) -> list[list[_Part]]:
+    """The examples in lists that stay together in a pack."""
+    if not shares:
+        return [[_Part(one, 0)] for one in examples]
+    units: list[list[_Part]] = []
+    rows = columns = 0
+    for index, shared in chain.from_iterable(families([one.tokens.int().numpy() for one in examples])):
+        count = len(examples[index].tokens)
+        if not shared or rows + count - shared > micro_tokens or columns + count > COLUMNS * micro_tokens:
+            units.append([])
+            rows = columns = shared = 0
+        units[-1].append(_Part(examples[index], shared))
+        rows, columns = rows + count - shared, columns + count
+    return units
+
+
+class _Span(NamedTuple):
+    """A sequence in a pack."""
+
+    rows: range
+    """Own rows in the whole pack."""
+    places: torch.Tensor | None = None
+    """int64[n], rows of all its tokens; None: it shares none."""
+
+    def columns(self, end: int) -> range | torch.Tensor:
+        """Rows of its tokens before own row ``end``."""
+        if self.places is None:
+            return range(self.rows.start, end)
+        return self.places[: len(self.places) - (self.rows.stop - end)]
+
+
+def _spans(parts: Sequence[_Part], device: torch.device) -> tuple[list[_Part], list[torch.Tensor], list[_Span]]:
+    """The parts in their order in the pack, rows of their tokens, and their spans.
+
+    Those that share are the first, because the others must be one run (`_blocks`).
+    """
+    order = sorted(range(len(parts)), key=lambda i: (not parts[i].shared, -len(parts[i].example.tokens)))
+    ends = list(accumulate((parts[i].rows for i in order), initial=0))
+    rows = {i: range(begin, end) for i, begin, end in zip(order, ends, ends[1:], strict=False)}
+    places: list[torch.Tensor] = []
+    for i, part in enumerate(parts):
+        own = torch.arange(rows[i].start, rows[i].stop)
+        places.append(torch.cat((places[-1][: part.shared], own)) if part.shared else own)
+    spans = [_Span(rows[i], places[i].to(device) if parts[i].shared else None) for i in order]
+    return [parts[i] for i in order], [places[i] for i in order], spans
+
+
+def _assemble(parts: Sequence[_Part], device: torch.device, place: ReplicaPlace) -> Pack:
+    parts, places, spans = _spans(parts, device)
+    group = [part.example for part in parts]
+    count = sum(part.rows for part in parts)
     own = pieces(max(count, 1), place)
     rows = torch.cat([torch.arange(piece.start, piece.stop) for piece in own])
     rest = len(rows) * place.cp - count
     if rest:
         # A sequence of its own, without loss.
-        lengths.append(rest)
-    tokens = torch.cat([*(s.tokens for s in group), torch.zeros(rest, dtype=torch.int64)])
-    mask = torch.cat([*(s.mask for s in group), torch.zeros(rest, dtype=torch.bool)])
-    targets_at = mask.nonzero().squeeze(1)
+        spans.append(_Span(range(count, count + rest)))
+    tokens = torch.cat([*(one.tokens[shared:] for one, shared in parts), torch.zeros(rest, dtype=torch.int64)])
+    positions = torch.cat([*(torch.arange(shared, len(one.tokens)) for one, shared in parts), torch.arange(rest)])
     row_of = torch.full_like(tokens, -1)
     row_of[rows] = torch.arange(len(rows))
-    where = row_of[targets_at - 1]
+    before, targets = _loss_tokens(group, places)
+    where = row_of[before]
     mine = where >= 0
     behaviour = torch.cat([torch.empty(0), *(s.logprobs[s.mask] for s in group)])
     counts = torch.tensor([int(s.mask.sum()) for s in group], dtype=torch.int64)
     sequences = torch.arange(len(group)).repeat_interleave(counts)
     advantages = torch.cat([torch.empty(0), *(s.advantages[s.mask] for s in group)])
-    bounds = _bounds(lengths, device)
-    blocks, tails = _attention(lengths, own, device)
-    longest = max(lengths)
+    bounds = _bounds([len(span.rows) for span in spans], device)
+    blocks, tails = _attention(spans, own, device)
+    longest = int(positions.max()) + 1
     layout = PackedLayout(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        pieces=_pieces(lengths, own, device),
+        pieces=_pieces(spans, own, device),
         blocks=blocks,
-        tails=None if place.cp == 1 else tails,
+        tails=tails,
+        gathered=place.cp > 1,
     )
     return Pack(
         tokens=tokens[rows][None].to(device),
-        positions=torch.cat([torch.arange(n) for n in lengths])[rows][None].to(device),
+        positions=positions[rows][None].to(device),
         layout=layout,
         where=where[mine].to(device),
-        targets=tokens[targets_at[mine]].to(device),
+        targets=targets[mine].to(device),
         behaviour=behaviour[mine].to(device),
         advantages=advantages[mine].to(device),
         sequences=sequences[mine].to(device),
         lengths=counts.float().to(device),
         trajectories=torch.tensor([float(s.trajectory_tokens or s.mask.sum()) for s in group]).to(device),
         filled=int((rows < count).sum()),
+        shared=sum(part.shared for part in parts) if place.cp_rank == 0 else 0,
     )
 
 
-def _pieces(lengths: list[int], own: tuple[range, ...], device: torch.device) -> tuple[Piece, ...]:
+def _loss_tokens(group: Sequence[Example], places: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the tokens before those with loss, and these, int64[m]; ``places``: rows of each example's tokens."""
+    before = [at[one.mask.nonzero()[:, 0] - 1] for one, at in zip(group, places, strict=True)]
+    nothing = torch.empty(0, dtype=torch.int64)
+    return torch.cat([nothing, *before]), torch.cat([nothing, *(one.tokens[one.mask] for one in group)])
+
+
+def _cut(spans: Sequence[_Span], piece: range) -> Iterator[tuple[_Span, int, int]]:
+    """The spans of a piece, with the first row in it and the one after the last."""
+    for span in spans:
+        begin, end = max(span.rows.start, piece.start), min(span.rows.stop, piece.stop)
+        if begin < end:
+            yield span, begin, end
+
+
+def _pieces(spans: Sequence[_Span], own: tuple[range, ...], device: torch.device) -> tuple[Piece, ...]:
     """The own pieces of a pack of sequences."""
     found: list[Piece] = []
     before = 0
     for piece in own:
-        rows: list[int] = []
-        columns: list[int] = []
-        first = 0
-        for length in lengths:
-            begin, end = max(first, piece.start), min(first + length, piece.stop)
-            if begin < end:
-                rows.append(end - begin)
-                columns.append(end - first)
-            first += length
+        cut = list(_cut(spans, piece))
+        rows = [end - begin for _, begin, end in cut]
+        columns = [span.columns(end) for span, _, end in cut]
+        widths = [len(one) for one in columns]
         row_bounds = _bounds(rows, device)
         found.append(
             Piece(
                 rows=range(before, before + len(piece)),
-                columns=range(piece.stop - sum(columns), piece.stop),
+                begin=piece.start,
+                columns=_joined(columns, device),
                 row_bounds=row_bounds,
-                column_bounds=row_bounds if rows == columns else _bounds(columns, device),
+                column_bounds=row_bounds if rows == widths else _bounds(widths, device),
                 most_rows=max(rows),
-                most_columns=max(columns),
+                most_columns=max(widths),
             )
         )
         before += len(piece)
@@ -243,8 +331,16 @@ def _bounds(lengths: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
 
 
+def _joined(columns: Sequence[range | torch.Tensor], device: torch.device) -> range | torch.Tensor:
+    ranges = [one for one in columns if isinstance(one, range)]
+    if len(ranges) == len(columns):
+        return range(ranges[0].start, ranges[-1].stop)
+    parts = [torch.arange(one.start, one.stop, device=device) if isinstance(one, range) else one for one in columns]
+    return torch.cat(parts)
+
+
 def _attention(
-    lengths: list[int], own: tuple[range, ...], device: torch.device
+    spans: Sequence[_Span], own: tuple[range, ...], device: torch.device
 ) -> tuple[tuple[Block, ...], tuple[Tail, ...]]:
     """Blocks and tails of the own pieces of a pack of sequences; together they have every own row."""
     blocks: list[Block] = []
@@ -252,14 +348,12 @@ def _attention(
     before = 0
     for piece in own:
         begun: list[int] = []
-        first = 0
-        for length in lengths:
-            begin, end = max(first, piece.start), min(first + length, piece.stop)
-            if first < begin < end:
-                tails.append(Tail(before + begin - piece.start, before + end - piece.start, first, end))
-            elif begin < end:
+        for span, begin, end in _cut(spans, piece):
+            if span.places is None and begin == span.rows.start:
                 begun.append(end - begin)
-            first += length
+            else:
+                at = before - piece.start
+                tails.append(Tail(at + begin, at + end, span.columns(end)))
         before += len(piece)
         blocks += _blocks(begun, before - sum(begun), device)
     return tuple(blocks), tuple(tails)
