@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from libra_hpc.config.job import EnvComponent
 from libra_hpc.config.load import load_resolved
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
@@ -171,7 +172,7 @@ def evaluation_config(config: RunConfig, task: str, samples: int | None, policy:
         model={"path": str(policy) if config.run.engine == "real" else config.model.path},
         task={"eval": parts},
         checkpoint={"best": ""},
-        components={"rollout": one},
+        components={"rollout": one, "env": EnvComponent()},
         rollout={"tp": tp, "engines_per_node": engines},
     )
 

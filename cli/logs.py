@@ -20,7 +20,7 @@ from .runs import RUNS, RunArgument, RunsOption, attempt, find_run, job_id
 
 POLL_S = 0.5
 LOG_SUFFIXES = (".log", ".out")
-_RANK = re.compile(r"^(?:agent-|[rt])(\d+)(?:\.|$)")
+_RANK = re.compile(r"^(?:agent-|[ert])(\d+)(?:\.|$)")
 """``agent-2.log`` is the agent of rank 2, ``t2.0.log`` its first trainer, ``r2.0.log`` its first rollout engine."""
 
 

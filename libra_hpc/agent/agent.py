@@ -2,7 +2,7 @@
 
 It uses asyncio, sockets and msgpack, never torch, vLLM or Megatron, so that it outlives every crash of an engine.
 
-- Every agent can run engines of both kinds (`RolloutNode`, `TrainNode`).
+- Every agent can run engines of both kinds (`RolloutNode`, `TrainNode`), or environments alone (`EnvNode`).
 - Rank 0 is also the coordinator, the lowest training rank the train leader, the lowest rollout rank the rollout leader.
 - All parts run in one event loop and talk through the mesh, also where they share a process.
 
@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from libra_hpc.agent.hosting.env_node import EnvNode
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.config.load import load_resolved
 from libra_hpc.config.node_groups import first_gpu
@@ -44,7 +45,15 @@ from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.mpi_link import MpiLink, NoWorld
 from libra_hpc.mesh.rank_layout import RankLayout, check_world
 from libra_hpc.mesh.world import Endpoint, World, meet
-from libra_hpc.policies.pool.reconcile import Observed, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
+from libra_hpc.policies.pool.reconcile import (
+    Action,
+    Observed,
+    Reset,
+    StandbyEngines,
+    StartEngines,
+    StopTrainers,
+    reconcile,
+)
 from libra_hpc.process.agent_folders import hold, kept_folder, own, owned, remove
 from libra_hpc.process.code_stamp import other_code
 from libra_hpc.process.dump import STRAY, dump_on_request, stray_words
@@ -70,7 +79,7 @@ from .coordinator_watch import CoordinatorWatch
 from .node import LIVE_S, NodeAgent
 from .node_carrier import NodeCarrier
 from .rollout_node import RolloutNode
-from .routes import Routes, add_engines, add_rollout_service, add_train_leader
+from .routes import Routes, add_engines, add_env_node, add_rollout_service, add_train_leader
 from .train_node import TrainNode
 
 FOLDERS_S = 1.0
@@ -110,6 +119,7 @@ class Agent(NodeAgent):
         self.rollout_node: RolloutNode | None = None
         self.train_node: TrainNode | None = None
         self.carrier: NodeCarrier | None = None
+        self.env_node: EnvNode | None = None
         self._watch = CoordinatorWatch(run.gone(attempt))
         self._given = start_of()
         self._fence = Fence(run.leases, self._given.nonce, self._given.generation)
@@ -214,7 +224,12 @@ class Agent(NodeAgent):
         self._spawn(self._keep_folders(context))
         storage = StorageWatch(self.run_dir.config, lambda why: context.log("storage_slow", rank=self.rank, reason=why))
         self._spawn(storage.run())
-        if context.component != "planner":
+        if context.component == "env":
+            self.env_node = EnvNode(context)
+            add_env_node(self._routes, self.env_node)
+            self.engines.append(self.env_node)
+            self._spawn(self.env_node.watch())
+        elif context.component != "planner":
             self.carrier = NodeCarrier(context, self._on_image)
             self.rollout_node = RolloutNode(context, self.carrier)
             self.train_node = TrainNode(context, self.carrier)
@@ -456,22 +471,27 @@ class Agent(NodeAgent):
 
     def _reconcile(self, row: Row) -> None:
         """Make this node's row true."""
-        rollout, train = self.rollout_node, self.train_node
-        assert rollout is not None
-        assert train is not None
-        self._observed, actions = reconcile(row, self._observed, train.alive)
+        rollout, train, env = self.rollout_node, self.train_node, self.env_node
+        self._observed, actions = reconcile(row, self._observed, train is not None and train.alive)
         for action in actions:
             match action:
-                case StartEngines(kind="rollout"):
-                    self._spawn(rollout.start())
-                case StartEngines(world=world):
-                    self._spawn(train.start(world))
-                case StandbyEngines(kind=kind):
-                    (rollout if kind == "rollout" else train).standby()
-                case StopTrainers():
-                    self._spawn(train.reset())
                 case Reset():
                     self._spawn(self._reset(row.life))
+                case StartEngines() if env is not None:
+                    self._spawn(env.start())
+                case _ if rollout is not None and train is not None:
+                    self._order(action, rollout, train)
+
+    def _order(self, action: Action, rollout: RolloutNode, train: TrainNode) -> None:
+        match action:
+            case StartEngines(kind="rollout"):
+                self._spawn(rollout.start())
+            case StartEngines(world=world):
+                self._spawn(train.start(world))
+            case StandbyEngines(kind=kind):
+                (rollout if kind == "rollout" else train).standby()
+            case StopTrainers():
+                self._spawn(train.reset())
 
     def _on_rank_lost(self, rank: int) -> None:
         self.mesh.drop(rank)
@@ -496,7 +516,7 @@ class Agent(NodeAgent):
     async def _reset(self, life: int) -> None:
         """End the engines and begin as a new node: this one was declared lost and is readmitted."""
         log.warning("this node was declared lost: ending its engines and starting again")
-        parts = (self.rollout_node, self.train_node, self.carrier)
+        parts = (self.rollout_node, self.train_node, self.carrier, self.env_node)
         await asyncio.gather(*(part.reset() for part in parts if part is not None))
         # It lost the others while they lost it.
         for rank in (0, *(rank for rank, row in self._newest.rows.items() if row.active is not None)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from libra_hpc.agent.hosting.env_node import EnvNode
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Publish
@@ -21,7 +22,15 @@ from .train_node import TrainNode
 
 M = TypeVar("M")
 
-FOR_ROLLOUT_SERVICE = (wire.TurnsDone, EngineState, wire.EngineVersion, wire.EngineLoad, wire.Committed)
+FOR_ROLLOUT_SERVICE = (
+    wire.TurnsDone,
+    EngineState,
+    wire.EngineVersion,
+    wire.EngineLoad,
+    wire.Committed,
+    wire.FromEnvHost,
+    wire.EnvHostLost,
+)
 
 
 class Routes:
@@ -66,6 +75,10 @@ def add_train_leader(routes: Routes, leader: TrainLeader) -> None:
     routes.add(wire.WeightsHere, leader.weights.on_here)
     routes.add(wire.StopTraining, lambda order: leader.on_stop(order.reason, order.after))
     routes.add(EngineState, lost)
+
+
+def add_env_node(routes: Routes, env: EnvNode) -> None:
+    routes.add(wire.ToEnvHost, env.on_order)
 
 
 def add_rollout_service(routes: Routes, service: RolloutService) -> None:

@@ -134,7 +134,7 @@ class ComputeSection(Section, frozen=True):
 
 class Component(Section, frozen=True):
     """One component of the job. ``planner`` is rank 0 on one node, ``train`` nodes train, ``rollout``
-    nodes generate, ``hybrid`` nodes move between both."""
+    nodes generate, ``hybrid`` nodes move between both, ``env`` nodes have environments."""
 
     nodes: Annotated[int, Meta(ge=0, le=10_000)] = 1
     """Nodes; 0 leaves the component out. A planner of 0 nodes runs on the first train node, beside its agent."""
@@ -178,6 +178,22 @@ class HybridComponent(Component, frozen=True):
     """Nodes that train as one world, because one cannot hold a replica. They move together."""
 
 
+class EnvComponent(Component, frozen=True):
+    """Nodes with environment hosts and boxes alone; without them the rollout leader's node has all."""
+
+    nodes: Annotated[int, Meta(ge=0, le=10_000)] = 0
+    """Nodes; 0 leaves the component out. A run file that has the section without this key has one."""
+    mem: Annotated[str, Valid("a number, or one with K, M, G or T"), Meta(pattern=r"^([0-9]+[KMGT]?)?\Z")] = "0"
+    """Memory per node, as Slurm writes it; 0: all of the node."""
+    seats: Annotated[int, Meta(ge=0, le=100_000)] = 0
+    """Trajectories of a node at once; others wait. 0: as many as ``cpus``."""
+
+    @property
+    def room(self) -> int:
+        """Seats of a node."""
+        return self.seats or max(1, self.cpus)
+
+
 class ComponentsSection(Section, frozen=True):
     """``[components.*]``: which nodes do what at the start."""
 
@@ -190,6 +206,7 @@ class ComponentsSection(Section, frozen=True):
     train: TrainComponent = TrainComponent()
     hybrid: HybridComponent = HybridComponent()
     rollout: Component = Component()
+    env: EnvComponent = EnvComponent()
 
 
 class NotifySection(Section, frozen=True):

@@ -58,9 +58,10 @@ def run_file_values(path: Path | str, overrides: Sequence[str]) -> dict[str, Any
     for override in overrides:
         apply_override(own, override)
     components = own.get("components")
-    if isinstance(components, dict) and isinstance(components.get("hybrid"), dict):
-        # A site profile may describe hybrid nodes; only the run file adds some.
-        components["hybrid"].setdefault("nodes", 1)
+    for name in ("hybrid", "env"):
+        if isinstance(components, dict) and isinstance(components.get(name), dict):
+            # A site profile may describe such nodes; only the run file adds some.
+            components[name].setdefault("nodes", 1)
     return own
 
 

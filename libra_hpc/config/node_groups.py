@@ -9,9 +9,9 @@ import msgspec
 from .job import Component
 from .run import RunConfig
 
-COMPONENTS = ("planner", "train", "hybrid", "rollout")
+COMPONENTS = ("planner", "train", "hybrid", "rollout", "env")
 """In rank order: MPI ranks count through the components in this order."""
-STAGES = COMPONENTS[1:]
+STAGES = COMPONENTS[1:4]
 """Components whose nodes train or roll out."""
 PLAIN_CPUS, PLAIN_MEM = 1, "2G"
 """Request of nodes without GPUs: an agent takes 0.1 GB, an engine of a tiny model on a CPU node 1.5 GB."""
@@ -110,6 +110,11 @@ def first_gpu(config: RunConfig, rank: int) -> int:
 def rank_components(config: RunConfig) -> list[str]:
     """Component of every rank."""
     return [rank for group in het_groups(config) for rank in group.ranks]
+
+
+def env_ranks(config: RunConfig) -> list[int]:
+    """Ranks of the environment nodes."""
+    return [rank for rank, name in enumerate(rank_components(config)) if name == "env"]
 
 
 def memory_mb(text: str) -> float:

@@ -88,7 +88,7 @@ class StepSharing:
         return frozenset(node.rank for node in (*self.hybrid(), *self._core())) if self.active else frozenset()
 
     def facts(self, *, as_shared: bool) -> tuple[NodeFact, ...]:
-        """All nodes; ``as_shared``: those in time-sharing as nodes of both stages."""
+        """All nodes that train or roll out; ``as_shared``: those in time-sharing as nodes of both stages."""
         assert self._nodes.pool is not None
         both = self.ranks if as_shared else ()
         return tuple(
@@ -101,6 +101,7 @@ class StepSharing:
                 shares=node.shares,
             )
             for rank, node in self._nodes.pool.nodes.items()
+            if node.component != "env"
         )
 
     def _order(self, report: RolloutReport, step: int, now: float) -> None:

@@ -23,6 +23,8 @@ from libra_hpc.protocol.layout import Layout
 from .guests import Guests
 from .liveness import Gone, LostNode, NodeContact, lost_nodes
 
+SETTLED = (states.NodeState.TRAIN, states.NodeState.ROLLOUT, states.NodeState.ENV)
+
 
 class NodePool:
     """``event(kind, **fields)`` writes to the event log; ``moved(direction, seconds, now)`` hears of completed moves.
@@ -83,16 +85,15 @@ class NodePool:
     @property
     def starting(self) -> frozenset[int]:
         """Nodes that start, or change their role."""
-        settled = (states.NodeState.TRAIN, states.NodeState.ROLLOUT, states.NodeState.LOST)
+        settled = (*SETTLED, states.NodeState.LOST)
         nodes = self.pool.nodes.values() if self.pool else ()
         return frozenset(node.rank for node in nodes if node.state not in settled)
 
     @property
     def unsettled(self) -> str:
-        """A node that neither trains nor rolls out, as a sentence; empty when there is none."""
+        """A node that does not do its work yet, as a sentence; empty when there is none."""
         nodes = self.pool.nodes.values() if self.pool else ()
-        settled = (states.NodeState.TRAIN, states.NodeState.ROLLOUT)
-        return next((f"node {n.rank} is in state {n.state}" for n in nodes if n.state not in settled), "")
+        return next((f"node {n.rank} is in state {n.state}" for n in nodes if n.state not in SETTLED), "")
 
     def start(self, hybrid_role: EngineKind) -> None:
         layout = self._context.layout

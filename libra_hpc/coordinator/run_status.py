@@ -78,7 +78,7 @@ def compose_status(
         repartitioned=repartitioned,
         failures=[FailedAttempts(*found) for found in report.failures],
         paused=report.paused,
-        slow=[slow_sentence(nodes, *found) for found in report.slow],
+        slow=[*filter(None, [report.environments]), *(slow_sentence(nodes, *found) for found in report.slow)],
         notices=notices,
         lenders=list(report.lenders),
         spot_nodes=spot_nodes,

@@ -96,7 +96,7 @@ ENGINES = (
     _fault("engine_lost", "An engine ended or hung, or a node's trainers", "rank engine reason was", notice=True),
     _fault("engine_error", "A rollout engine reported an error", "rank engine reason fatal"),
     _fault("worker_error", "A training process reported an error", "rank reason fatal"),
-    _fault("host_lost", "An environment host ended", "host reason", notice=True),
+    _fault("host_lost", "An environment host ended", "rank host reason", notice=True),
     _fault("log_cut", "The log of a process grew too long and was emptied", "rank part reason", notice=True),
     _fault("numbers_cut", "A task has too many numbers of its own", "reason", notice=True),
     _fault("undecodable", "A message of another node could not be read", "rank sender reason", notice=True),

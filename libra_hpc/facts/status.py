@@ -43,10 +43,10 @@ class NodeStatus(msgspec.Struct, frozen=True):
     rank: int
     host: str
     component: str
-    """``planner`` | ``train`` | ``hybrid`` | ``rollout`` | ``guest``"""
+    """``planner`` | ``train`` | ``hybrid`` | ``rollout`` | ``env`` | ``guest``"""
     role: str
-    """``planner`` | ``train`` | ``rollout`` | ``to_train`` | ``to_rollout`` | ``starting`` | ``lost`` | ``ended``; of a
-    guest ``to_guest`` | ``guest`` | ``leaving``"""
+    """``planner`` | ``train`` | ``rollout`` | ``env`` | ``to_train`` | ``to_rollout`` | ``starting`` | ``lost`` |
+    ``ended``; of a guest ``to_guest`` | ``guest`` | ``leaving``"""
     engines: dict[str, str]
     """Engine id -> state (``starting`` | ``ready`` | ``standby`` | ``lost``)."""
     version: int
@@ -122,7 +122,8 @@ class Status(msgspec.Struct, frozen=True):
     failures: list[FailedAttempts] = []
     """Failed attempts of trajectories since the ranks started, the most frequent kind first."""
     slow: list[str] = []
-    """Engines that take longer per step than others of their class, as sentences, slowest first."""
+    """What holds up the run, as sentences: environments without seats, engines that take longer per step than others of
+    their class, slowest first."""
     paused: str = ""
     """Why no prompt is admitted; empty while prompts are admitted."""
     lenders: list[LenderReport] = []

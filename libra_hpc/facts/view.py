@@ -49,6 +49,7 @@ ROLE_STYLES = {
     "planner": "blue",
     "train": "magenta",
     "rollout": "cyan",
+    "env": "green",
     "to_train": "yellow",
     "to_rollout": "yellow",
     "lost": "bold red",
@@ -256,7 +257,7 @@ def _named(node: NodeStatus) -> Text:
 
 def _counted(nodes: Sequence[NodeStatus]) -> Text:
     """How many engines and trainers of some nodes are in each state."""
-    kinds = {"r": "engine", "t": "trainer"}
+    kinds = {"r": "engine", "t": "trainer", "e": "environment host"}
     states = Counter(
         (kinds[name[0]], state) for node in nodes for name, state in node.engines.items() if name[0] in kinds
     )

@@ -1,7 +1,8 @@
 """Component, leaders and peers of every MPI rank.
 
-Ranks follow the order of the heterogeneous job's components, one rank per node: planner, train, hybrid, rollout. Inside
-a heterogeneous step Slurm gives a task no component, so the run's configuration does, also after a repartition.
+Ranks follow the order of the heterogeneous job's components, one rank per node: planner, train, hybrid, rollout,
+env. Inside a heterogeneous step Slurm gives a task no component, so the run's configuration does, also after a
+repartition.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from libra_hpc.config.node_groups import rank_components
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
 
-PoolComponent = Literal["train", "hybrid", "rollout"]
+PoolComponent = Literal["train", "hybrid", "rollout", "env"]
 
 
 class RankLayout(msgspec.Struct, frozen=True):

@@ -114,7 +114,7 @@ def _nodes(log: Rows, clock: RunClock, marks: Sequence[Mark], hybrid_start: str)
     for intervals in series.roles(log, end=end, hybrid_start=hybrid_start).values():
         for part in intervals:
             stage = STAGES.index(part.role) if part.role in STAGES else STAGES.index("moving")
-            if part.role != "planner":
+            if part.role not in ("planner", "env"):
                 changes += [(clock.at(part.start), stage, 1), (clock.at(part.end), stage, -1)]
     changes.sort(key=lambda change: change[0])
     lines = []

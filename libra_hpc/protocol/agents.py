@@ -14,6 +14,7 @@ from .carriers import Peer, Publish
 from .codec import Codec
 from .engine import Abort, Generate, Generated
 from .engine_state import EngineState, EngineStats, LenderKind, StepCosts
+from .env import FromHost, ToHost
 from .layout import Layout
 from .trainer import FromWorker, Offered, Sample, ToWorker
 
@@ -247,6 +248,29 @@ class EngineVersion(msgspec.Struct, tag=True, frozen=True):
     """See `WeightsApplied`."""
 
 
+class ToEnvHost(msgspec.Struct, tag=True, frozen=True):
+    """Rollout leader -> environment node."""
+
+    host: int
+    message: ToHost
+
+
+class FromEnvHost(msgspec.Struct, tag=True, frozen=True):
+    """Environment node -> rollout leader."""
+
+    rank: int
+    host: int
+    message: FromHost
+
+
+class EnvHostLost(msgspec.Struct, tag=True, frozen=True):
+    """Environment node -> rollout leader: a host ended, and another has followed it."""
+
+    rank: int
+    host: int
+    reason: str
+
+
 Length = tuple[int, int, int, float, int, int]
 """A finished trajectory: generated tokens, tokens of its samples, turns, seconds in tools, prompt index, prompt
 tokens.
@@ -331,6 +355,8 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     """(rank, turns in flight) of the run's nodes."""
     step_costs: tuple[StepCosts, ...] = ()
     """See `PlanSnapshot.step_costs`."""
+    environments: str = ""
+    """How environments hold up the engines, as a sentence; empty: they do not."""
     evaluates: bool = False
     """Whether an evaluation goes on, or the last step is still to be evaluated."""
 
@@ -399,6 +425,9 @@ MeshMessage = Union[
     TurnsDone,
     EngineLoad,
     EngineVersion,
+    ToEnvHost,
+    FromEnvHost,
+    EnvHostLost,
     RolloutReport,
     CarrierStarted,
     WeightsOffered,

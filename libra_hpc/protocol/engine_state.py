@@ -2,6 +2,7 @@
 
 A child of an agent reports once a second what it does, and for how long (`Doing`), whatever it is.
 An *engine* is a vLLM engine (kind ``rollout``), or all Megatron processes of a node together (kind ``train``).
+All hosts of an environment node together are one of kind ``env``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-EngineKind = Literal["train", "rollout"]
+EngineKind = Literal["train", "rollout", "env"]
 LenderKind = Literal["idle", "spot", "lender"]
 """Kind of a borrowed engine: a node that somebody brought (``join``), a job of ``borrow.spot``, a server (``lend``)."""
 StateName = Literal["starting", "loading", "ready", "standby", "ending", "lost"]

@@ -4,16 +4,22 @@
   engine goes on meanwhile.
 - Answer longer than the rest of the context (``max_model_len``) -> clip it to the rest.
 - No room for a token behind the answer -> the trajectory ends as ``truncated``, with the reward that its task gives.
-- Host restarts -> episodes are opened at the other hosts.
+- Host restarts, or its node is lost -> episodes are opened at the other hosts.
+- No host has a free seat (`env_seats`) -> the trajectory waits for one.
+
+Hosts of the rollout leader's node are numbered from 0, those of the environment node of rank ``r`` from ``r * hosts``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from msgspec.structs import replace
 
+from libra_hpc.config.node_groups import env_ranks
 from libra_hpc.config.run import RunConfig
+from libra_hpc.policies.scheduling.env_seats import HostSeats, seat
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.env import (
@@ -44,44 +50,75 @@ class Environments:
         """Every open trajectory, by episode."""
         self._replays: dict[str, TurnReplay] = {}
         """Replays in progress, by episode."""
-        self._up = [False] * config.task.hosts
+        each, room = config.task.hosts, config.components.env.room
+        self._each = each
+        """Hosts of a node."""
+        self._seats = {rank * each + host: -(-room // each) for rank in env_ranks(config) for host in range(each)}
+        """Seats of each host of an environment node."""
+        self._taken: Counter[int] = Counter()
+        self._waiting: dict[str, float] = {}
+        """Episodes that wait for a seat, and since when."""
+        self._up = dict.fromkeys([*range(each), *self._seats], False)
+        """Whether each host is ready; those of lost nodes are not there."""
         self._started = False
         """Whether all hosts were ready at once: before, the first one would get the work of all."""
-        self._group_size, self._max_model_len = config.algorithm.group_size, config.rollout.max_model_len
+        self._max_model_len = config.rollout.max_model_len
         self._send, self._clock, self._leader = surroundings.to_host, surroundings.clock, leader
         self._log = surroundings.log
         self._names: set[str] = set()
         self._cut = False
-        self._limits = [config.deadlines.first_s] * config.task.hosts
+        self._limits = dict.fromkeys(self._up, config.deadlines.first_s)
         self._pending: dict[str, tuple[float, float]] = {}
         """(asked at, limit in seconds) of every episode whose host owes an answer."""
 
     @property
     def up(self) -> bool:
         """Whether an episode can be opened."""
-        return self._started and any(self._up)
+        return self._started and any(self._up.values())
 
     @property
     def missing(self) -> str:
         """Names a host that is not ready, as a sentence; empty when an episode can be opened."""
-        return "" if self.up else f"Environment host {self._up.index(False)} is not ready."
+        rank, host = divmod(next((host for host, up in self._up.items() if not up), 0), self._each)
+        return "" if self.up else f"Environment host {host}{f' of node {rank}' if rank else ''} is not ready."
+
+    @property
+    def bottleneck(self) -> str:
+        """Why trajectories wait for a seat, as the beginning of a sentence; empty: none does."""
+        if not self._waiting:
+            return ""
+        longest_s = self._clock() - min(self._waiting.values())
+        count = f"{len(self._waiting)} of {len(self.episodes)} trajectories wait for a seat"
+        return f"{count}, the first for {longest_s:.0f} s, because {seat(self._hosts()).reason}"
 
     def open(self, trajectory: Trajectory) -> None:
         """Open its episode; a trajectory beyond its prompt gets a replay."""
         self.episodes[trajectory.episode] = trajectory
-        hosts = [host for host, up in enumerate(self._up) if up] or range(len(self._up))
-        trajectory.host = hosts[(trajectory.index * self._group_size + trajectory.sample) % len(hosts)]
         if trajectory.prompt_tokens:
             self._replays[trajectory.episode] = TurnReplay(trajectory, self._max_model_len)
-        self._ask(
-            trajectory,
-            OpenEpisode(
-                episode=trajectory.episode,
-                index=trajectory.index,
-                sample=trajectory.sample,
-                progress=self._leader.progress(trajectory.index),
-            ),
-        )
+        self._waiting[trajectory.episode] = self._clock()
+        self._seat()
+
+    def _seat(self) -> None:
+        """Open the episodes that wait, first come, first served, as far as there are seats."""
+        while self._waiting and (host := seat(self._hosts()).host) is not None:
+            episode = next(iter(self._waiting))
+            del self._waiting[episode]
+            trajectory = self.episodes[episode]
+            trajectory.host = host
+            self._taken[host] += 1
+            self._ask(
+                trajectory,
+                OpenEpisode(
+                    episode=episode,
+                    index=trajectory.index,
+                    sample=trajectory.sample,
+                    progress=self._leader.progress(trajectory.index),
+                ),
+            )
+
+    def _hosts(self) -> list[HostSeats]:
+        return [HostSeats(host, self._seats.get(host, 0), self._taken[host], up) for host, up in self._up.items()]
 
     def answer(self, trajectory: Trajectory) -> None:
         """Send its complete turn to the environment, once a replay in progress has ended."""
@@ -109,7 +146,7 @@ class Environments:
         ]
         for trajectory, waited_s, limit in late:
             # The start of a host has a deadline of its own.
-            if not self._up[trajectory.host]:
+            if not self._up.get(trajectory.host):
                 continue
             self._leader.failed(
                 trajectory, "timeout", f"The environment has not answered for {waited_s:.0f} s (limit {limit:.0f} s)."
@@ -120,29 +157,29 @@ class Environments:
         self._pending = {episode: (since + seconds, limit) for episode, (since, limit) in self._pending.items()}
 
     def close(self, trajectory: Trajectory) -> None:
-        self._send(trajectory.host, CloseEpisode(trajectory.episode))
+        if trajectory.host in self._up and trajectory.episode not in self._waiting:
+            self._send(trajectory.host, CloseEpisode(trajectory.episode))
 
     def drop(self, trajectory: Trajectory) -> None:
         """Remove a trajectory that is no longer open."""
         self.episodes.pop(trajectory.episode, None)
         self._replays.pop(trajectory.episode, None)
         self._pending.pop(trajectory.episode, None)
+        self._leave(trajectory)
+        self._seat()
+
+    def _leave(self, trajectory: Trajectory) -> None:
+        """Free its seat, or its place among those that wait for one."""
+        if self._waiting.pop(trajectory.episode, None) is None:
+            self._taken[trajectory.host] -= 1
 
     def on_message(self, host: int, message: Any) -> None:
         if isinstance(message, HostReady):
-            self._up[host] = True
-            self._started |= all(self._up)
-            self._limits[host] = message.step_limit_s or self._limits[host]
-            self._pending |= {
-                episode: (self._clock(), self._limits[host] + GRACE_S)
-                for episode in self._pending
-                if self.episodes[episode].host == host
-            }
-            return
-        if isinstance(message, Doing):
+            self._ready(host, message)
+        if isinstance(message, HostReady | Doing):
             return
         trajectory = self.episodes.get(message.episode)
-        if trajectory is None:
+        if trajectory is None or trajectory.host != host:
             return
         self._pending.pop(message.episode, None)
         replay = self._replays.get(message.episode)
@@ -168,20 +205,42 @@ class Environments:
             case EpisodeFailed(error=error, kind=kind):
                 self._leader.failed(trajectory, kind, error)
 
+    def _ready(self, host: int, message: HostReady) -> None:
+        self._up[host] = True
+        self._started |= all(self._up.values())
+        self._limits[host] = message.step_limit_s or self._limits[host]
+        self._pending |= {
+            episode: (self._clock(), self._limits[host] + GRACE_S)
+            for episode in self._pending
+            if self.episodes[episode].host == host
+        }
+        self._seat()
+
     def on_down(self, host: int, reason: str) -> None:
-        """Replay the episodes of a lost host in the one that follows it.
+        """Replay the episodes of a lost host in another, or in the one that follows it.
 
         Any turn that waited for an answer may have ended the host. Such an episode, or one in a replay, is replayed
         once; at the second loss its trajectory is sampled again.
         """
-        self._up[host] = False
-        for trajectory in [t for t in self.episodes.values() if t.host == host]:
+        if host in self._up:
+            self._up[host] = False
+        for trajectory in [t for t in self.episodes.values() if t.host == host and t.episode not in self._waiting]:
             suspect = trajectory.place == "tool" or trajectory.episode in self._replays
             if not trajectory.prompt_tokens or (suspect and trajectory.replays):
                 self._leader.restart(trajectory, reason)
             else:
                 trajectory.replays += suspect
+                self._pending.pop(trajectory.episode, None)
+                self._leave(trajectory)
                 self.open(trajectory)
+
+    def on_rank_lost(self, rank: int, reason: str) -> None:
+        """Replay the episodes of a lost environment node elsewhere."""
+        lost = [host for host in self._seats if host // self._each == rank and self._up.pop(host, None) is not None]
+        self._started |= all(self._up.values())
+        for host in lost:
+            self.on_down(host, reason)
+        self._seat()
 
     def _continue_replay(self, trajectory: Trajectory, replay: TurnReplay, same: bool) -> None:
         """Send the next turn of a replay, if the environment answered as before (``same``)."""

@@ -279,8 +279,11 @@ class RolloutLeader:
         self.schedule_pass()
 
     def on_rank_lost(self, rank: int) -> None:
+        reason = f"node {rank} lost"
         for name in self._turns.engines.of(rank):
-            self.on_engine_state(EngineState(rank, "rollout", "lost", engine=name, reason=f"node {rank} lost"))
+            self.on_engine_state(EngineState(rank, "rollout", "lost", engine=name, reason=reason))
+        self._environments.on_rank_lost(rank, reason)
+        self.schedule_pass()
 
     def on_drain(self, rank: int, abort: bool = False) -> None:
         """Send no more turns to a node that leaves the rollout stage, or the job."""
@@ -352,5 +355,12 @@ class RolloutLeader:
             composed=self.composed,
             running=engines.running_on(),
             step_costs=engines.measured.costs(),
+            environments=self._held_up(engines.inflight),
             evaluates=self.evaluations.unfinished,
         )
+
+    def _held_up(self, inflight: int) -> str:
+        """How environments hold up the engines, as a sentence; empty: no trajectory waits, or a turn does."""
+        waits = "" if self._turns.waiting else self._environments.bottleneck
+        turns = f"{inflight or 'no'} turn{'' if inflight == 1 else 's'} run{'s' if inflight == 1 else ''} at engines"
+        return f"{waits}; {turns}, and none waits" if waits else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libra_hpc.config.node_groups import COMPONENTS
+from libra_hpc.config.node_groups import STAGES
 from libra_hpc.slurm.queue.query import Partition
 
 TEXT = """\
@@ -32,7 +32,6 @@ mpi = "{mpi}"
 [compute.env]
 # NCCL_IB_HCA = "mlx5"
 """
-GPU_COMPONENTS = COMPONENTS[1:]
 
 
 def profile_text(known: Sequence[Partition], mpi: str, python: str = "", account: str = "") -> str:
@@ -54,7 +53,7 @@ def profile_text(known: Sequence[Partition], mpi: str, python: str = "", account
     if planner is not None:
         lines += ["", "[components.planner]", f'partition = "{planner.name}"']
     if largest is not None:
-        for name in GPU_COMPONENTS:
+        for name in STAGES:
             lines += ["", f"[components.{name}]", f'partition = "{largest.name}"']
             if largest.gpus:
                 kind, count = max(largest.gpus.items(), key=lambda item: item[1])

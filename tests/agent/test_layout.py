@@ -40,7 +40,7 @@ class Scene:
         self.calls: list[tuple[Any, ...]] = []
         agent = Agent.__new__(Agent)
         agent.rank, agent._newest, agent._observed, agent._life = 2, Layout(), Observed(), 0
-        agent._by_mpi = False
+        agent._by_mpi, agent.env_node = False, None
         agent.context: Any = SimpleNamespace(receivers=(), good_step=-1)
         for name in ("mesh", "train_leader", "rollout_service", "rollout_node", "train_node", "carrier"):
             setattr(agent, name, Part(name.partition("_")[0] if name == "carrier" else name, self.calls))

@@ -6,10 +6,11 @@ from typing import Any, cast, get_args
 
 import pytest
 
+from libra_hpc.agent.hosting.env_node import EnvNode
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.rollout_node import RolloutNode
-from libra_hpc.agent.routes import Routes, add_engines, add_rollout_service, add_train_leader
+from libra_hpc.agent.routes import Routes, add_engines, add_env_node, add_rollout_service, add_train_leader
 from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Peer, Publish
@@ -47,6 +48,7 @@ class Scene:
         add_engines(self.routes, node, train, cast(NodeCarrier, self.part("carrier")))
         add_train_leader(self.routes, cast(TrainLeader, self.part("leader")))
         add_rollout_service(self.routes, service)
+        add_env_node(self.routes, cast(EnvNode, self.part("env")))
 
     def part(self, name: str) -> Part:
         return Part(name, self.calls)

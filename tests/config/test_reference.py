@@ -52,7 +52,7 @@ def test_the_page_is_readable_in_a_terminal() -> None:
 def test_a_section_or_one_key_can_be_selected() -> None:
     records = reference.as_records(reference.select("algorithm"))
     assert {record["key"].split(".")[0] for record in records} == {"algorithm"}
-    assert len(reference.select("components")) == 5
+    assert len(reference.select("components")) == 6
     (record,) = reference.as_records(reference.select("components.train.nodes"))
     shown = {"key": "components.train.nodes", "valid": "an integer >= 0 and <= 10000", "unit": "", "default": 1}
     assert record == {**shown, "description": record["description"], "set_in": ["run file"]}

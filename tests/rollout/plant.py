@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from libra_hpc.config.job import Component, EnvComponent
 from libra_hpc.config.learn import EvalPart
 from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.scheduling.board import Board
@@ -116,6 +117,7 @@ class Plant:
         evals: Sequence[EvalPart] = (),
         equal: Collection[int] = (),
         refill_batches: int = 0,
+        env: EnvComponent | None = None,
     ) -> None:
         self.now, self.cut = 1000.0, max_model_len < 100
         self.broken, self.fresh, self.equal = broken, fresh, equal
@@ -124,6 +126,8 @@ class Plant:
         self.inbox: list[tuple[str, Generate]] = []
         self.aborts: list[tuple[str, Abort]] = []
         self.host: list[Any] = []
+        self.at: dict[str, int] = {}
+        """Host of each episode."""
         self.batches: list[Batch] = []
         self.sent: list[Any] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -150,6 +154,7 @@ class Plant:
             "task": {"name": "toy", "hosts": hosts, "eval": list(evals)},
             "algorithm": algorithm,
             "rollout": {"max_model_len": max_model_len, "max_inflight": 4},
+            "components": {"rollout": Component(nodes=8), "env": env or EnvComponent()},
         }
         # Not validated: some plants are smaller than a run file may ask for.
         config = RunConfig().changed(**sections)
@@ -161,7 +166,7 @@ class Plant:
             surroundings=SimpleNamespace(
                 clock=lambda: self.now,
                 send=self.send,
-                to_host=lambda host, message: self.host.append(message),
+                to_host=self.to_host,
                 ended=self.on_ended,
                 failed=self.failed.append,
                 evaluated=self.on_evaluated,
@@ -203,6 +208,13 @@ class Plant:
         elif isinstance(message, Batch):
             assert rank == TRAIN_LEADER
             self.batches.append(message)
+
+    def to_host(self, host: int, message: Any) -> None:
+        self.host.append(message)
+        self.at[message.episode] = host
+
+    def from_host(self, message: Any) -> None:
+        self.leader.on_host(self.at.get(message.episode, 0), message)
 
     def of(self, kind: type) -> list[Any]:
         return [message for message in self.sent if isinstance(message, kind)]
@@ -258,8 +270,8 @@ class Plant:
 
     # --- the environment host
 
-    def host_up(self, step_timeout_s: float | None = None) -> None:
-        self.leader.on_host(0, HostReady("toy") if step_timeout_s is None else HostReady("toy", step_timeout_s))
+    def host_up(self, step_timeout_s: float | None = None, host: int = 0) -> None:
+        self.leader.on_host(host, HostReady("toy") if step_timeout_s is None else HostReady("toy", step_timeout_s))
 
     def kill_host(self) -> None:
         """The next one is there at once."""
@@ -268,15 +280,14 @@ class Plant:
         self.host_up()
 
     def open_episode(self, message: OpenEpisode, tokens: list[int], max_tokens: int = 4) -> None:
-        self.leader.on_host(
-            0,
+        self.from_host(
             EpisodeOpened(
                 episode=message.episode,
                 prompt_id=f"p{message.index}",
                 tokens=pack_i32(tokens),
                 max_tokens=max_tokens,
                 stop_ids=(STOP,),
-            ),
+            )
         )
 
     def end_step(
@@ -299,7 +310,7 @@ class Plant:
             info=info or {},
             new_sample=new_sample,
         )
-        self.leader.on_host(0, stepped)
+        self.from_host(stepped)
 
     def take_step(self) -> StepEpisode:
         """The one step that the host is asked for; the host will not answer it by itself."""
@@ -312,7 +323,7 @@ class Plant:
         for message in pending:
             error = self.broken(message)
             if error is not None:
-                self.leader.on_host(0, EpisodeFailed(message.episode, error))
+                self.from_host(EpisodeFailed(message.episode, error))
                 continue
             match message:
                 case OpenEpisode(episode=episode, index=index):

@@ -1,4 +1,4 @@
-"""The environment host processes of the rollout leader: started, watched, ended when they hang, restarted.
+"""The environment host processes of a node: started, watched, ended when they hang, restarted.
 
 - A host is late or stalled -> as `Supervised`.
 - Until a host has answered a step, it may be silent for the first deadline: a task may load its data late.
@@ -37,7 +37,7 @@ until the agent's next look (`libra_hpc.agent.node.LIVE_S`), and may write until
 
 
 class HostListener(Protocol):
-    """The rollout leader."""
+    """The rollout leader, or what sends to it."""
 
     def on_host(self, host: int, message: Any) -> None:
         """A host's message."""
@@ -50,7 +50,12 @@ class Hosts(EngineNode[Supervised]):
     engine, outbound, inbound = Supervised, to_host, from_host
 
     def __init__(self, context: AgentContext, listener: HostListener) -> None:
-        super().__init__(context, [f"environment host {host}" for host in range(context.config.task.hosts)], "{}")
+        # On an environment node beside those of other ranks in the folder of logs.
+        prefix = f"e{context.rank}." if context.component == "env" else "host"
+        self._children = [f"{prefix}{host}" for host in range(context.config.task.hosts)]
+        """Names of processes."""
+        titles = [f"environment host {host}" for host in range(context.config.task.hosts)]
+        super().__init__(context, self._children if context.component == "env" else titles, "{}")
         self._listener, self._hosts = listener, list(self._engines.values())
         self._lost: dict[int, str] = {}
         """Hosts that ended and whose next one is not announced, with the reason."""
@@ -68,6 +73,13 @@ class Hosts(EngineNode[Supervised]):
         self._stopping = True
         await asyncio.gather(*(host.stop() for host in self._hosts))
 
+    async def reset(self) -> None:
+        """End all unreported, with all that they had."""
+        self._stopping = True
+        self._lost.clear()
+        await asyncio.gather(*(host.reset() for host in self._hosts))
+        await asyncio.gather(*(_remove(folder) for folder in self._folders.values()))
+
     def send(self, host: int, message: ToHost) -> None:
         """Send one message; to a host that is gone it is dropped."""
         if host not in self._lost:
@@ -75,12 +87,13 @@ class Hosts(EngineNode[Supervised]):
 
     async def _start(self, host: int) -> bool:
         """False when it could not be started; another attempt follows."""
-        context, name = self._context, f"host{host}"
+        context, name = self._context, self._children[host]
         settings = context.private / f"{name}.json"
         try:
             write_private(settings, msgspec.json.encode(context.config))
             folder = self._folders[host] = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=context.private))
             environment = {**os.environ, "TMPDIR": str(folder)}
+            self._hosts[host].state = "starting"
             command = ChildCommand(name, host_command(context.config, settings), environment)
             await self._hosts[host].start([command])
         except OSError as error:
@@ -92,6 +105,7 @@ class Hosts(EngineNode[Supervised]):
         host = self._hosts.index(one)
         self._announce(host)
         if isinstance(message, HostReady):
+            one.state = "ready"
             for chat in message.chats:
                 if chat not in self._chats:
                     self._chats.add(chat)
@@ -103,8 +117,8 @@ class Hosts(EngineNode[Supervised]):
             self._ended(self._hosts.index(one), reason, RESTART_S)
 
     def _ended(self, host: int, reason: str, after_s: float) -> None:
-        self._lost[host] = reason
-        self._context.log("host_lost", host=host, reason=reason)
+        self._lost[host], self._hosts[host].state = reason, "lost"
+        self._context.log("host_lost", rank=self._context.rank, host=host, reason=reason)
         if (folder := self._folders.pop(host, None)) is not None:
             self._task(_remove(folder))
         supervised = self._hosts[host]
@@ -114,7 +128,7 @@ class Hosts(EngineNode[Supervised]):
 
     async def _restart(self, host: int, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        if not self._stopping and await self._start(host):
+        if not self._stopping and host in self._lost and await self._start(host):
             self._announce(host)
 
     def _announce(self, host: int) -> None:

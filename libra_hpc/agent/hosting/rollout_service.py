@@ -147,7 +147,11 @@ class RolloutService:
     # --- surroundings of the leader
 
     def to_host(self, host: int, message: ToHost) -> None:
-        self._hosts.send(host, message)
+        rank, host = divmod(host, self._context.config.task.hosts)
+        if rank:
+            self.send(rank, wire.ToEnvHost(host, message))
+        else:
+            self._hosts.send(host, message)
 
     def composed(self, step: int, trajectories: list[Trajectory], groups: tuple[wire.Group, ...]) -> None:
         self._transcripts.add(step, trajectories, groups)
@@ -187,6 +191,10 @@ class RolloutService:
         if self._recovery_log is not None:
             await self._recovery_log.close()
 
+    def _number(self, rank: int, host: int) -> int:
+        """The number that `Environments` has for a host of an environment node."""
+        return rank * self._context.config.task.hosts + host
+
     def on_message(self, message: Any) -> None:
         leader = self.leader
         match message:
@@ -198,6 +206,10 @@ class RolloutService:
                 leader.on_engine_version(engine, version)
             case EngineState():
                 leader.on_engine_state(message)
+            case wire.FromEnvHost(rank=rank, host=host):
+                leader.on_host(self._number(rank, host), message.message)
+            case wire.EnvHostLost(rank=rank, host=host, reason=reason):
+                leader.on_host_down(self._number(rank, host), reason)
             case wire.Committed(indices=indices):
                 leader.on_committed(indices)
                 self._unwritten.append(message)

@@ -1,6 +1,6 @@
 """The elastic pool as a pure state machine: event in, new pool out; `Node.row` is what a node is to be.
 
-    STARTING --engine ready--> ROLLOUT, or TRAIN once it is a member with its state
+    STARTING --engine or hosts ready--> ROLLOUT, ENV, or TRAIN once it is a member with its state
     ROLLOUT  --move--> TO_TRAIN --drained, engine ready, member, state arrived--> TRAIN
     TRAIN    --move--> TO_ROLLOUT --left the membership at a step boundary, engine ready--> ROLLOUT
     any      --rank lost--> LOST --rank back--> STARTING
@@ -9,7 +9,7 @@
 - The core goes to rollout once its trainers are in standby; they keep their state, and no generation has them.
 - A rollout engine of the core, or its trainers, end meanwhile -> the core goes back to training.
 - A training engine is ready -> the next *membership* (numbered set of nodes) is proposed, instead of one still forming.
-- The training core owns the optimizer's state: nothing is proposed while one of its nodes is not ready.
+- A node of the training core, which owns the optimizer's state, is not ready -> nothing is proposed.
 - Every rank of a proposal has confirmed it, at a step boundary -> it is the current generation.
 - A member has the weights -> it counts as a trainer.
 - A node leaves -> it trains until a generation without it is complete.
@@ -27,7 +27,7 @@ from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.engine_state import EngineKind, EngineState
 from libra_hpc.protocol.layout import Drain, Row
 
-Component = Literal["train", "hybrid", "rollout"]
+Component = Literal["train", "hybrid", "rollout", "env"]
 
 
 class NodeState(StrEnum):
@@ -36,6 +36,7 @@ class NodeState(StrEnum):
     TO_ROLLOUT = "to_rollout"
     ROLLOUT = "rollout"
     TO_TRAIN = "to_train"
+    ENV = "env"
     LOST = "lost"
 
 
@@ -266,8 +267,8 @@ def _trainers_rest(pool: Pool, node: Node) -> Pool:
 def _engine_ready(pool: Pool, node: Node, kind: EngineKind) -> Pool:
     started = node.state is not NodeState.LOST and not node.drain and not node.engine_ready
     _require(started and kind == node.role and not node.leaving, node, f"{kind} engine ready")
-    if kind == "rollout":
-        return _put(pool, node, state=NodeState.ROLLOUT, engine_ready=True)
+    if kind != "train":
+        return _put(pool, node, state=NodeState(kind), engine_ready=True)
     pool = _put(pool, node, engine_ready=True)
     return _propose(pool) if all(n.engine_ready for n in _unit(pool, node)) else pool
 
