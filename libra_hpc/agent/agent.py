@@ -138,7 +138,6 @@ class Agent(NodeAgent):
         self._link, self._link_world = world.link, 0
         """This node's MPI process, and which ones it has met."""
         self._routes.add(Layout, self._on_layout)
-        self._routes.add(wire.LinkWanted, self._on_link_wanted)
         self._routes.add(wire.PmiLine, self._on_pmi)
         self._routes.add(wire.StopAgent, self._on_stop)
 
@@ -274,16 +273,18 @@ class Agent(NodeAgent):
 
         link.serve(received, ended)
 
-    def _on_link_wanted(self, order: wire.LinkWanted) -> None:
+    def _relink(self, world: int, index: int, size: int) -> None:
         """Meet the MPI processes of all nodes that live, by lines over the streams."""
-        ask = lambda line: self.mesh.send(0, wire.PmiLine(order.world, line, self.rank))  # noqa: E731
-        old, self._link, self._link_world = self._link, MpiLink(order.index, order.size, ask), order.world
+        ask = lambda line: self.mesh.send(0, wire.PmiLine(world, line, self.rank))  # noqa: E731
+        old, self._link, self._link_world = self._link, MpiLink(index, size, ask), world
         if old is not None:
             old.close()
         self._serve_link(self._link)
 
     def _on_pmi(self, message: wire.PmiLine) -> None:
-        if message.rank >= 0 and self.context is not None and self.context.publisher is not None:
+        if message.place is not None:
+            self._relink(message.world, *message.place)
+        elif message.rank >= 0 and self.context is not None and self.context.publisher is not None:
             self.context.publisher.on_pmi(message)
         elif self._link is not None and message.world == self._link_world:
             self._link.reply(message.line)

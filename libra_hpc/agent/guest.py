@@ -136,7 +136,7 @@ class GuestAgent(NodeAgent):
         return self._engines.version
 
     def _beat(self, **fields: Any) -> None:
-        super()._beat(**fields)
+        super()._beat(leaving=self._leaving, **fields)
         if self._given is not None:
             self._given.beat(self._engines.generated)
         if time.time() > self._until - LEAVE_EARLY_S:
@@ -152,7 +152,7 @@ class GuestAgent(NodeAgent):
             return
         self._leaving = reason
         log.info("leaving: %s", reason)
-        self.mesh.send(0, wire.LeaveWanted(self._context.rank, reason))
+        self._beat()
         asyncio.get_running_loop().call_later(LEAVE_S, self._end, "left", reason)
 
     def _end(self, how: Literal["over", "again", "left", "failed"], reason: str) -> None:

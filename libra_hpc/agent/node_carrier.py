@@ -198,7 +198,7 @@ class NodeCarrier(EngineNode[Supervised]):
         if self._policy is not None:
             # First: the train leader publishes the newest version to it.
             carrier.send(self._policy.order)
-        context.send(context.layout.train_leader, wire.CarrierStarted(peer))
+        context.send(context.layout.train_leader, wire.WeightsHere(context.rank, carrier=peer))
         if _transport(context) != "tcp":
             transport = "tcp" if by_tcp else "nixl"
             context.log("weights_transport", rank=context.rank, transport=transport, reason=by_tcp)

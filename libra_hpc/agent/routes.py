@@ -70,10 +70,8 @@ def add_train_leader(routes: Routes, leader: TrainLeader) -> None:
     routes.add(wire.GroupDone, leader.on_group)
     routes.add(wire.Batch, leader.on_batch)
     routes.add(wire.WeightsOffered, leader.on_offered)
-    routes.add(wire.CarrierStarted, leader.weights.on_carrier)
     routes.add(wire.WeightsWanted, leader.weights.on_wanted)
     routes.add(wire.WeightsHere, leader.weights.on_here)
-    routes.add(wire.StopTraining, lambda order: leader.on_stop(order.reason, order.after))
     routes.add(EngineState, lost)
 
 

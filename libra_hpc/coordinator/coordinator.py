@@ -141,14 +141,14 @@ class Coordinator:
                 self._nodes.apply(message)
             case wire.TrainReport():
                 self._on_training(message, node.seen)
-            case wire.MemberJoined(rank=rank, generation=generation):
-                self._event("member_joined", **msgspec.structs.asdict(message))
-                self._nodes.apply(states.StateArrived(rank))
-                self._nodes.apply(states.MemberOf(rank, generation))
             case wire.Fatal():
                 self._on_fatal(message)
 
     def _on_training(self, report: wire.TrainReport, now: float) -> None:
+        for member in report.joined:
+            self._event("member_joined", **msgspec.structs.asdict(member))
+            self._nodes.apply(states.StateArrived(member.rank))
+            self._nodes.apply(states.MemberOf(member.rank, member.generation))
         self._limit.on_saves(report.saving, report.save_s, now)
         if report.core_wanted:
             self._sharing.core_to_train(now, at_once=self._stopping)
@@ -198,7 +198,7 @@ class Coordinator:
 
     def _stop(self, reason: str, patience_s: float, why: Why = "cancelled", after: int = 0) -> None:
         self._ending.stop(reason, patience_s, time.time(), why)
-        self._context.send(self._context.layout.train_leader, wire.StopTraining(reason, after))
+        self._nodes.stop_training(reason, after)
 
     def _settle(self) -> None:
         """Order nothing any more once the run is over."""
@@ -241,7 +241,7 @@ class Coordinator:
             decision.action == "repartition" and decision.changes and self._config.planner.repartition == "carry_out"
         )
         if carried_out and self._repartitioner.propose(decision):
-            self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
+            self._nodes.stop_training("repartition")
 
     def _share(self) -> None:
         """Move nodes within the step; a run that stops moves none."""
@@ -404,7 +404,7 @@ class Coordinator:
                 continue
             blocked_by = "the run is stopping" if self._ending.stopping else self._nodes.unsettled
             if await asyncio.to_thread(self._repartitioner.poll, blocked_by):
-                self._context.send(self._context.layout.train_leader, wire.StopTraining("repartition"))
+                self._nodes.stop_training("repartition")
 
     def _recover(self, rank: int, reason: str) -> None:
         """A leader or a part of the core is lost: the ranks end, as soon as training has saved if it can."""
@@ -415,7 +415,7 @@ class Coordinator:
         if rank in layout.core:
             self._ending.fatal(sentence, "lost")
         elif self._ending.save_and_restart(sentence, time.time()):
-            self._context.send(layout.train_leader, wire.StopTraining("recovery"))
+            self._nodes.stop_training("recovery")
 
     def _on_step(self, report: wire.StepReport) -> None:
         self._step = report.step

@@ -64,20 +64,20 @@ class Guests:
             return
         contact.seen = now
         match message:
-            case wire.Heartbeat(host=host, pid=pid):
+            case wire.Heartbeat(host=host, pid=pid, leaving=reason):
                 contact.beat = message
                 if not contact.host:
                     contact.host, contact.pid = host, pid
                     self._event("guest_joined", rank=rank, host=host, pid=pid)
+                if reason and self.states[rank] != "leaving":
+                    self._take(rank, "leaving", drain="abort")
+                    self._event("guest_leaves", rank=rank, reason=reason)
             case EngineState(state="ready", seconds=seconds) if self.states[rank] == "starting":
                 self._take(rank, "serving")
                 self.start_s = seconds
                 self._event("guest_serves", rank=rank, seconds=seconds)
             case EngineState(state="lost") if self.states[rank] != "leaving":
                 self._take(rank, "starting", starts=self.rows[rank].starts + 1)
-            case wire.LeaveWanted(reason=reason) if self.states[rank] != "leaving":
-                self._take(rank, "leaving", drain="abort")
-                self._event("guest_leaves", rank=rank, reason=reason)
             case wire.Fatal(reason=reason):
                 self._lose(rank, reason, now)
 

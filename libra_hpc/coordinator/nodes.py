@@ -18,7 +18,7 @@ from libra_hpc.policies.pool import states
 from libra_hpc.policies.pool.readmission import SILENT_S, Readmission
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineKind
-from libra_hpc.protocol.layout import Layout
+from libra_hpc.protocol.layout import Layout, StopTraining
 
 from .guests import Guests
 from .liveness import Gone, LostNode, NodeContact, lost_nodes
@@ -52,6 +52,7 @@ class NodePool:
         self.layout = Layout()
         """The one that was published last."""
         self._awaited: tuple[tuple[int, ...], float] = (), 0.0
+        self._stop: StopTraining | None = None
         self._returning: set[int] = set()
         """Lost nodes that may begin as new ones."""
         self._readmission = Readmission()
@@ -144,6 +145,11 @@ class NodePool:
         self._awaited = ranks, limit_s if ranks else 0.0
         self.publish()
 
+    def stop_training(self, reason: str, after: int = 0) -> None:
+        """Have the train leader save and finish, as `StopTraining`."""
+        self._stop = StopTraining(reason, after)
+        self.publish()
+
     def apply(self, event: states.Event) -> None:
         if self.pool is None or self.frozen:
             return
@@ -191,6 +197,7 @@ class NodePool:
             rest=pool.rests,
             awaited=awaited,
             await_s=await_s,
+            stop=self._stop,
             receivers=(*receivers, *self.guests.serving),
             recorded=self._recorded(),
             good_step=self.good_step,

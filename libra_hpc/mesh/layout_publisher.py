@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 
-from libra_hpc.protocol.agents import Heartbeat, LinkWanted, PmiLine
+from libra_hpc.protocol.agents import Heartbeat, PmiLine
 from libra_hpc.protocol.agents import mesh as codec
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.layout import Layout
@@ -173,7 +173,7 @@ class Publisher:
         size = len(self._members)
         self._space = KeyValueSpace(size, f"run-{os.getpid()}-{time.time_ns()}", f"(vector,(0,{size},1))")
         for index, rank in enumerate(self._members):
-            self._mesh.send(rank, LinkWanted(self._world, index, size))
+            self._mesh.send(rank, PmiLine(self._world, place=(index, size)))
 
     def on_pmi(self, request: PmiLine) -> None:
         """Answer a line of MPI processes that meet."""

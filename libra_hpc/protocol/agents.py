@@ -19,29 +19,15 @@ from .layout import Layout
 from .trainer import FromWorker, Offered, Sample, ToWorker
 
 
-class LinkWanted(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> all: start an MPI process instead of the one there is, which meets those of ``world``."""
-
-    world: int
-    index: int
-    """Its rank among ``size``."""
-    size: int
-
-
 class PmiLine(msgspec.Struct, tag=True, frozen=True):
     """Agent <-> coordinator: a line of MPI's start-up protocol, of the agent's MPI process or its answer."""
 
     world: int
-    line: str
+    line: str = ""
     rank: int = -1
     """The agent's, in what it sends."""
-
-
-class LeaveWanted(msgspec.Struct, tag=True, frozen=True):
-    """Guest -> coordinator: let this node go, once its turns go on elsewhere; answered by `StopAgent`."""
-
-    rank: int
-    reason: str
+    place: tuple[int, int] | None = None
+    """Comes first: start an MPI process instead of the one there is, with this rank among so many of ``world``."""
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
@@ -65,6 +51,8 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Whether MPI brought that."""
     ended_world: int = -1
     """The newest world of MPI processes of which its own has ended."""
+    leaving: str = ""
+    """Why this guest wants to leave, once its turns go on elsewhere; answered by `StopAgent`."""
 
 
 class Log(msgspec.Struct, tag=True, frozen=True):
@@ -122,8 +110,8 @@ class SnapshotPart(msgspec.Struct, tag=True, frozen=True):
     """None: the node lost it, and asks the one that has a copy."""
 
 
-class MemberJoined(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> coordinator: the rank is a member of the generation and has the weights of ``step``."""
+class MemberJoined(msgspec.Struct, frozen=True):
+    """The rank is a member of the generation and has the weights of ``step``."""
 
     rank: int
     generation: int
@@ -132,14 +120,6 @@ class MemberJoined(msgspec.Struct, tag=True, frozen=True):
     seconds: float
     source: str = ""
     """See `Joined.source`."""
-
-
-class StopTraining(msgspec.Struct, tag=True, frozen=True):
-    """Coordinator -> train leader: save at the next step boundary and finish."""
-
-    reason: str
-    after: int = 0
-    """Finish once this step is committed; 0: at once, also while the leader waits for a batch."""
 
 
 class TrainReport(msgspec.Struct, tag=True, frozen=True):
@@ -153,6 +133,8 @@ class TrainReport(msgspec.Struct, tag=True, frozen=True):
     """Whether there is something to do for the core, whose trainers are in standby."""
     done: int | None = None
     """The last step, once it is committed and saved."""
+    joined: tuple[MemberJoined, ...] = ()
+    """Members of a generation that forms now."""
 
 
 class StepReport(msgspec.Struct, tag=True, frozen=True):
@@ -364,12 +346,6 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
 # --- weights ---
 
 
-class CarrierStarted(msgspec.Struct, tag=True, frozen=True):
-    """Agent -> train leader: the carrier of its node serves; it has no weights yet."""
-
-    peer: Peer
-
-
 class WeightsOffered(msgspec.Struct, tag=True, frozen=True):
     """Train node -> train leader: every process of the node has written its offer of a version."""
 
@@ -394,16 +370,16 @@ class WeightsHere(msgspec.Struct, tag=True, frozen=True):
     """Agent -> train leader: ``version`` is whole on its node."""
 
     rank: int
-    version: int
-    bytes: int
-    wire_s: float
+    version: int = -1
+    bytes: int = 0
+    wire_s: float = 0.0
     """See `VersionHere.wire_s`."""
+    carrier: Peer | None = None
+    """The node's carrier has started there, and has no weights."""
 
 
 MeshMessage = Union[
-    LinkWanted,
     PmiLine,
-    LeaveWanted,
     Heartbeat,
     Layout,
     EngineState,
@@ -412,9 +388,7 @@ MeshMessage = Union[
     Fatal,
     ToReplica,
     FromReplica,
-    MemberJoined,
     SnapshotPart,
-    StopTraining,
     TrainReport,
     StepReport,
     GroupDone,
@@ -429,7 +403,6 @@ MeshMessage = Union[
     FromEnvHost,
     EnvHostLost,
     RolloutReport,
-    CarrierStarted,
     WeightsOffered,
     Publish,
     WeightsWanted,

@@ -55,6 +55,13 @@ class ResumePoint(msgspec.Struct, frozen=True):
     """Node of the core that lost its part of the snapshot -> node that has a copy."""
 
 
+class StopTraining(msgspec.Struct, frozen=True):
+    """Why training saves and finishes, and after which step; 0: at once, also while its leader waits for a batch."""
+
+    reason: str
+    after: int = 0
+
+
 class Layout(msgspec.Struct, tag=True, frozen=True):
     """What every node and both leaders are to be and to do."""
 
@@ -71,6 +78,7 @@ class Layout(msgspec.Struct, tag=True, frozen=True):
     awaited: tuple[int, ...] = ()
     """Nodes without which no step begins until ``await_s`` after its batch came."""
     await_s: float = 0.0
+    stop: StopTraining | None = None
     receivers: tuple[int, ...] = ()
     """Ranks that get new weights, to serve or to join with."""
     recorded: int = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from libra_hpc.protocol.agents import CarrierStarted, MeshMessage, WeightsCurrent, WeightsHere, WeightsWanted
+from libra_hpc.protocol.agents import MeshMessage, WeightsCurrent, WeightsHere, WeightsWanted
 from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.joining import is_guest
 
@@ -46,9 +46,16 @@ class WeightPublisher:
         if not self._waits:
             self._to_all([newest])
 
-    def on_carrier(self, message: CarrierStarted) -> None:
-        rank, versions = message.peer.rank, list(self._versions)
-        self._carriers[rank] = message.peer
+    def on_here(self, message: WeightsHere) -> None:
+        """A node has a version, or a carrier that serves."""
+        if message.carrier is not None:
+            self._on_carrier(message.rank, message.carrier)
+        elif message.bytes and message.wire_s and not is_guest(message.rank):
+            self._seconds[message.rank] = message.wire_s / message.bytes
+
+    def _on_carrier(self, rank: int, peer: Peer) -> None:
+        versions = list(self._versions)
+        self._carriers[rank] = peer
         self._seconds.pop(rank, None)
         if self._waits:
             self._waits = not all(rank in self._carriers for rank in self._core)
@@ -66,10 +73,6 @@ class WeightPublisher:
             self._send(message.rank, WeightsCurrent(message.have))
         elif not self._waits:
             self._send_to(message.rank, newest, self._chain(message.rank))
-
-    def on_here(self, message: WeightsHere) -> None:
-        if message.bytes and message.wire_s and not is_guest(message.rank):
-            self._seconds[message.rank] = message.wire_s / message.bytes
 
     def lost(self, rank: int) -> None:
         """A node was lost, and its carrier with it."""

@@ -129,6 +129,8 @@ class TrainLeader(StepRequests):
     def on_layout(self, layout: Layout) -> None:
         self._rest_wanted = layout.rest
         self._awaited = layout.awaited, layout.await_s
+        if layout.stop is not None:
+            self.on_stop(layout.stop.reason, layout.stop.after)
         # Records up to this step are durable.
         self._reports = [report for report in self._reports if report.step > layout.recorded]
         self.on_generation(layout.generation, layout.members)
@@ -305,19 +307,7 @@ class TrainLeader(StepRequests):
             self._drop_portions()
             self.members, self._broken = wanted, False
             self._state_step = self._replies[self._core[0]].step
-            for rank in wanted:
-                joined: Joined = self._replies[rank]
-                self._send(
-                    0,
-                    MemberJoined(
-                        rank=rank,
-                        generation=self.generation,
-                        step=joined.step,
-                        received_bytes=joined.received_bytes,
-                        seconds=self._clock() - started,
-                        source=joined.source,
-                    ),
-                )
+            self._report(joined=self._joined(wanted, self._clock() - started))
             if self._state_step == self.step + 1 and self._state_step in self._batches:
                 self._commit(self._batches[self._state_step], [], 0.0, 0.0)
             elif not (
@@ -328,6 +318,13 @@ class TrainLeader(StepRequests):
                 where = f"the trainers hold step {self._state_step}, the run is at step {self.step}"
                 return self._fail(f"{where}, and the batches between are gone", restart=newest > 0)
         return True
+
+    def _joined(self, members: tuple[int, ...], seconds: float) -> tuple[MemberJoined, ...]:
+        answers: dict[int, Joined] = {rank: self._replies[rank] for rank in members}
+        return tuple(
+            MemberJoined(rank, self.generation, one.step, one.received_bytes, seconds, one.source)
+            for rank, one in answers.items()
+        )
 
     async def _replay(self) -> None:
         """Train a committed batch again on a state that is behind."""
@@ -417,8 +414,10 @@ class TrainLeader(StepRequests):
         self._wake.set()
         self._report()
 
-    def _report(self, core_wanted: bool = False, done: int | None = None) -> None:
-        self._send(0, TrainReport(self._saves.writing, self._saves.save_s, core_wanted, done))
+    def _report(
+        self, core_wanted: bool = False, done: int | None = None, joined: tuple[MemberJoined, ...] = ()
+    ) -> None:
+        self._send(0, TrainReport(self._saves.writing, self._saves.save_s, core_wanted, done, joined))
 
     async def _save(self) -> str | None:
         """Save this step, again when the core dies and is rebuilt; "" saved, None the run cannot go on, else why not.

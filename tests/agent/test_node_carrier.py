@@ -18,7 +18,7 @@ from libra_hpc.facts.events import EVENTS
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.protocol.agents import CarrierStarted, FromReplica
+from libra_hpc.protocol.agents import FromReplica, WeightsHere
 from libra_hpc.protocol.carriers import Peer, PieceRefused, PolicySaved, Publish, SavePolicy, WeightsByTcp
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trainer import OfferFailed
@@ -61,14 +61,16 @@ class Scene:
 
     async def serving(self, count: int) -> Peer:
         """That of the carrier's start number ``count``."""
-        started: list[CarrierStarted] = []
+        started: list[WeightsHere] = []
 
         def found() -> bool:
-            started[:] = [message for message in self.sent if isinstance(message, CarrierStarted)]
+            started[:] = [message for message in self.sent if isinstance(message, WeightsHere) and message.carrier]
             return len(started) == count
 
         await self.until(found)
-        return started[-1].peer
+        peer = started[-1].carrier
+        assert peer is not None
+        return peer
 
     def publish(self, version: int, peer: Peer) -> None:
         offer(self.shm, version, WHOLE, 0)

@@ -80,7 +80,6 @@ ENGINE = EngineState(4, "rollout", "lost", reason="why")
         (HERE, [("leader.weights.on_here", HERE)]),
         (OFFERED, [("leader.on_offered", OFFERED)]),
         (wire.ToReplica(OFFER), [("train.on_message", OFFER)]),
-        (wire.StopTraining("enough"), [("leader.on_stop", "enough", 0)]),
         (ENGINE, [("service.on_message", ENGINE)]),
         (DONE, [("service.on_message", DONE)]),
     ],
@@ -109,9 +108,9 @@ def test_a_part_that_is_not_there_gets_nothing() -> None:
 
 def test_every_message_is_for_somebody() -> None:
     """A new message type must be given to a part, or be added to what the agent or the coordinator takes itself."""
-    agents = {Layout, wire.StopAgent, wire.LinkWanted, wire.PmiLine}
+    agents = {Layout, wire.StopAgent, wire.PmiLine}
     coordinators = {wire.Heartbeat, wire.Log, wire.Fatal, wire.StepReport, wire.RolloutReport}
-    coordinators |= {wire.TrainReport, wire.TurnsDrained, wire.MemberJoined, wire.LeaveWanted}
+    coordinators |= {wire.TrainReport, wire.TurnsDrained}
     rows = set(Scene().routes._rows)
     assert rows | agents | coordinators == set(get_args(wire.MeshMessage))
     assert not rows & agents

@@ -19,18 +19,9 @@ from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.protocol.agents import (
-    Fatal,
-    Heartbeat,
-    Log,
-    MemberJoined,
-    RolloutReport,
-    StopAgent,
-    StopTraining,
-    TrainReport,
-)
+from libra_hpc.protocol.agents import Fatal, Heartbeat, Log, MemberJoined, RolloutReport, StopAgent, TrainReport
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.layout import Layout, ResumePoint
+from libra_hpc.protocol.layout import Layout, ResumePoint, StopTraining
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.ranks_stop import RanksStop, decode_end
 from libra_hpc.protocol.repartition_order import encode_order, new_order
@@ -86,6 +77,10 @@ class Scene:
     def orders(self, kind: type) -> list[tuple[int, Any]]:
         return [(rank, message) for rank, message in self.sent if isinstance(message, kind)]
 
+    @property
+    def stop(self) -> StopTraining | None:
+        return self.coordinator.nodes.layout.stop
+
     def asked(self, kind: type) -> list[Any]:
         """The orders of a kind in the Layouts that node 1 got."""
         layouts = [layout for rank, layout in self.orders(Layout) if rank == 1]
@@ -105,7 +100,9 @@ def test_engines_start_once_all_nodes_are_there_and_the_core_forms_the_first_gen
     assert [(m.rank, m.kind) for m in scene.asked(StartEngine)] == [(1, "train"), (2, "rollout"), (3, "rollout")]
     scene.deliver((1, EngineState(1, "train", "ready", seconds=1.0)))
     assert [m.ranks for m in scene.asked(FormGeneration)] == [(1,)]
-    scene.deliver((1, MemberJoined(1, 1, 0, 0, 0.1)), (3, EngineState(3, "rollout", "ready", seconds=1.0)))
+    scene.deliver(
+        (1, TrainReport(joined=(MemberJoined(1, 1, 0, 0, 0.1),))), (3, EngineState(3, "rollout", "ready", seconds=1.0))
+    )
     newest = scene.orders(Layout)[-1][1]
     assert [row.state for row in newest.rows.values()] == ["train", "starting", "rollout"]
     assert newest.receivers == (3,)
@@ -137,7 +134,7 @@ def test_a_request_to_stop_saves_first_and_has_time_for_it(tmp_path: Path) -> No
     async def asked() -> None:
         running = asyncio.get_running_loop().create_task(scene.coordinator.run())
         scene.run.stop.write_text("{}")
-        while not scene.orders(StopTraining):
+        while not scene.stop:
             await asyncio.sleep(0.01)
         scene.deliver((1, TrainReport(done=7)))
         await running
@@ -182,7 +179,7 @@ def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) ->
     for _ in range(2):  # the owner passes on what its group got as well
         scene.coordinator.on_signal("SIGTERM")
     scene.deliver((3, Log("signal_ignored", 2.0, {**ignored, "rank": 3})))
-    assert [rank for rank, _ in scene.orders(StopTraining)] == [1]
+    assert scene.stop is not None
     scene.deliver((1, TrainReport(done=7)))
     run_until_over(scene)
     assert scene.end == RanksStop("cancelled", "step 7 is saved", 7)
@@ -198,14 +195,15 @@ def test_a_run_near_its_time_limit_finishes_its_step_and_stops(tmp_path: Path, m
 
     async def play() -> None:
         running = asyncio.get_running_loop().create_task(scene.coordinator.run())
-        while not scene.orders(StopTraining):
+        while not scene.stop:
             await asyncio.sleep(0.01)
         scene.coordinator.on_signal("SIGUSR1")
         scene.deliver((1, TrainReport(done=2)))
         await running
 
     asyncio.run(asyncio.wait_for(play(), 20.0))
-    assert [order.after for _, order in scene.orders(StopTraining)] == [2]
+    assert scene.stop is not None
+    assert scene.stop.after == 2
     assert scene.end.why == "time_limit"
     assert "a step takes 25 s and a save 6 s; step 2 is saved" in scene.end.sentence
 
@@ -287,7 +285,7 @@ def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = after_a_repartition(tmp_path, monkeypatch, DRY_RUN, 3)
-    assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
+    assert scene.stop == StopTraining("repartition")
     assert scene.end.why == "repartition"
     config = load_resolved(scene.run.config)
     assert (config.components.train.nodes, config.components.rollout.nodes, config.rollout.tp) == (2, 1, 2)
@@ -312,7 +310,7 @@ def test_advice_is_only_written_down_where_the_run_file_says_so(
     scene = after_a_repartition(
         tmp_path, monkeypatch, validate({"run": {"steps": 3}, "planner": {"repartition": "advise"}}), 3
     )
-    assert not scene.orders(StopTraining)
+    assert not scene.stop
     assert [e["layout"] for e in read_lines(scene.run.events) if e["kind"] == "decision"] == ["better"]
     assert scene.end.why == "completed"
 
@@ -333,19 +331,19 @@ def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Pa
         task = asyncio.create_task(scene.coordinator.run())
         scene.deliver(
             (1, EngineState(1, "train", "ready", seconds=1.0)),
-            (1, MemberJoined(1, 1, 0, 0, 0.1)),
+            (1, TrainReport(joined=(MemberJoined(1, 1, 0, 0, 0.1),))),
             (3, EngineState(3, "rollout", "ready", seconds=1.0)),
         )
         scene.deliver((1, step_report(1, step_s=1.0, train_nodes=1)))
         await until(lambda: "waits: node 2 is in state starting" in str(scene.run.read_json(scene.run.status)))
-        assert not scene.orders(StopTraining)
+        assert not scene.stop
         scene.deliver((2, EngineState(2, "rollout", "ready", seconds=1.0)))
-        await until(lambda: scene.orders(StopTraining))
+        await until(lambda: scene.stop)
         scene.deliver((1, TrainReport(done=3)))
         await task
 
     asyncio.run(asyncio.wait_for(play(), 30))
-    assert [m.reason for _, m in scene.orders(StopTraining)] == ["repartition"]
+    assert scene.stop == StopTraining("repartition")
     assert scene.end.why == "repartition"
     answers = [(e["kind"], e["by"]) for e in read_lines(scene.run.events) if e.get("order") == order.id]
     assert answers == [("repartition_ordered", "operator"), ("repartitioned", "operator")]

@@ -25,7 +25,7 @@ def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_sho
     scene.hello()
     scene.deliver(
         (1, EngineState(1, "train", "ready", seconds=1.0)),
-        (1, MemberJoined(1, 1, 0, 0, 0.1)),
+        (1, TrainReport(joined=(MemberJoined(1, 1, 0, 0, 0.1),))),
         (2, EngineState(2, "rollout", "ready", seconds=1.0)),
         (3, EngineState(3, "rollout", "ready", seconds=1.0)),
     )

@@ -17,7 +17,7 @@ from libra_hpc.coordinator.guard_watch import GuardWatch, read_guards
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.policies.learning.guards import HOLD
-from libra_hpc.protocol.agents import StopTraining, TrainReport
+from libra_hpc.protocol.agents import TrainReport
 from libra_hpc.protocol.layout import Layout
 from tests.protocol.step_reports import step_report
 
@@ -38,7 +38,7 @@ def play(scene: Scene, steps: Iterator[int]) -> int:
     """Commit steps until training is ordered to stop; returns the last one."""
     for step in steps:
         scene.deliver((1, step_report(step, step_s=1.0, train_nodes=1, **values(step))))
-        if scene.orders(StopTraining):
+        if scene.stop:
             return step
     return 0
 
@@ -113,7 +113,7 @@ def test_rewards_of_two_phases_are_not_compared(tmp_path: Path) -> None:
     for step in range(1, 200):
         drifted = {"after_drift": float(step >= BREAKS)}
         scene.deliver((1, step_report(step, step_s=1.0, train_nodes=1, **values(step), **drifted)))
-    assert not scene.orders(StopTraining)
+    assert not scene.stop
 
 
 # --- starts ---

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S
-from libra_hpc.protocol.agents import Fatal, Heartbeat, LeaveWanted, RolloutReport, StopAgent, TurnsDrained
+from libra_hpc.protocol.agents import Fatal, Heartbeat, RolloutReport, StopAgent, TurnsDrained
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.joining import FIRST_GUEST, RANKS_OF_A_START, JoinWanted
 from libra_hpc.protocol.layout import Layout
@@ -37,6 +37,10 @@ def with_guest(tmp_path: Path) -> Scene:
     return scene
 
 
+def leaving(reason: str) -> Heartbeat:
+    return Heartbeat(GUEST, "guest", {}, {}, -1, leaving=reason)
+
+
 def kinds(scene: Scene, *wanted: type) -> list[tuple[int, Any]]:
     return [(rank, message) for rank, message in scene.sent if isinstance(message, wanted)]
 
@@ -54,7 +58,7 @@ def test_a_guest_is_announced_to_those_that_send_to_it_and_gets_new_weights_once
 def test_a_guest_that_leaves_hands_its_turns_on_first_and_its_rank_is_not_used_again(tmp_path: Path) -> None:
     scene = with_guest(tmp_path)
     scene.clear()
-    scene.deliver((GUEST, LeaveWanted(GUEST, "it got SIGTERM")), (GUEST, LeaveWanted(GUEST, "again")))
+    scene.deliver((GUEST, leaving("it got SIGTERM")), (GUEST, leaving("again")))
     assert scene.asked(DrainTurns) == [DrainTurns(GUEST, abort=True)]
     assert not kinds(scene, StopAgent)
     scene.deliver((3, TurnsDrained(GUEST)))

@@ -8,7 +8,7 @@ import pytest
 
 from libra_hpc.coordinator.ladder import Ladder, Movement, Rung
 from libra_hpc.process.progress import DeadlineSettings
-from libra_hpc.protocol.agents import Heartbeat, MemberJoined, RolloutReport
+from libra_hpc.protocol.agents import Heartbeat, MemberJoined, RolloutReport, TrainReport
 from libra_hpc.protocol.engine_state import EngineState
 from tests.policies.pool.layout_orders import RankLost
 from tests.protocol.step_reports import step_report
@@ -86,7 +86,7 @@ def standing(folder: Path, version: int) -> Scene:
     """A run after step 9, whose hybrid node rolls out with the weights of ``version``."""
     scene = Scene(folder)
     scene.hello()
-    scene.deliver((1, EngineState(1, "train", "ready")), (1, MemberJoined(1, 1, 0, 0, 0.1)))
+    scene.deliver((1, EngineState(1, "train", "ready")), (1, TrainReport(joined=(MemberJoined(1, 1, 0, 0, 0.1),))))
     scene.deliver(*((rank, EngineState(rank, "rollout", "ready")) for rank in (2, 3)))
     scene.deliver(
         (1, step_report(8, step_s=500.0)), (1, step_report(9, step_s=5.0)), (2, Heartbeat(2, "hybrid", {}, {}, version))

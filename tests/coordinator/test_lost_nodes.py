@@ -24,8 +24,8 @@ from libra_hpc.coordinator.liveness import (
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.policies.pool.readmission import SILENCES
-from libra_hpc.protocol.agents import Fatal, Heartbeat, StopAgent, StopTraining, TrainReport
-from libra_hpc.protocol.layout import Layout
+from libra_hpc.protocol.agents import Fatal, Heartbeat, StopAgent, TrainReport
+from libra_hpc.protocol.layout import Layout, StopTraining
 from libra_hpc.protocol.ranks_stop import RanksStop
 from tests.policies.pool.layout_orders import RankBack, RankLost, StartEngine
 
@@ -78,11 +78,11 @@ def test_a_spare_node_replaces_one_that_slurm_sets_down_even_if_it_fell_silent_b
         silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
         scene.coordinator._gone = {2: Gone(1)}
         silence(scene, 2, now, 1.0)
-        assert not scene.orders(StopTraining), "the run goes on without a node that may come back"
+        assert not scene.stop, "the run goes on without a node that may come back"
         scene.coordinator._gone = {2: Gone(1, "Slurm set node a800-2 down")}
         for _ in range(2):
             silence(scene, 2, now, 1.0)
-        assert [m.reason for _, m in scene.orders(StopTraining)] == ["recovery"] * spare
+        assert scene.stop == (StopTraining("recovery") if spare else None)
         assert scene.asked(RankLost) == [RankLost(2)]
 
 
@@ -161,9 +161,7 @@ def test_all_ranks_end_when_a_leader_is_lost(tmp_path: Path, now: list[float], l
     assert scene.coordinator.state == "running", "a restart of all costs more than some more patience"
     silence(scene, leader, now, LEADER_LOST_S)
     if leader == 3:
-        assert [(rank, m.reason) for rank, m in scene.orders(StopTraining)] == [(1, "recovery")], (
-            "no step is lost where training can save"
-        )
+        assert scene.stop == StopTraining("recovery"), "no step is lost where training can save"
         scene.deliver((1, TrainReport(done=7)))
     run_until_over(scene)
     assert scene.end.why == "lost"
@@ -176,7 +174,7 @@ def test_all_ranks_restart_when_a_further_node_of_the_core_is_lost(tmp_path: Pat
     scene.deliver(*((rank, first_beat(rank, name)) for rank, name in enumerate(components)))
     silence(scene, 2, now, LEADER_LOST_S + 1)
     run_until_over(scene)
-    assert not scene.orders(StopTraining), "nobody has the whole state to save"
+    assert not scene.stop, "nobody has the whole state to save"
     assert scene.end.why == "lost"
     assert scene.end.sentence.startswith("node 2, which has a part of the trainers, was lost (no heartbeat for")
 

@@ -27,7 +27,7 @@ from libra_hpc.mesh import layout_publisher as module
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.layout_publisher import Publisher
 from libra_hpc.mesh.world import meet
-from libra_hpc.protocol.agents import Heartbeat, LinkWanted, PmiLine
+from libra_hpc.protocol.agents import Heartbeat, PmiLine
 from libra_hpc.protocol.layout import Layout, Row
 
 # A busy machine is no fault.
@@ -48,8 +48,6 @@ class Node(Agent):
             case Layout():
                 self.streamed += source != self.rank
                 self._on_layout(message)
-            case LinkWanted():
-                self._on_link_wanted(message)
             case PmiLine():
                 self._on_pmi(message)
             case Heartbeat():

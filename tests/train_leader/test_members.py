@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from libra_hpc.protocol import trainer as wire
-from libra_hpc.protocol.agents import CarrierStarted, Committed, Fatal, Log, StepReport, ToReplica
+from libra_hpc.protocol.agents import Committed, Fatal, Log, StepReport, ToReplica, WeightsHere
 from libra_hpc.protocol.carriers import Peer
 from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.layout import Layout
@@ -49,7 +49,7 @@ async def test_a_newcomer_joins_at_a_step_boundary_and_shares_the_next_batch() -
 async def test_a_newcomer_gets_the_version_that_is_published_while_it_joins() -> None:
     world = World().start(1)
     await world.step(1)
-    world.leader.weights.on_carrier(CarrierStarted(Peer(2, ("127.0.0.1",), 7002)))
+    world.leader.weights.on_here(WeightsHere(2, carrier=Peer(2, ("127.0.0.1",), 7002)))
     assert not world.published(2)
     world.add(2).silent = True
     world.leader.on_generation(2, (1, 2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from libra_hpc.protocol.agents import CarrierStarted, WeightsCurrent, WeightsHere, WeightsWanted
+from libra_hpc.protocol.agents import WeightsCurrent, WeightsHere, WeightsWanted
 from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.joining import FIRST_GUEST
 from libra_hpc.train_leader.publisher import WeightPublisher
@@ -24,7 +24,7 @@ class Nodes:
         self.sent.append((rank, message))
 
     def start(self, rank: int) -> None:
-        self.publisher.on_carrier(CarrierStarted(Peer(rank, ("h",), rank)))
+        self.publisher.on_here(WeightsHere(rank, carrier=Peer(rank, ("h",), rank)))
 
     def publish(self, version: int) -> None:
         self.publisher.publish(Published(version, version - 1, (("t1.0", 1), ("t2.0", 2))))

@@ -6,6 +6,7 @@ import asyncio
 
 from libra_hpc.protocol.agents import Batch, Committed, Group, StepReport
 from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.layout import Layout, StopTraining
 from libra_hpc.protocol.trainer import Sample
 from tests.protocol.step_reports import batch_stats
 from tests.train_leader.world import World, batch, until
@@ -56,7 +57,7 @@ async def test_stop_saves_at_the_next_boundary() -> None:
 async def test_a_stop_after_a_step_waits_for_its_batch() -> None:
     world = World().start(1)
     await world.step(1)
-    world.leader.on_stop("time limit", after=2)
+    world.leader.on_layout(Layout(stop=StopTraining("time limit", after=2)))
     await asyncio.sleep(0.01)
     assert not world.done
     for step in (2, 3):

@@ -10,7 +10,7 @@ from typing import Any
 from libra_hpc.config.load import validate
 from libra_hpc.protocol import agents
 from libra_hpc.protocol import trainer as wire
-from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, Log, MemberJoined, ToReplica, TrainReport
+from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, Log, ToReplica, TrainReport
 from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Join, Sample, SaveState
@@ -162,7 +162,7 @@ class World:
         begins = "checkpoint" if from_checkpoint else None
         self.leader = TrainLeader(*given, rendezvous=Path("/rendezvous"), begins=begins)
         for rank in (*core, 3):
-            self.leader.weights.on_carrier(agents.CarrierStarted(Peer(rank, ("127.0.0.1",), 7000 + rank)))
+            self.leader.weights.on_here(agents.WeightsHere(rank, carrier=Peer(rank, ("127.0.0.1",), 7000 + rank)))
 
     def folder(self, step: int, number: int) -> str:
         return f"step-{step:06d}.{number}.partial"
@@ -223,7 +223,7 @@ class World:
             await until(lambda number=number: len(self.of(Committed)) == number)
 
     async def joined(self, count: int) -> None:
-        await until(lambda: len(self.of(MemberJoined)) == count)
+        await until(lambda: sum(len(report.joined) for report in self.of(TrainReport)) == count)
 
     async def finish(self) -> None:
         await until(lambda: self.done)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from libra_hpc.protocol.agents import CarrierStarted
+from libra_hpc.protocol.agents import WeightsHere
 from libra_hpc.protocol.carriers import ImageHere, Peer, Publish, Stalled
 from libra_hpc.train_leader.publisher import WeightPublisher
 from libra_hpc.train_leader.requested_offers import Published
@@ -59,7 +59,7 @@ class Nodes:
         self._stack.callback(node.close)
         link = self.links[rank] = FaultyLink(node.port, bytes_per_s=self._rate)
         self._stack.callback(link.close)
-        self._publisher.on_carrier(CarrierStarted(Peer(rank, ("127.0.0.1",), link.port)))
+        self._publisher.on_here(WeightsHere(rank, carrier=Peer(rank, ("127.0.0.1",), link.port)))
 
     def kill(self, rank: int) -> None:
         self.carriers[rank].kill()
