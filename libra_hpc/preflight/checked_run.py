@@ -37,6 +37,7 @@ from .checks import check_files, check_run
 from .field_names import naming
 from .gpu_memory import MemoryNeed
 from .host_memory_needs import check_hosts, has_hosts, host_needs, node_rooms
+from .job_checks import idle_seats
 from .row_overlap import check_overlap
 from .task_trial import try_task
 
@@ -89,6 +90,7 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
         known = partitions(environment, "--all")
         config = with_resources(config, known)
         warnings += check_fit(config, known)
+    warnings += idle_seats(config)
     hosts = [] if shape is None else host_needs(config, shape, known)
     warnings += check_hosts(hosts)
     memory = [*gpus.needs, *(need for host in hosts for need in host.needs)]

@@ -35,6 +35,7 @@ from .job_checks import (
     cache_fits,
     cache_type_runs,
     delta_nets_run,
+    environment_nodes,
     local_folder,
     own_variables,
     sane_sizes,
@@ -301,6 +302,7 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
 
 CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     sane_sizes,
+    environment_nodes,
     local_folder,
     component_counts,
     core_rolls_out,

@@ -19,6 +19,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import Shapes, hf_shapes
 from libra_hpc.preflight import checks
+from libra_hpc.preflight.job_checks import idle_seats
 
 MODEL = {
     "model_type": "qwen3",
@@ -91,6 +92,11 @@ PRODUCT = "rollout.tp * rollout.engines_per_node needs 8 GPUs and components.rol
         ({"rollout.engines_per_node": []}, "rollout.engines_per_node = []: a list has one entry for each"),
         (on_gpus(1, 2, 4, tp=[1, 2, 8]) | NODES, f"rollout.tp = 8: {PRODUCT}"),
         (on_gpus(8, 8, 4, tp=2, engines_per_node=4), f"rollout.engines_per_node = 4: {PRODUCT}"),
+        ({"components.env.nodes": 2, "components.env.gpus": 1}, "components.env.gpus = 1: environment nodes have no"),
+        (
+            {"components.env.nodes": 2, "components.one_node": True},
+            "components.env.nodes = 2: components.one_node = true has all agents on one node, and its environments",
+        ),
         (
             SHARED | {"planner.time_sharing": "off"},
             "components.train.roll_out = True: nodes serve both stages by time-",
@@ -115,6 +121,15 @@ def test_problems_name_field_value_and_limit(values: dict[str, Any], sentence: s
     assert found
     assert any(sentence in message for message in found), found
     assert all(message.endswith(".") for message in found)
+
+
+def test_more_seats_than_trajectories_are_a_warning() -> None:
+    few = {"algorithm.prompts_per_step": 4, "algorithm.group_size": 4, "algorithm.eta": 1, "components.env.seats": 16}
+    asked = lambda nodes: idle_seats(with_values(RunConfig(), few | {"components.env.nodes": nodes}))  # noqa: E731
+    assert asked(0) == asked(1) == asked(2) == []
+    assert asked(4) == [
+        "components.env.nodes = 4: 4 nodes of 16 seats for at most 32 open trajectories of training; 2 would do"
+    ]
 
 
 def test_nodes_of_different_degree_that_fit_are_no_problem() -> None:
