@@ -172,6 +172,12 @@ VERBS = {
         "explain rollout.tp",
         "configuration",
     ),
+    "env": Verb(
+        "Make the Python environment of verifiers, whose tasksets are tasks.",
+        "env_verbs.app",
+        "install verifiers envs/vf",
+        "agents",
+    ),
     "task": Verb(
         "Try a task: one episode, with the turns of a script or of a policy.", "task_try.app", "try run.toml", "tasks"
     ),

@@ -160,10 +160,16 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     )
 
 
-def _own_files(task: TaskTable) -> dict[str, str]:
-    """Data and reward of a task, with absolute paths."""
+def _own_files(task: TaskTable) -> dict[str, Any]:
+    """Files that a task is made of, with absolute paths."""
     functions = {key: absolute(f"task.{key}", getattr(task, key)) for key in ("reward", "agent")}
-    return {"data": placed("task.data", task.data), **functions}
+    verifiers = {
+        key: placed(f"task.verifiers.{key}", value)
+        if isinstance(value, str) and (key == "python" or value.endswith(".py"))
+        else value
+        for key, value in task.verifiers.items()
+    }
+    return {"data": placed("task.data", task.data), **functions, "verifiers": verifiers}
 
 
 def _program(field: str, given: str) -> str:

@@ -15,6 +15,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 # Here, as annotations below end an older one with a traceback: RHEL 8 has 3.6.
@@ -95,23 +96,20 @@ def make_venv(folder: Path) -> Path:
     return python
 
 
-def pip(python: Path, *arguments: str) -> None:
-    """Run ``pip install``; raises `InstallError` with the reason."""
-    command = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-input",
-        "--disable-pip-version-check",
-        "--no-warn-script-location",
-        *arguments,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 0:
+def pip(python: Path, *arguments: str, progress: Callable[[str], None] | None = None) -> None:
+    """Run ``pip install``; ``progress`` gets the lines that it prints. Raises `InstallError` with the reason."""
+    options = ["--no-input", "--disable-pip-version-check", "--no-warn-script-location", "--progress-bar=off"]
+    command = [str(python), "-m", "pip", "install", *([] if progress else ["--quiet"]), *options, *arguments]
+    output = ""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True
+    ) as process:
+        for line in process.stdout or ():
+            output += line
+            if progress:
+                progress(line)
+    if process.returncode == 0:
         return
-    output = done.stderr + done.stdout
     # pip reports an unreachable index as "no matching distribution", below the connection errors.
     if any(sign in output for sign in _NETWORK_SIGNS):
         raise InstallError(

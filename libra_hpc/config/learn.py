@@ -22,6 +22,8 @@ MIXTURE = "mixture"
 """The task that several tasks are together."""
 AGENT = "agent"
 """The task whose agent is a program."""
+VERIFIERS = "verifiers"
+"""The task whose agent, rows and reward are a taskset of verifiers."""
 GYM = "reasoning_gym"
 """Before the colon in the name of a data set of `reasoning-gym`."""
 Clip = Annotated[
@@ -57,6 +59,9 @@ class TaskTable(Section, frozen=True):
     ``{prompt}``, ``{COLUMN}`` are values of its row."""
     agent: str = ""
     """The agent is this coroutine, ``path/to/file.py:function``: ``async def run(row, endpoint, box)``."""
+    verifiers: dict[str, Any] = {}
+    """Instead of data, reward and agent, a taskset of verifiers: ``taskset`` (installed, or its file), ``python`` (of
+    ``libra-hpc env install verifiers``), and verifiers' own tables ``env`` and ``select``."""
     options: dict[str, Any] = {}
     """Arguments of the task's constructor, by name."""
 
@@ -64,7 +69,7 @@ class TaskTable(Section, frozen=True):
     def own_arguments(self) -> dict[str, Any]:
         """Arguments of the task's constructor."""
         given = {key: getattr(self, key) for key in ("data", "prompt", "reward", "command", "agent")}
-        return {**{name: value for name, value in given.items() if value}, **self.options}
+        return {**{name: value for name, value in given.items() if value}, **self.verifiers, **self.options}
 
 
 class NamedTask(TaskTable, frozen=True):
@@ -157,7 +162,9 @@ class TaskSection(TaskTable, frozen=True):
     def code_files(self) -> list[Path]:
         """Python files of the classes and reward functions of every task."""
         names = (name for kind, table in self.tables.values() for name in (kind, table.reward, table.agent))
-        return [file for name in names if (file := file_of(name)) is not None]
+        own = [str(table.verifiers.get("taskset", "")) for _, table in self.tables.values()]
+        files = [Path(name) for name in own if name.endswith(".py")]
+        return files + [file for name in names if (file := file_of(name)) is not None]
 
 
 class ChatSection(Section, frozen=True):

@@ -21,7 +21,7 @@ import msgspec
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.files import read_object
 
-from .learn import AGENT, MIXTURE
+from .learn import AGENT, MIXTURE, VERIFIERS
 from .run import GIVEN, RunConfig
 from .schema import REMOVED, find, first_mistake
 
@@ -200,7 +200,8 @@ def _with_kind(table: Any, key: str) -> Any:
     """A task's table with the name of its class, where its other keys imply one."""
     if not isinstance(table, dict):
         return table
-    implied = AGENT if table.get("command") or table.get("agent") else "data" if table.get("data") else ""
+    by_key = {"command": AGENT, "agent": AGENT, "verifiers": VERIFIERS, "data": "data"}
+    implied = next((kind for name, kind in by_key.items() if table.get(name)), "")
     return {key: implied, **table} if implied else table
 
 

@@ -29,7 +29,7 @@ from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.protocol.env import Signal
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task, TaskMaker, Tools, Turn, Why
 from libra_hpc.tasks.data_task import NO_LIMIT
-from libra_hpc.tasks.rows import Row, open_rows, row_at
+from libra_hpc.tasks.rows import Row, Rows, open_rows, row_at
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from libra_hpc.tasks.tool_outcome import signal_of
 from libra_hpc.user_file import load_function
@@ -58,6 +58,10 @@ class Address(NamedTuple):
 class AgentTask(TaskMaker):
     """``task.command`` or ``task.agent``, with the other keys of its table."""
 
+    leave_s = LEAVE_S
+    agent: Callable[..., Any] | None
+    judge: Callable[..., Any]
+
     def __init__(
         self,
         tokenizer: TaskTokenizer,
@@ -79,19 +83,19 @@ class AgentTask(TaskMaker):
 
     def make(self, settings: Mapping[str, Any]) -> Task:
         env = msgspec.convert(settings.get("env", {}), EnvSection)
-        return AgentEnvironment(self, chosen(env), env)
+        return AgentEnvironment(self, open_rows(self.data), chosen(env), env)
 
 
 class AgentEnvironment(Task):
     """An `AgentTask` as the host serves it; raises `UserError` for a template that cannot be followed exactly."""
 
-    def __init__(self, made: AgentTask, provider: Provider, env: EnvSection) -> None:
+    def __init__(self, made: AgentTask, rows: Rows | list[Row], provider: Provider, env: EnvSection) -> None:
         super().__init__(made.tokenizer, seed=made.seed)
-        self.made, self.rows, self._name = made, open_rows(made.data), Path(made.data).stem
+        self.made, self.rows, self._name = made, rows, Path(made.data).stem
         self._provider, self._env, self.wall_s = provider, env, env.limits.wall_s
         self.forwarded = provider.network and env.network == "none"
         """Whether a box reaches the endpoint by its socket alone."""
-        self.step_limit_s = self.wall_s + LEAVE_S
+        self.step_limit_s = self.wall_s + made.leave_s
         self.choice = choose_dialect(made.tokenizer, with_tools=True)
         self.chats = (self.choice.found,)
         self.endpoint = AgentEndpoint()
@@ -99,7 +103,7 @@ class AgentEnvironment(Task):
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         epoch, number = row_at(index, len(self.rows), self.seed)
-        return AgentEpisode(self, self.rows[number], f"{self._name}-{epoch}.{number}")
+        return AgentEpisode(self, {**self.rows[number]}, f"{self._name}-{epoch}.{number}")
 
     def check(self) -> None:
         row = self.rows[0]
@@ -171,7 +175,7 @@ class AgentEpisode(Episode):
         """The agent learns that its context is full, and may end."""
         self._answer(_full(self._context))
         try:
-            async with asyncio.timeout(LEAVE_S):
+            async with asyncio.timeout(self._task.made.leave_s):
                 await self._next(0)
         except TimeoutError:
             self._end_agent()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.config.learn import AGENT, GYM, MIXTURE, NamedTask, TaskSection, TaskTable
+from libra_hpc.config.learn import AGENT, GYM, MIXTURE, VERIFIERS, NamedTask, TaskSection, TaskTable
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid, nearest
 from libra_hpc.facts.columns import COLUMNS
@@ -169,6 +169,10 @@ def _check_data(section: str, name: str, task: TaskTable) -> None:
     for field, given, form in (("data", task.data, DATA_FORM), ("reward", task.reward, FUNCTION_FORM)):
         if name in ("data", AGENT) and not given:
             raise invalid(f"{section or 'task'}.{field}", given, "not given", form)
+    python = str(task.verifiers.get("python", ""))
+    if name == VERIFIERS and not os.access(python, os.X_OK):
+        why, valid = "no such program" if python else "not given", "that of libra-hpc env install verifiers FOLDER"
+        raise invalid(f"{section or 'task'}.verifiers.python", python, why, valid)
     if task.data and not Path(task.data).exists():
         raise invalid(f"{section}.data", task.data, "no such file or folder", DATA_FORM)
     for field, function in (("reward", task.reward), ("agent", task.agent)):

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from libra_hpc.config.learn import AGENT, GYM, MIXTURE
+from libra_hpc.config.learn import AGENT, GYM, MIXTURE, VERIFIERS
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.user_file import FORM, load_class
 
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from .base import Task, TaskMaker
     from .tokenizer import TaskTokenizer
 
-TASKS = {"data": ("libra_hpc.tasks.data_task", "DataTask"), AGENT: ("libra_hpc.endpoint.agent_task", "AgentTask")}
+TASKS = {
+    "data": ("libra_hpc.tasks.data_task", "DataTask"),
+    AGENT: ("libra_hpc.endpoint.agent_task", "AgentTask"),
+    VERIFIERS: ("libra_hpc.endpoint.verifiers_task", "VerifiersTask"),
+}
 _CLASSES = {**TASKS, MIXTURE: ("libra_hpc.tasks.mixture", "Mixture")}
 """Names of a run file that need no file."""
 GYM_TASK = ("libra_hpc.chat.gym_task", "GymTask")

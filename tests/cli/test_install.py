@@ -19,7 +19,7 @@ def names(*sets: str) -> list[str]:
     return [re.split(r"[=<>]", pin)[0] for pin in install.requirements(sets)]
 
 
-@pytest.mark.parametrize("sets", [("login", "cpu", "dev"), ("login", "cuda", "dev")])
+@pytest.mark.parametrize("sets", [("login", "cpu", "dev"), ("login", "cuda", "dev"), ("verifiers",)])
 def test_sets_pin_everything_once(sets: tuple[str, ...]) -> None:
     assert all(re.fullmatch(r"[a-z0-9-]+==[^=]+", pin) for pin in install.requirements(sets))
     assert len(set(names(*sets))) == len(names(*sets))

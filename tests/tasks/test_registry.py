@@ -30,7 +30,7 @@ def test_names_become_classes() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dat", r"'dat': unknown task; valid: data, agent, reasoning_gym:NAME, path/to/file.py:ClassName \(did you"),
+        ("dat", r"'dat': unknown task; valid: data, agent, verifiers, reasoning_gym:NAME, .*:ClassName \(did you"),
         ("", r"task.name = '': neither a task nor rows \(task.data\) are given; valid: data, "),
         ("keychain", r"'keychain': no longer a task of the library; valid: 'examples/keychain.py:KeyChain'"),
         ("missing.py:Task", r"no file 'missing.py'"),
