@@ -173,9 +173,9 @@ VERBS = {
         "configuration",
     ),
     "env": Verb(
-        "Make the Python environment of verifiers, whose tasksets are tasks.",
+        "Environments: the Python of verifiers, whose tasksets are tasks, and boxes of a node.",
         "env_verbs.app",
-        "install verifiers envs/vf",
+        "probe run.toml --partition cpu",
         "agents",
     ),
     "task": Verb(

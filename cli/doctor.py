@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from libra_hpc.agent.node_probe import probe
+from libra_hpc.boxes.box_probe import tried
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import places
 from libra_hpc.errors import SlurmUnreachable
@@ -40,6 +41,11 @@ def doctor(
     except SlurmUnreachable as error:
         environment, why = None, str(error).rstrip(".")
     found = examine(config, environment, why)
+    box = tried(config.env)
+    fix = "libra-hpc env probe --partition NAME tries a node"
+    found.append(
+        Finding("box", "warning", box.why, fix) if box.why else Finding("box", "good", f"{box.sandbox}: {box.cost}")
+    )
     if submit and environment is not None and not any(finding.state == "bad" for finding in found):
         found += on_nodes(config, environment, nodes)
     bad = any(finding.state == "bad" for finding in found)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from libra_hpc.boxes.box_probe import TriedBox, tried
 from libra_hpc.config.node_groups import het_groups
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import SlurmUnreachable
@@ -90,14 +91,22 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
         known = partitions(environment, "--all")
         config = with_resources(config, known)
         warnings += check_fit(config, known)
-    warnings += idle_seats(config)
+    boxes = _boxes(config)
+    warnings += [*idle_seats(config), *(f"{box.why.rstrip('.')}, and on the nodes it may" for box in boxes if box.why)]
     hosts = [] if shape is None else host_needs(config, shape, known)
     warnings += check_hosts(hosts)
     memory = [*gpus.needs, *(need for host in hosts for need in host.needs)]
     request = job_request(config)
     if config.slurm.template and config.slurm.executor != "local":
         het_script(Launch(request, RunDir(config.run.dir), 1))
-    return CheckedRun(request, plan, environment, memory, warnings, [*trial.facts, *filter(None, [config.unstreamed])])
+    facts = [*trial.facts, *(f"boxes here: {box.sandbox}, {box.cost}" for box in boxes if not box.why)]
+    return CheckedRun(request, plan, environment, memory, warnings, [*facts, *filter(None, [config.unstreamed])])
+
+
+def _boxes(config: RunConfig) -> list[TriedBox]:
+    """The box of this machine, if an agent of the run is a program."""
+    programs = [table for _, table in config.task.tables.values() if table.command or table.agent]
+    return [tried(config.env)] if programs and config.run.engine == "real" else []
 
 
 def known_rooms(config: RunConfig) -> Mapping[str, HostRoom]:

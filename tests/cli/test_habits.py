@@ -94,7 +94,7 @@ GROUPS = {
     "calibrate": "engine train",
     "config": "show explain",
     "cluster": "up env down status",
-    "env": "install",
+    "env": "install probe",
     "lend": "serve list revoke",
     "task": "try",
     "trace": "inspect convert generate",

@@ -87,3 +87,16 @@ def test_variables_in_the_folder_of_runs_are_those_of_the_shell(
     findings = json.loads(cli("doctor", "--json").out)["findings"]
     (found,) = [finding["found"] for finding in findings if finding["subject"] == "run.dir"]
     assert str(tmp_path) in found
+
+
+def test_boxes_are_tried_on_a_node_of_each_partition(
+    cluster: ClusterInfo, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "site.toml"
+    path.write_text(f'[run]\ndir = "{tmp_path / "runs"}"\n')
+    monkeypatch.setenv("LIBRA_HPC_SITE", str(path))
+    done = cli("env", "probe", "--partition", "cpu", "--partition", "nope", "--json")
+    rows = [(row["where"], row["sandbox"], row["works"]) for row in json.loads(done.out)]
+    assert rows == [("cpu", "bwrap", True), ("cpu", "apptainer", False), ("cpu", "none", True), ("nope", "-", False)]
+    assert "nope" in json.loads(done.out)[-1]["why"]
+    assert not list((tmp_path / "runs").iterdir()), "nothing is left of the job"
