@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -11,14 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
 from rich.table import Table
 
-from libra_hpc.config.learn import INITIAL, TaskTable
-from libra_hpc.config.load import load_run_file, validate, with_values
+from libra_hpc.config.load import load_run_file, validate, with_absolute_paths, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
-from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.preflight import checked_run
 from libra_hpc.preflight.checked_run import CheckedRun
@@ -26,15 +21,12 @@ from libra_hpc.preflight.gpu_memory import MemoryNeed
 from libra_hpc.preflight.named_files import check_planner_files
 from libra_hpc.preflight.train_worlds import describe_worlds
 from libra_hpc.slurm.submit import expected_start as job_start
-from libra_hpc.user_file import absolute, placed
 
 from .config_show import OverrideOption, RunFileArgument
 from .output import busy, narrow_table, print_json, print_line, print_note, show
 from .runs import JsonOption
 from .split import show_split, simulating
 
-MODELS = ("path", "model")
-"""Keys of models."""
 COLUMNS = 80
 """Width of the table: a terminal of usual width shows it whole."""
 
@@ -120,65 +112,3 @@ def site_config(changes: Mapping[str, object] | None = None) -> RunConfig:
     """The site profile over the defaults, for jobs that have no run file; ``changes`` by dotted key."""
     config = validate(site_profile())
     return with_absolute_paths(with_values(config, changes) if changes else config)
-
-
-def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """``config`` for a job that starts in another folder."""
-    python, command, image = config.compute.python, config.notify.command, config.compute.image
-    if config.compute.container == "none":
-        python = _program("compute.python", python)
-        command = [*(_program("notify.command", name) for name in command[:1]), *command[1:]]
-    # Pyxis takes a file by its first character, and the name of a registry otherwise.
-    if "://" not in image and (config.compute.container == "apptainer" or image.startswith(("/", ".", "~", "$"))):
-        image = placed("compute.image", image)
-    if not config.run.dir:
-        raise invalid("run.dir", config.run.dir, "not given", "a writable folder on a file system all nodes share")
-    reference = config.algorithm.reference
-    parts = {
-        name: [replace(one, task=absolute(f"task.{name}", one.task), **_own_files(one)) for one in tasks]
-        for name, tasks in (("train", config.task.train), ("eval", config.task.eval))
-    }
-    return config.changed(
-        run=_placed(config, "run", "dir"),
-        slurm=_placed(config, "slurm", "template"),
-        compute={"python": python, "image": image},
-        notify={"command": command},
-        model=_placed(config, "model", "path"),
-        env={"mounts": [placed("env.mounts", path) for path in config.env.mounts]},
-        task={"name": absolute("task.name", config.task.name), **parts, **_own_files(config.task)},
-        algorithm={
-            "advantage": absolute("algorithm.advantage", config.algorithm.advantage),
-            "loss": absolute("algorithm.loss", config.algorithm.loss),
-            "reference": reference if reference == INITIAL else placed("algorithm.reference", reference),
-        },
-        rollout={
-            "policy": absolute("rollout.policy", config.rollout.policy),
-            **_placed(config, "rollout", "warm_start"),
-        },
-        planner=_placed(config, "planner", "trace", "train_speed", "devices", "model"),
-        simulated=_placed(config, "simulated", "trace", "calibration", "devices", "model"),
-    )
-
-
-def _own_files(task: TaskTable) -> dict[str, Any]:
-    """Files that a task is made of, with absolute paths."""
-    functions = {key: absolute(f"task.{key}", getattr(task, key)) for key in ("reward", "agent")}
-    verifiers = {
-        key: placed(f"task.verifiers.{key}", value)
-        if isinstance(value, str) and (key == "python" or value.endswith(".py"))
-        else value
-        for key, value in task.verifiers.items()
-    }
-    return {"data": placed("task.data", task.data), **functions, "verifiers": verifiers}
-
-
-def _program(field: str, given: str) -> str:
-    """The path of a program, where it is found."""
-    return placed(field, given) if os.sep in given else shutil.which(given) or given
-
-
-def _placed(config: RunConfig, section: str, *keys: str) -> dict[str, str]:
-    """Absolute paths of a section's files; a model that is no folder may be a short name (`model_shape`)."""
-    given = {key: getattr(getattr(config, section), key) for key in keys}
-    found = {key: placed(f"{section}.{key}", path) for key, path in given.items()}
-    return {key: path for key, path in found.items() if key not in MODELS or os.path.exists(path)}

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from libra_hpc.config.load import load_run_file
+from libra_hpc.config.load import load_run_file, with_absolute_paths
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import UserError, invalid
@@ -33,7 +33,6 @@ from libra_hpc.preflight.checked_run import known_rooms
 from libra_hpc.simulator.borrowing import Borrow, parse_borrow
 
 from . import plan_tables
-from .check import with_absolute_paths
 from .config_show import OverrideOption, RunFileArgument
 from .output import busy, picture_file, print_json, print_line, show
 from .plan_write import Options, Target, check_target, write_row

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import typer
 
-from libra_hpc.config.load import apply_override, load_resolved, validate, with_values
+from libra_hpc.config.load import apply_override, load_resolved, validate, with_absolute_paths, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, error_text, invalid
 from libra_hpc.facts import user_files
@@ -31,7 +31,7 @@ from libra_hpc.slurm.queue.job_record import read_job
 from libra_hpc.slurm.submit import MaybeQueued
 
 from . import jobs
-from .check import check_all, load, warn, with_absolute_paths
+from .check import check_all, load, warn
 from .config_show import OverrideOption
 from .follow import follow, wait_silently
 from .output import print_json, print_line, print_note, show

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from libra_hpc.config.load import apply_override, merged, validate
+from libra_hpc.config.load import apply_override, merged, validate, with_absolute_paths
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import OperationError, error_text, invalid
 from libra_hpc.host.one_episode import Writer, play_one
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
-from .check import load, with_absolute_paths
+from .check import load
 from .config_show import OverrideOption
 from .output import print_json, print_line
 from .runs import JsonOption

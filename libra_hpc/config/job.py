@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from .section import FilePath, Seconds, Section, Steps, Valid
+from .section import FilePath, Names, Seconds, Section, Steps, Valid
 
 NAME, NAME_LENGTH = r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z", 64
 """Names of runs and sweeps, which are parts of file names."""
@@ -103,12 +103,12 @@ class ComputeSection(Section, frozen=True):
     """``[compute]``: how a process starts on a compute node. It is the same for every run of a site, so it belongs
     in the site profile."""
 
-    python: str = ""
+    python: Annotated[str, Names("program")] = ""
     """Interpreter on the compute nodes, for instance ``/shared/libra/bin/python``. Empty: the one that submits; in a
     container ``python3``."""
     container: Literal["none", "apptainer", "pyxis"] = "none"
     """What starts the interpreter inside ``image``: ``apptainer exec``, or Slurm's Pyxis plugin."""
-    image: str = ""
+    image: Annotated[str, Names("image")] = ""
     """Container image: a file for Apptainer, a file or ``registry#name`` for Pyxis, which unpacks it once for each run
     and node. ``envs`` has recipes (docs/site.md)."""
     binds: Annotated[list[Folder], Valid("a list of folders, each FOLDER or FOLDER:PLACE")] = []
@@ -212,7 +212,9 @@ class ComponentsSection(Section, frozen=True):
 class NotifySection(Section, frozen=True):
     """``[notify]``: a command that reports what became of a run."""
 
-    command: Annotated[list[Annotated[str, Meta(pattern=r"^[^\x00]+\Z")]], Valid("a list of strings")] = []
+    command: Annotated[
+        list[Annotated[str, Meta(pattern=r"^[^\x00]+\Z")]], Valid("a list of strings"), Names("command")
+    ] = []
     """Program and arguments, run without a shell on the node of rank 0. It gets one argument more, the alert in one
     line, and the event as JSON on stdin. After 10 s it is killed. Empty: no reports."""
     on: list[Literal["completed", "failed", "guard", "stalled"]] = field(
@@ -293,7 +295,7 @@ class EnvSection(Section, frozen=True):
     """A command of your own that runs what follows it in a box. ``{root}`` is the folder that it shall see,
     ``{mounts}`` is ``,FILE:PLACE:ro`` for each further one:
     ``["apptainer", "exec", "--containall", "--bind", "{root}:/work{mounts}", "--pwd", "/work", "image.sif"]``."""
-    mounts: list[str] = []
+    mounts: Annotated[list[str], Names("file")] = []
     """Further folders that a box can read, where they are: an agent's own environment of Python, repositories."""
     network: Literal["none", "host"] = "none"
     """Network of a box. The endpoint is always reached."""

@@ -9,7 +9,20 @@ from msgspec import Meta
 
 from libra_hpc.user_file import file_of
 
-from .section import Bytes, FilePath, Mebibytes, Seconds, Section, Steps, Tokens, Valid
+from .section import (
+    PATH,
+    Bytes,
+    CodePath,
+    FilePath,
+    Mebibytes,
+    ModelName,
+    Names,
+    Seconds,
+    Section,
+    Steps,
+    Tokens,
+    Valid,
+)
 
 Recompute = Literal["none", "selective", "full"]
 ADVANTAGES, LOSSES = ("group_std", "group_mean", "rloo", "none"), ("ppo", "gspo", "cispo")
@@ -37,7 +50,7 @@ Ratios = Annotated[list[Annotated[float, Meta(ge=0)]], Meta(max_length=2), Valid
 class ModelSection(Section, frozen=True):
     """``[model]``: the policy."""
 
-    path: FilePath = ""
+    path: Annotated[ModelName, Valid(PATH)] = ""
     """Hugging Face folder (config.json, safetensors, tokenizer), on the shared file system."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number format of weights and activations in training and rollout."""
@@ -51,15 +64,15 @@ class TaskTable(Section, frozen=True):
     needs the extra ``libra-hpc[parquet]``."""
     prompt: str = ""
     """Column of the prompt, text or a list of messages; empty: ``prompt``."""
-    reward: str = ""
+    reward: CodePath = ""
     """Reward function, ``path/to/file.py:function``: ``def score(row, text)`` returns a number, or a dict of parts.
     With an agent: ``async def score(row, box)``."""
     command: list[str] = []
     """The agent is this program: it finds the policy at ``OPENAI_BASE_URL`` or ``ANTHROPIC_BASE_URL``, and
     ``{prompt}``, ``{COLUMN}`` are values of its row."""
-    agent: str = ""
+    agent: CodePath = ""
     """The agent is this coroutine, ``path/to/file.py:function``: ``async def run(row, endpoint, box)``."""
-    verifiers: dict[str, Any] = {}
+    verifiers: Annotated[dict[str, Any], Names("taskset")] = {}
     """Instead of data, reward and agent, a taskset of verifiers: ``taskset`` (installed, or its file), ``python`` (of
     ``libra-hpc env install verifiers``), and verifiers' own tables ``env`` and ``select``."""
     options: dict[str, Any] = {}
@@ -77,7 +90,7 @@ class NamedTask(TaskTable, frozen=True):
 
     name: Annotated[str, Valid("letters, digits, '_', '.' and '-'"), Meta(pattern=r"^[A-Za-z0-9_.-]*\Z")] = ""
     """What it is called, also in columns such as ``name/reward``."""
-    task: str = "data"
+    task: CodePath = "data"
     """``data``, ``reasoning_gym:NAME``, or ``path/to/file.py:ClassName``."""
 
 
@@ -107,7 +120,7 @@ class EvalPart(NamedTask, frozen=True):
 class TaskSection(TaskTable, frozen=True):
     """``[task]``: the environment."""
 
-    name: str = ""
+    name: CodePath = ""
     """``reasoning_gym:NAME``, or ``path/to/file.py:ClassName``; with ``data`` alone it is ``data``."""
     train: list[TrainPart] = []
     """Several tasks instead of one, each a table ``[[task.train]]``."""
@@ -190,12 +203,12 @@ class AlgorithmSection(Section, frozen=True):
     batch_order: Literal["data", "finish"] = "data"
     """``data``: prompts are trained in the data's order; every batch is an unbiased draw. ``finish``: first finished,
     first trained, within eta; less waiting for slow groups, but every other batch leans towards short ones."""
-    advantage: str = "group_std"
+    advantage: CodePath = "group_std"
     """Advantages within a group: ``group_std`` (GRPO: reward less the mean, over the standard deviation),
     ``group_mean`` (Dr. GRPO: not divided), ``rloo`` (less the mean of the others), ``none`` (0: a teacher alone), or
     ``path/to/file.py:function``, which gets the rewards and returns as many numbers. A second argument gets lists of
     the rewards of turns; then each result may be a list, too."""
-    loss: str = "ppo"
+    loss: CodePath = "ppo"
     """Loss of a token: ``ppo`` (its own ratio is clipped; GRPO, DAPO), ``gspo`` (the ratio of its sequence), ``cispo``
     (the ratio is a bounded weight), or ``path/to/file.py:function`` like those of ``libra_hpc/trainer/losses.py``."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
@@ -228,7 +241,7 @@ class AlgorithmSection(Section, frozen=True):
     """Estimate of KL terms: ``k1`` log(pi / q), ``k2`` half its square, ``k3`` q / pi - 1 - log(q / pi)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where they count: a term of the ``loss``, or taken from each token's advantage (``reward``)."""
-    reference: str = INITIAL
+    reference: Annotated[str, Names("reference")] = INITIAL
     """Reference policy, frozen: ``initial`` (the weights of ``model.path``, also in a resumed run), or the folder of a
     model of the same shape. That may be a teacher (docs/algorithms.md)."""
     reference_kl_coef: Annotated[float, Meta(ge=0)] = 0.0

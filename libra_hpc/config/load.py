@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 import re
+import shutil
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,8 +22,9 @@ import msgspec
 
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.files import read_object
+from libra_hpc.user_file import absolute, placed
 
-from .learn import AGENT, MIXTURE, VERIFIERS
+from .learn import AGENT, INITIAL, MIXTURE, VERIFIERS
 from .run import GIVEN, RunConfig
 from .schema import REMOVED, find, first_mistake
 
@@ -32,16 +35,11 @@ LARGEST = 2**63 - 1
 """Largest integer of TOML, and of the messages between the processes of a run."""
 LONGEST_S = 10**9
 """Seconds, 30 years: timers of the operating system end at ten times that."""
+PROGRAMS = ("compute.python", "notify.command.0")
+_TASKSET = re.compile(r"\.verifiers\.(python .|\w+ .*\.py\Z)")
+"""Key and value of a file in a table of verifiers."""
 NAME_BYTES, PATH_BYTES = 255, 4000
 """Longest name of a file, and longest path, on all common file systems."""
-PATHS = (
-    *("run.dir", "model.path", "task.name", "rollout.policy", "rollout.warm_start", "compute.python", "compute.image"),
-    *("algorithm.advantage", "algorithm.loss", "algorithm.reference", "task.data", "task.reward", "task.agent"),
-    *(f"planner.{key}" for key in ("trace", "train_speed", "devices", "model")),
-    *(f"simulated.{key}" for key in ("trace", "calibration", "devices", "model")),
-    "slurm.template",
-)
-"""Keys that may name a file."""
 
 
 def load_run_file(path: Path | str, overrides: Sequence[str] = (), below: Mapping[str, Any] | None = None) -> RunConfig:
@@ -129,12 +127,62 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """``config`` with the values of some dotted keys replaced; raises `UserError` when the result is not valid."""
     data = config.as_data()
     for key, value in values.items():
-        *tables, name = key.split(".")
-        table = data
-        for part in tables:
-            table = table[part]
-        table[name] = value
-    return validate(data)
+        _put(data, key, value)
+    return msgspec.structs.replace(validate(data), given=config.given | set(values))
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """``config`` for a job that starts in another folder."""
+    if not config.run.dir:
+        raise invalid("run.dir", config.run.dir, "not given", "a writable folder on a file system all nodes share")
+    data = msgspec.to_builtins(config)
+    for field, kind, text in _named(data):
+        _put(data, field, _absolute(field, kind, text, config.compute.container))
+    return msgspec.convert(data, RunConfig)
+
+
+def named_paths(config: RunConfig) -> dict[str, str]:
+    """Values that may name a file which the run reads, by key."""
+    return {field: text for field, kind, text in _named(config.as_data()) if kind not in ("command", "taskset")}
+
+
+def _named(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Key, `Names.kind` and value of everything that may name a file."""
+    texts = ((field, text) for field, text in _scalars(data, "") if text and isinstance(text, str))
+    return [(field, kind, text) for field, text in texts if (kind := _kind_of_file(field))]
+
+
+def _kind_of_file(field: str) -> str:
+    key = find(field.split("."))
+    return key.file if key else ""
+
+
+def _absolute(field: str, kind: str, text: str, container: str) -> str:
+    if kind == "code":
+        return absolute(field, text)
+    if kind in ("program", "command"):
+        return _program(field, text) if container == "none" and field in PROGRAMS else text
+    if kind == "taskset" and not _TASKSET.search(f"{field} {text}"):
+        return text
+    # Pyxis takes a file by its first character, and the name of a registry otherwise.
+    named = "://" in text or (container != "apptainer" and text[0] not in "/.~$")
+    if (named and kind == "image") or (text == INITIAL and kind == "reference"):
+        return text
+    path = placed(field, text)
+    return text if kind == "model" and not os.path.exists(path) else path
+
+
+def _program(field: str, text: str) -> str:
+    """The path of a program, where it is found."""
+    return placed(field, text) if os.sep in text else shutil.which(text) or text
+
+
+def _put(data: Any, key: str, value: Any) -> None:
+    """Set a value of nested tables and lists by its dotted key."""
+    *tables, name = key.split(".")
+    for part in tables:
+        data = data[int(part) if isinstance(data, list) else part]
+    data[int(name) if isinstance(data, list) else name] = value
 
 
 def _override_value(text: str, *, as_text: bool) -> Any:
@@ -176,7 +224,7 @@ def _check_scalars(data: Mapping[str, Any]) -> None:
             raise invalid(field, value, "out of range", f"at most {LONGEST_S:,} seconds")
         if isinstance(value, (datetime.date, datetime.time)):
             raise invalid(field, str(value), "a date or time must be in quotes")
-        if field in PATHS and isinstance(value, str) and _too_long(value):
+        if isinstance(value, str) and _too_long(value) and _kind_of_file(field):
             valid = f"at most {PATH_BYTES} bytes, and {NAME_BYTES} for each of its names"
             raise invalid(field, value, "too long for a path", valid)
         if isinstance(value, int) and abs(value) > LARGEST:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from .section import FilePath, Mebibytes, Seconds, Section, Tokens, Valid
+from .section import CodePath, FilePath, Mebibytes, ModelName, Seconds, Section, Tokens, Valid
 
 Count = Annotated[int, Meta(ge=1, le=1024)]
 PerNode = Annotated[
@@ -27,7 +27,7 @@ class RolloutSection(Section, frozen=True):
     """Tensor parallelism of a node's engines. A list mixes engines of different speed: ``tp = [1, 1, 4]``."""
     engines_per_node: PerNode = 1
     """Engines of a node; a list as for ``tp``."""
-    policy: str = "cmlfq"
+    policy: CodePath = "cmlfq"
     """Scheduling policy that chooses the engine of every turn: cmlfq, least_loaded, sticky, or
     ``path/to/file.py:ClassName``; `libra-hpc simulate` compares them."""
     temperature: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
@@ -87,7 +87,7 @@ class PlannerSection(Section, frozen=True):
     ``devices`` and ``model`` of ``[simulated]`` take precedence."""
     devices: FilePath = ""
     """TOML file with further devices, in the form of `libra_hpc/models/devices.toml`."""
-    model: str = ""
+    model: ModelName = ""
     """Known model whose shape to plan with; empty: ``model.path``."""
     trace: FilePath = ""
     """Run directory or trajectories whose lengths to plan for; empty: an assumed log-normal distribution."""

@@ -17,7 +17,7 @@ import msgspec
 from libra_hpc.errors import UserError, invalid, nearest
 
 from .run import GIVEN, RunConfig
-from .section import Section, Unit, Valid
+from .section import Names, Section, Unit, Valid
 
 _TYPE_NAMES: dict[Any, str] = {
     int: "an integer",
@@ -51,6 +51,8 @@ class Key(NamedTuple):
     unit: str
     words: str
     """Valid values, where those of the type are not clear."""
+    file: str
+    """`Names.kind` where the value may name a file."""
 
     @property
     def section(self) -> type[Section] | None:
@@ -75,7 +77,7 @@ def _key(annotation: Any) -> Key:
                 limits |= {name: limit for name in names if (limit := getattr(rule, name)) is not None}
             else:
                 notes[type(rule)] = rule[0]
-    return Key(annotation, kind, limits, notes.get(Unit, ""), notes.get(Valid, ""))
+    return Key(annotation, kind, limits, notes.get(Unit, ""), notes.get(Valid, ""), notes.get(Names, ""))
 
 
 def find(names: Sequence[str]) -> Key | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -23,9 +23,21 @@ class Valid(NamedTuple):
     words: str
 
 
+class Names(NamedTuple):
+    """The value of a key, or items of its list, may name a file, which `with_absolute_paths` makes absolute."""
+
+    kind: Literal["file", "model", "reference", "code", "program", "command", "image", "taskset"]
+    """``model``, ``reference``, ``image``: a file or another name. ``command``: a program and its arguments.
+    ``taskset``: a table with an interpreter and files of Python."""
+
+
 PATH = "a path"
-FilePath = Annotated[str, Valid(PATH)]
-"""A file or folder. `placed` expands it for the verbs, as it does those beside a name in one text."""
+FilePath = Annotated[str, Valid(PATH), Names("file")]
+"""A file or folder."""
+CodePath = Annotated[str, Names("code")]
+"""``path/to/file.py:Name``, or a name of the library."""
+ModelName = Annotated[str, Names("model")]
+"""A Hugging Face folder, or the short name of a known model."""
 Seconds = Annotated[float, Unit("seconds")]
 Tokens = Annotated[int, Unit("tokens")]
 Bytes = Annotated[int, Unit("bytes")]

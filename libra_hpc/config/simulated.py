@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from .section import FilePath, Seconds, Section
+from .section import FilePath, ModelName, Seconds, Section
 
 
 class SimulatedSection(Section, frozen=True):
@@ -21,7 +21,7 @@ class SimulatedSection(Section, frozen=True):
     ``gpu_type``."""
     devices: FilePath = ""
     """TOML file with further devices; empty: ``planner.devices``."""
-    model: str = ""
+    model: ModelName = ""
     """Known model such as ``qwen3-14b``, or a Hugging Face folder, of which only ``config.json`` is read; empty:
     ``planner.model``, else ``model.path``."""
     calibration: FilePath = ""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from libra_hpc.config.learn import ADVANTAGES, INITIAL, LOSSES
+from libra_hpc.config.load import named_paths
 from libra_hpc.config.node_groups import stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
@@ -25,7 +26,6 @@ from libra_hpc.policies.scheduling.registry import check_policy
 from libra_hpc.rollout.recovery.history import check_warm_start
 from libra_hpc.simulated.dry_run import check_simulated, modelled
 from libra_hpc.slurm.queue.query import slurm_seconds
-from libra_hpc.slurm.script.container import named_paths
 from libra_hpc.user_file import file_of
 
 from .field_names import naming, reading

@@ -80,7 +80,7 @@ def test_json_and_parsable_print_nothing_else(auto: Path, queue: Queue, cli: Cli
 
 
 def test_dry_run_prints_the_script_of_the_chosen_split_and_writes_nothing(auto: Path, queue: Queue, cli: Cli) -> None:
-    outcome = cli("submit", "run.toml", "--dry-run")
+    outcome = cli("submit", "run.toml", "--dry-run", "--until-done", "--", "--exclusive")
     assert outcome.code == 0
     assert outcome.out.startswith("#!")
     assert "split = auto" in outcome.err

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -39,18 +38,6 @@ def test_submit_writes_the_run_directory_and_prints_id_and_folder(site: Path, qu
     # The job starts in another folder than the user.
     assert config["model"]["path"] == str(site / "model")
     assert config["run"]["dir"] == str(site / "runs")
-
-
-def test_the_files_of_warm_start_and_policy_are_absolute_in_a_queued_run(site: Path, queue: Queue, cli: Cli) -> None:
-    line = {"prompt_id": "a", "sample": 0, "prompt_tokens": 3, "turns": [{"new_tokens": 0, "gen_tokens": 5}]}
-    (site / "old.jsonl").write_text(json.dumps(line) + "\n")
-    shutil.copy(Path(__file__).parents[2] / "bench" / "policies" / "tp_sticky.py", site)
-    named = ("-o", "rollout.warm_start=old.jsonl", "-o", "rollout.policy=tp_sticky.py:TpSticky")
-    assert cli("submit", "run.toml", *named).code == 0
-    run = RunDir(site / "runs" / "quick-001")
-    rollout = run.read_json(run.config)["rollout"]
-    assert rollout["warm_start"] == str(site / "old.jsonl")
-    assert rollout["policy"] == f"{site}/tp_sticky.py:TpSticky"
 
 
 def test_parsable_and_json_print_nothing_else(site: Path, queue: Queue, cli: Cli) -> None:

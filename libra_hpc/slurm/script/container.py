@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from libra_hpc.config.load import PATHS
+from libra_hpc.config.load import named_paths
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.run_file_text import values
 from libra_hpc.errors import invalid
 from libra_hpc.user_file import file_of
 
@@ -95,17 +94,6 @@ def folders(config: RunConfig, run: Path) -> Iterator[tuple[str, Path]]:
             continue
         for folder in _seen_from(path) if path.is_dir() else {path.parent, path.resolve().parent}:
             yield key, folder
-
-
-def named_paths(config: RunConfig) -> dict[str, str]:
-    """Values of the run file that may name a file, by key."""
-    flat = values(config)
-    named = {key: str(flat.get(key) or "") for key in PATHS}
-    for key, (kind, table) in config.task.tables.items():
-        place = key.rpartition(".")[0]
-        own = {f"{place}.{name}": getattr(table, name) for name in ("data", "reward", "agent")}
-        named |= {key: kind, **own}
-    return named | {f"env.mounts.{place}": path for place, path in enumerate(config.env.mounts)}
 
 
 def _seen_from(folder: Path) -> set[Path]:
