@@ -12,6 +12,7 @@ import pytest
 
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.rollout.records import transcripts
+from tests.endpoint.verifiers_environment import GREETINGS, verifiers_python
 from tests.example_files import EXAMPLES, KEYCHAIN_TASK
 
 from .runs import ENGINE_MARKS, Case
@@ -63,6 +64,36 @@ name = "held"
 task = "{EXAMPLES}/my_gym_task.py:Sums"
 prompts = 4
 """
+SCRIPT = """
+curl -s $OPENAI_BASE_URL/chat/completions -H "Authorization: Bearer $OPENAI_API_KEY" \
+  -d "{\\"messages\\": [{\\"role\\": \\"user\\", \\"content\\": \\"$1\\"}], \\"max_tokens\\": 16}" >answer.txt
+"""
+ANTHROPIC = """
+from anthropic import AsyncAnthropic
+async def run(row, endpoint, box):
+    async with AsyncAnthropic(base_url=endpoint.url.removesuffix("/v1"), api_key=endpoint.key) as client:
+        messages = [{"role": "user", "content": row["problem"]}]
+        for _ in range(2):
+            made = await client.messages.create(model="policy", max_tokens=16, messages=messages)
+            content = [one.model_dump(exclude_none=True) for one in made.content]
+            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "go on"}]
+"""
+AGENTS = f"""
+[[task.train]]
+name = "anthropic"
+agent = "claude.py:run"
+data = "{EXAMPLES}/my_data.jsonl"
+reward = "{EXAMPLES}/my_agent.py:solved"
+[[task.train]]
+name = "script"
+command = ["sh", "-c", {json.dumps(SCRIPT)}, "sh", "{{problem}}"]
+data = "{EXAMPLES}/my_data.jsonl"
+reward = "{EXAMPLES}/my_agent.py:solved"
+[[task.train]]
+name = "verifiers"
+verifiers = {{ taskset = "{GREETINGS}", python = "PYTHON" }}
+"""
+"""Beside `TASKS`, what takes long for what it adds."""
 WARM_START = """
 from pathlib import Path
 from bench.chat_model import Lesson, make_chat_model, shopper, summer
@@ -81,19 +112,26 @@ def chat_policy(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_a_mixture_of_workloads_samples_is_what_it_trains(chat_policy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more", [False, pytest.param(True, marks=[pytest.mark.nightly, pytest.mark.timeout(1500)])], ids=["some", "all"]
+)
+def test_what_a_mixture_of_workloads_samples_is_what_it_trains(chat_policy: Path, tmp_path: Path, more: bool) -> None:
     case = Case(tmp_path, chat_policy, "local", steps=STEPS, hybrid=0)
     toy = f'[task]\nname = "{KEYCHAIN_TASK}"\n[task.options]\np_more = 0.5\nnotes = 0\n'
     text = case.run_file.read_text().replace(toy, "")
+    names = ["shop", "sums", "rows", "legs", "agent", "program"]
+    if more:
+        (tmp_path / "claude.py").write_text(ANTHROPIC)
+        text += AGENTS.replace("PYTHON", str(verifiers_python()))
+        names += ["anthropic", "script", "verifiers"]
     case.run_file.write_text(text + TASKS)
-    run = case.submit("-o", "algorithm.prompts_per_step=6")
+    run = case.submit("-o", f"algorithm.prompts_per_step={len(names)}")
     assert case.ended() == "completed", case.logs()
 
     lines = list(read_lines(run.metrics))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     for line, path in zip(lines, transcripts.steps(run.transcripts).values(), strict=True):
         records = list(transcripts.read(path))
-        names = ("shop", "sums", "rows", "legs", "agent", "program")
         assert Counter(one.task for one in records) == dict.fromkeys(names, 4)
         said = [len(ids) for one in records for who, ids in one.segments() if who == "policy"]
         assert sum(said) == line["gen_tokens"] == line["loss_tokens"], "tokens trained are the tokens sampled"
@@ -101,7 +139,10 @@ def test_what_a_mixture_of_workloads_samples_is_what_it_trains(chat_policy: Path
         assert line["staleness_max"] or line["logprob_gap"] < 1e-3, "in the context in which they were sampled"
         assert {"shop/reward", "sums/tool_calls", "rows/brief", "legs/turns"} <= line.keys()
         assert (line["program/turns"], line["program/samples"]) == (2, 1)
-        assert line["agent/agent_failed"] == line["program/agent_failed"] == 0
+        agents = {key: value for key, value in line.items() if key.endswith("/agent_failed") and value}
+        assert agents == {}, "but those of Eve"
+        for name, turns in {"anthropic": 2, "script": 1, "verifiers": 2}.items() if more else ():
+            assert (line[f"{name}/turns"], line[f"{name}/samples"]) == (turns, 1)
     assert sum(line["shop/tool_calls"] for line in lines) > 0
     texts = case.cli("show", str(run.path), "--step", "1", "--task", "shop").stdout
     assert "What does this cost" in texts

@@ -23,6 +23,7 @@ from tests.chat.chat_folder import write_chat_folder
 from tests.preflight.test_task_trial import tried
 
 from .played import Played, play
+from .verifiers_environment import GREETINGS, verifiers_python
 
 TASKS = ["is good", "crashes", "is long", "is slow", "is not scored", "dies", "hangs"]
 STUB = Path(__file__).with_name("stub_verifiers")
@@ -54,7 +55,7 @@ class Made:
 
     def __call__(self, taskset: str = "toys", **keys: Any) -> AgentEnvironment:
         task = VerifiersTask(self._tokenizer, taskset=taskset, python=str(self._python), **keys)
-        made = task.make({"env": {"limits": {"wall_s": 5.0}}})
+        made = task.make({"env": {"limits": {"wall_s": 120.0}}})
         assert isinstance(made, AgentEnvironment)
         self.tasks.append(task)
         return made
@@ -148,3 +149,21 @@ def test_mistakes_are_sentences(made: Made, tmp_path: Path, tokenizer: TaskToken
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     with pytest.raises(UserError, match=r"its environment has no verifiers; valid: that of libra-hpc env install"):
         Made(tokenizer, tmp_path / "bare/bin/python")()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+async def test_the_real_verifiers_plays_its_own_harness_and_that_of_a_taskset(tokenizer: TaskTokenizer) -> None:
+    made = Made(tokenizer, verifiers_python())
+    own, chat = made(str(GREETINGS)), made(str(GREETINGS), env={"agent": {"harness": {"id": "null"}}})
+    found = await asyncio.gather(*(play(own, lambda context: "Hello.", index) for index in range(4)))
+    assert [one.end.reward for one in found] == [0.5] * 4, "also that of a program that failed"
+    assert [one.end.info["agent_failed"] for one in found].count(1.0) == 1
+    for one in found:
+        known = {name: one.end.info[name] for name in ("turns", "samples", "answered", "replies")}
+        assert known == {"turns": 2, "samples": 1, "answered": 1.0, "replies": 2.0}
+    alone = await play(chat, lambda context: "Hello.")
+    assert (alone.end.reward, alone.end.info["turns"]) == (0.5, 1)
+    for task in made.tasks:
+        task.process._child.stdin.close()
+        assert task.process._child.wait() == 0
