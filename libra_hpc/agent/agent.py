@@ -60,6 +60,7 @@ from libra_hpc.process.dump import STRAY, dump_on_request, stray_words
 from libra_hpc.process.lease import CHECK_S, Fence
 from libra_hpc.process.leave import leave
 from libra_hpc.process.log_limit import raise_file_limit
+from libra_hpc.process.owner_link import OwnerLink
 from libra_hpc.process.retry import cannot
 from libra_hpc.process.storage_watch import StorageWatch
 from libra_hpc.process.visible_devices import VARIABLE, own_devices
@@ -103,6 +104,7 @@ class Agent(NodeAgent):
         run: RunDir,
         attempt: int,
         from_step: int | None = None,
+        owner: OwnerLink | None = None,
     ) -> None:
         """``from_step``: where the attempt is to start; None: at the newest whole state."""
         super().__init__(Mesh(world, self._on_message), layout.components[world.rank], Routes())
@@ -120,7 +122,8 @@ class Agent(NodeAgent):
         self.train_node: TrainNode | None = None
         self.carrier: NodeCarrier | None = None
         self.env_node: EnvNode | None = None
-        self._watch = CoordinatorWatch(run.gone(attempt))
+        self._owner = owner or OwnerLink()
+        self._watch = CoordinatorWatch(lambda rank: rank in self._owner.lost)
         self._given = start_of()
         self._fence = Fence(run.leases, self._given.nonce, self._given.generation)
         self._training: asyncio.Task[Any] | None = None
@@ -146,6 +149,7 @@ class Agent(NodeAgent):
 
         True where the run completed or restarts (rank 0), or this node was not at fault (others).
         """
+        self._owner.serve()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -198,7 +202,7 @@ class Agent(NodeAgent):
     # --- life
 
     def _enter(self, point: ResumePoint) -> None:
-        self._watch.seen(point.pid)
+        self._watch.seen()
         context = AgentContext(
             rank=self.rank,
             layout=self.layout,
@@ -211,6 +215,7 @@ class Agent(NodeAgent):
             shared_memory=self.shared_memory,
             kept=self.kept,
             fence=self._fence,
+            ended=self._owner.lost,
             secret=self._secret,
             addresses=self._endpoints[self.rank].addresses,
         )
@@ -540,7 +545,9 @@ def main() -> None:
     faulthandler.enable()
     dump_on_request()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    run, problem = RunDir(arguments.run), raise_file_limit() or other_code(os.environ)
+    owner = OwnerLink()
+    problem = next(filter(None, (raise_file_limit(), other_code(os.environ), owner.problem)), "")
+    run = RunDir(arguments.run)
     try:
         config = load_resolved(run.config)
         layout = RankLayout.of(config)
@@ -564,8 +571,8 @@ def main() -> None:
         gpus = getattr(config.components, layout.components[world.rank]).gpus
         os.environ[VARIABLE] = own_devices(os.environ, first_gpu(config, world.rank), gpus)
     if world.rank == 0:
-        run.met(arguments.attempt).touch()
-    agent = Agent(world, config, layout, run, attempt=arguments.attempt, from_step=arguments.from_step)
+        owner.met()
+    agent = Agent(world, config, layout, run, attempt=arguments.attempt, from_step=arguments.from_step, owner=owner)
     try:
         good = asyncio.run(agent.run())
     except OperationError as error:

@@ -95,7 +95,7 @@ class GuestAgent(NodeAgent):
         self._carrier = NodeCarrier(self._context, lambda: self._engines.on_image())
         self._engines = RolloutNode(self._context, self._carrier)
         self.engines += [self._carrier, self._engines]
-        self._watch = CoordinatorWatch(run.gone(attempt))
+        self._watch = CoordinatorWatch(lambda rank: rank in self.mesh.unreachable())
         self._stay: Stay | None = None
         self._starts = 0
         """See `Row.starts`; the first start is its own."""
@@ -123,7 +123,6 @@ class GuestAgent(NodeAgent):
         context, row = self._context, layout.rows.get(self._context.rank)
         if not context.resume_point.pid and layout.start is not None:
             context.resume_point = layout.start
-            self._watch.seen(layout.start.pid)
             for part in (self._carrier, self._engines):
                 self._spawn(part.watch())
                 self._spawn(part.start())

@@ -98,7 +98,7 @@ class NodeAgent(ABC):
             engines={name: state for part in self.engines for name, state in part.states.items()},
             pids={name: pid for part in self.engines for name, pid in part.pids.items()},
             version=self.version,
-            host=socket.gethostname(),
+            host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             pid=os.getpid(),
             **fields,
         )

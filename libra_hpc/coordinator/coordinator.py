@@ -37,7 +37,7 @@ from .ending import RunEnding
 from .guard_watch import ENDS, GuardWatch
 from .ladder import Ladder, Movement, waits_for
 from .live_planning import LivePlanning, StepSharing
-from .liveness import Gone, LostNode, NodeContact, discount, read_gone
+from .liveness import LostNode, NodeContact, discount
 from .nodes import NodePool
 from .observations import Observations
 from .records import Records
@@ -53,8 +53,8 @@ STATUS_S = 1.0
 """Between two status snapshots."""
 LAYOUT_S = 2.0
 """The Layout is repeated this often; agents see by it that the coordinator lives."""
-GONE_S = 1.0
-"""Between two readings of what the launcher saw."""
+REQUESTS_S = 1.0
+"""Between two readings of the lease and of a request to stop."""
 ORPHAN_S = 60.0
 """How long a save may take once the run has no owner; Slurm ends the job of a dead one sooner."""
 SAVE_S = 600.0
@@ -96,7 +96,6 @@ class Coordinator:
         self._stepped_at = now
         self._late = ""
         """What a late step waits for, as a sentence."""
-        self._gone: dict[int, Gone] = {}
         self._job_id = ""
         self._asked_to_stop = False
         self._trained = False
@@ -252,7 +251,7 @@ class Coordinator:
     # --- the loop
 
     async def run(self) -> None:
-        self._poll(self._poll_gone())
+        self._poll(self._poll_requests())
         self._poll(self._poll_orders())
         if (decision := self._guards.decided) is not None:
             self._ending.end(ENDS[decision.action], decision.reason)
@@ -296,7 +295,7 @@ class Coordinator:
         waited_s = now - self._started_at
         if self._nodes.pool is None and waited_s > GONE_JOIN_S:
             missing = [rank for rank, node in self._nodes.contacts.items() if not node.host]
-            if waited_s > JOIN_S or any(rank in self._gone for rank in missing):
+            if waited_s > JOIN_S or any(rank in self._context.ended for rank in missing):
                 self._ending.fatal(f"no sign of life from rank(s) {missing} after {waited_s:.0f} s", "lost")
         if self._nodes.pool is not None:
             self._check_lost(now)
@@ -313,7 +312,7 @@ class Coordinator:
         self._settle()
 
     def _check_lost(self, now: float) -> None:
-        for lost in self._nodes.find_lost(self._gone, now):
+        for lost in self._nodes.find_lost(self._context.ended, now):
             replaced = lost.down and self._given.spare > 0 and self._ending.saving_for is None
             if replaced or lost.rank in self._context.layout.vital:
                 self._recover(lost.rank, lost.reason)
@@ -379,14 +378,13 @@ class Coordinator:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._defect(error)
 
-    async def _poll_gone(self) -> None:
-        """Read what the owner saw and whether somebody wants the run to stop, in threads: a file system may hang."""
+    async def _poll_requests(self) -> None:
+        """Read who owns the run and whether somebody wants the run to stop, in threads: a file system may hang."""
         while not self._finished.is_set():
             if taken := await asyncio.to_thread(self._context.fence.check):
                 log.error("leaving: %s", taken)
                 self._ending.end("taken", taken)
                 self._settle()
-            self._gone = await asyncio.to_thread(read_gone, self._run_dir.gone(self._context.attempt))
             if not self._asked_to_stop and await asyncio.to_thread(os.path.exists, self._run_dir.stop):
                 self._on_stop_request()
             if not self._job_id:
@@ -394,7 +392,7 @@ class Coordinator:
                 self._job_id = str(
                     (await asyncio.to_thread(self._run_dir.read_json, self._run_dir.job)).get("job_id", "")
                 )
-            await asyncio.sleep(GONE_S)
+            await asyncio.sleep(REQUESTS_S)
 
     async def _poll_orders(self) -> None:
         """Read an operator's order for another layout, in a thread."""

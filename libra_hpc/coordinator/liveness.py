@@ -1,6 +1,6 @@
-"""Which nodes are lost: pure, from what rank 0 has got and from what the launcher saw.
+"""Which nodes are lost: pure, from what rank 0 has got and from what the run's owner saw.
 
-- The launcher saw the agent's process end -> lost at once.
+- The owner saw the agent's process end -> lost at once.
 - A connection between two live nodes broke -> the one that leads nothing is lost, never rank 0.
 - No message for `HEARTBEAT_LOST_S`, from a leader `LEADER_LOST_S` -> lost.
 - Rank 0 itself was stopped -> the stall is discounted: messages that arrived meanwhile are read first.
@@ -9,9 +9,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from libra_hpc.process.progress import stall_of
@@ -26,7 +24,7 @@ LEADER_LOST_S = 45.0
 BROKEN_S = 5.0
 """After a node took its state, until a broken connection to it counts.
 
-By then the launcher has noted the end of its process, the better reason, and others report the old connection no more.
+By then the owner has reported the end of its process, the better reason, and others report the old connection no more.
 Double: turns wait longer.
 """
 
@@ -54,26 +52,16 @@ class LostNode(NamedTuple):
     """Slurm has taken the node from the job."""
 
 
-class Gone(NamedTuple):
-    """What the launcher saw of an agent that ended."""
-
-    pid: int
-    """0: the disk was full, and took the note without its content."""
-    why: str = ""
-    """Reason why Slurm set the node down; empty: Slurm did not."""
-
-
 def lost_nodes(
-    nodes: Mapping[int, NodeContact], own: int, leaders: Collection[int], gone: Mapping[int, Gone], now: float
+    nodes: Mapping[int, NodeContact], own: int, leaders: Collection[int], gone: Mapping[int, str], now: float
 ) -> list[LostNode]:
-    """Nodes lost at epoch time ``now``; ``gone``: what the launcher saw, by rank."""
+    """Nodes lost at epoch time ``now``; ``gone`` as in `OwnerLink.lost`."""
     found = []
     for rank, node in nodes.items():
         if rank == own or not node.pid:
             continue
         silent_s = now - node.seen
-        if rank in gone and gone[rank].pid in (0, node.pid):
-            why = gone[rank].why
+        if (why := gone.get(rank)) is not None:
             found.append(LostNode(rank, why or "its agent's process ended", silent_s, down=bool(why)))
         elif silent_s >= (LEADER_LOST_S if rank in leaders else HEARTBEAT_LOST_S):
             found.append(LostNode(rank, f"no heartbeat for {silent_s:.0f} s", silent_s))
@@ -105,16 +93,3 @@ def discount(nodes: Mapping[int, NodeContact], slept_s: float, planned_s: float,
     for node in nodes.values() if stall else ():
         node.seen = min(now, node.seen + stall)
     return stall
-
-
-def read_gone(prefix: Path) -> dict[int, Gone]:
-    """Agents that ended, by rank, from the files the launcher left; none where they cannot be read."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for path in prefix.parent.glob(f"{prefix.name}*"):
-            with contextlib.suppress(OSError):
-                number = path.name.removeprefix(prefix.name)
-                pid, _, why = path.read_text(errors="replace").strip().partition("\n")
-                if number.isdecimal() and (pid or "0").isdecimal():
-                    found[int(number)] = Gone(int(pid or "0"), why)
-    return found

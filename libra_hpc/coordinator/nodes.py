@@ -21,7 +21,7 @@ from libra_hpc.protocol.engine_state import EngineKind
 from libra_hpc.protocol.layout import Layout, StopTraining
 
 from .guests import Guests
-from .liveness import Gone, LostNode, NodeContact, lost_nodes
+from .liveness import LostNode, NodeContact, lost_nodes
 
 SETTLED = (states.NodeState.TRAIN, states.NodeState.ROLLOUT, states.NodeState.ENV)
 
@@ -210,7 +210,7 @@ class NodePool:
         ranks = {*self.contacts, *self.guests.contacts}
         self._context.publish(self.layout, ranks - (lost - self._returning))
 
-    def find_lost(self, gone: Mapping[int, Gone], now: float) -> list[LostNode]:
+    def find_lost(self, gone: Mapping[int, str], now: float) -> list[LostNode]:
         """Find the nodes that are lost now and announce them; ``gone`` as in `lost_nodes`.
 
         One that fell silent before is found again while it is down: Slurm may notice minutes later, and a spare node

@@ -167,14 +167,6 @@ class RunDir:
         """Copies of the user's Python files of an attempt, by the key that names them."""
         return self.path / "files" / f"attempt-{attempt}"
 
-    def met(self, attempt: int) -> Path:
-        """Exists once the agents of an attempt have met in one world."""
-        return self.logs(attempt) / "met"
-
-    def met_before(self, attempt: int) -> Path:
-        """Exists once they have met in a start before the present one."""
-        return self.logs(attempt) / "met-before"
-
     def from_step(self, attempt: int) -> Path:
         """Exists once an attempt has begun at the step that its user chose."""
         return self.logs(attempt) / "from-step"
@@ -186,10 +178,6 @@ class RunDir:
     def requeued(self, attempt: int) -> Path:
         """A line for each time that an attempt's job was queued again, with the step that was saved."""
         return self.logs(attempt) / "requeued.jsonl"
-
-    def gone(self, attempt: int) -> Path:
-        """Path of the files ``gone-<rank>``, less the rank: that agent ended; the content is its process id."""
-        return self.logs(attempt) / "gone-"
 
     def checkpoint(self, step: int) -> Path:
         """Folder of one checkpoint."""

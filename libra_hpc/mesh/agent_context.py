@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ class AgentContext:
     """Gate of a guest's engines."""
     publisher: Publisher | None = None
     """Rank 0's; without one Layouts go by stream."""
+    ended: Mapping[int, str] = field(default_factory=dict)
+    """See `OwnerLink.lost`."""
     fence: Fence = field(default_factory=lambda: Fence(Path()))
     """Whether the run is still that of this start's owner."""
 

@@ -19,6 +19,7 @@ from libra_hpc.errors import UserError, error_text, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import OWNER_ONLY, read_own, write_atomic
 from libra_hpc.process.code_stamp import code_stamp
+from libra_hpc.process.node_topology import listen, own_addresses
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.joining import (
     AT_THE_DOOR,
@@ -33,7 +34,7 @@ from libra_hpc.protocol.joining import (
 )
 
 from .links import call_door
-from .world import Endpoint, World, listen, own_addresses
+from .world import Endpoint, World
 
 LOOPBACK = (("127.0.0.1",), ("::1",))
 BACKLOG = 64

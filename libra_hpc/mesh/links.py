@@ -24,6 +24,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
+from libra_hpc.process.owner_link import keep_alive
 from libra_hpc.protocol.callers import MOST_UNPROVEN, PROVE_S, Unproven
 from libra_hpc.protocol.joining import AT_THE_DOOR, is_guest
 
@@ -42,8 +43,6 @@ REFUSALS = 3
 """A rank that was stopped while it connected is turned away once; a fourth attempt would find what the third did."""
 PAUSE_S = 0.2
 """Between two rounds over the addresses, and after a caller that was not accepted."""
-KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 30, socket.TCP_KEEPCNT: 10}
-"""Seconds, seconds, times: a firewall sees traffic, and a machine that is gone is noticed after six minutes."""
 JOIN_BYTES = 1 << 16
 """Small messages that wait are sent with one call of the kernel, up to this size."""
 TURN_BYTES = 4 << 20
@@ -337,9 +336,7 @@ async def _open(world: World, peer: int, endpoint: Endpoint, address: str) -> tu
     try:
         stream.setblocking(False)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEP_ALIVE.items():
-            stream.setsockopt(socket.IPPROTO_TCP, option, value)
+        keep_alive(stream)
         async with asyncio.timeout(PROVE_S):
             await asyncio.get_running_loop().sock_connect(stream, (address, endpoint.port))
             return stream, await _prove_as_client(world, peer, stream)

@@ -12,7 +12,6 @@ MPI is in a process beside each agent (`libra_hpc.mesh.mpi_process`), because no
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import secrets
 import socket
@@ -25,7 +24,7 @@ import msgspec
 import psutil
 
 from libra_hpc.errors import OperationError
-from libra_hpc.process.node_topology import loopback
+from libra_hpc.process.node_topology import listen, loopback, own_addresses
 from libra_hpc.process.retry import Patience
 from libra_hpc.protocol.codec import LENGTH
 from libra_hpc.protocol.joining import guest_secret
@@ -44,8 +43,6 @@ REACH_AGAIN_S = 60.0
 Half: the ranks start more often meanwhile; double: longer than `MEET_S`.
 """
 SECRET_BYTES = 32
-VIRTUAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel")
-"""Interfaces by prefix that never lead to another node."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -140,41 +137,9 @@ def meet(
     return World(rank, tuple(endpoints), secret, listener, link=link)
 
 
-def own_addresses(interface: str = "") -> list[str]:
-    """Addresses of this machine, or of one ``interface``, that others may reach; the one its name resolves to first."""
-    found = []
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    for name, entries in psutil.net_if_addrs().items():
-        if name != interface if interface else name not in up or name.startswith(VIRTUAL):
-            continue
-        for entry in entries:
-            if (
-                entry.family in (socket.AF_INET, socket.AF_INET6)
-                and not ipaddress.ip_address(entry.address.partition("%")[0]).is_link_local
-            ):
-                found.append(entry.address)
-    named: set[str] = set()
-    with contextlib.suppress(OSError):
-        named = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
-    return sorted(found, key=lambda address: (address not in named, ":" in address))
-
-
 def _machine() -> str:
     """A name unlike that of any other machine or container with a network of its own."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-
-
-def listen(address: str, size: int) -> socket.socket:
-    """A socket for callers at an address, or at all of them."""
-    if address:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=2 * size)
-    elif socket.has_dualstack_ipv6():
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2 * size)
-    else:
-        listener = socket.create_server(("", 0), backlog=2 * size)
-    listener.setblocking(False)
-    return listener
 
 
 def _reach(first: Endpoint, own: Endpoint, longest_s: float = 0.0) -> str:

@@ -21,7 +21,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import sub
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,7 @@ from . import slurm_step
 from .claim import HeldLease, LeaseRefused, acquire
 from .decision import CANNOT_NOW_S, PLANNER_LOST, Limits, OwnerDecision, RanksEnded, SoFar, decide, gives_up
 from .owner_records import OwnerRecords, log_line, met_before, refuse, saved_step
+from .rank_links import RankLinks
 from .ranks import LocalRanks
 from .slurm_step import SlurmStep
 from .spot_jobs import SpotJobs
@@ -65,8 +66,11 @@ class Ranks(Protocol):
     """All ranks of a start."""
 
     size: int
-    gone: set[int]
-    """Ranks that have ended."""
+    links: RankLinks
+
+    @property
+    def gone(self) -> Collection[int]: ...  # those that have ended
+
     down: dict[str, str]
     """Nodes that Slurm has set down, with the sentence that names the reason."""
 
@@ -313,7 +317,7 @@ class RunOwner:
             for name in self._signals[passed_on:]:
                 ranks.signal(name)
                 passed_on += 1
-            met = met or self._records.has(self._run.met(self._attempt))
+            met = ranks.links.met
             recorded = self._records.has(self._run.ended(self._attempt))
             if patience.ends(ranks, met, recorded, now) or self._lease.taken:
                 ranks.kill()
@@ -325,7 +329,7 @@ class RunOwner:
                 self._status_at = now
                 lost = f"{PLANNER_LOST}; the others save and end" if met else self._message
                 self._records.status("" if recorded else "restarting", lost)
-        return met or self._records.has(self._run.met(self._attempt)), patience.first
+        return ranks.links.met, patience.first
 
     def _gives_up(self, ranks: Ranks) -> bool:
         """Whether Slurm takes the job apart; then the ranks are killed, as this process soon is."""

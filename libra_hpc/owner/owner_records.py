@@ -48,9 +48,9 @@ def saved_step(run: RunDir) -> int:
 
 
 def met_before(run: RunDir) -> bool:
-    """Whether the ranks of a run have met, in any attempt; a checkpoint proves it, too."""
+    """Whether the ranks of a run have met, in any attempt: an event or a checkpoint proves it."""
     with contextlib.suppress(OSError):
-        return any(run.path.glob("logs/attempt-*/met*")) or newest_step(run) > 0
+        return any(event.get("kind") == "agent_joined" for event in read_lines(run.events)) or newest_step(run) > 0
     return False
 
 
@@ -76,11 +76,7 @@ class OwnerRecords:
 
     def clear(self) -> None:
         """Remove what an earlier start left for the owner; raises `OSError`."""
-        run, attempt = self._run, self._attempt
-        with contextlib.suppress(FileNotFoundError):
-            run.met(attempt).replace(run.met_before(attempt))
-        for path in (run.ended(attempt), *run.logs(attempt).glob("gone-*"), *run.logs(attempt).glob("at-*")):
-            path.unlink(missing_ok=True)
+        self._run.ended(self._attempt).unlink(missing_ok=True)
 
     def has(self, path: Path) -> bool:
         with contextlib.suppress(OSError):

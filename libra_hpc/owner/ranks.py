@@ -6,7 +6,7 @@ PMI-1 start-up protocol over a socket pair per rank and opens no port.
 
 - A signal to this process alone, or to its group -> the ranks get it.
 - This process is killed -> the kernel sends its ranks SIGTERM.
-- A rank ends -> a file `RunDir.gone`, if asked for.
+- A rank ends -> the others get that over their connections (`RankLinks`).
 """
 
 from __future__ import annotations
@@ -15,26 +15,32 @@ import argparse
 import contextlib
 import ctypes
 import os
-import selectors
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from libra_hpc.process.agent_folders import remove_orphans
+from libra_hpc.process.owner_link import LINK
 from libra_hpc.protocol.start_up import KeyValueSpace
+
+from .rank_links import RankLinks
 
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.5
 """Most seconds between two checks for ended ranks."""
 
 
-def start_rank(rank: int, size: int, logs: Path, argv: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def start_rank(
+    rank: int, size: int, logs: Path, argv: Sequence[str], links: RankLinks
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start one rank, its output appended to ``agent-<rank>.log``; returns it and our end of its PMI connection."""
     ours, theirs = socket.socketpair()
-    env = {**os.environ, "PMI_FD": str(theirs.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": str(size)}
+    link, key = links.born(rank)
+    env = {**os.environ, "PMI_FD": str(theirs.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": str(size), LINK: key}
     libc = ctypes.CDLL(None, use_errno=True)
 
     def bind_to_launcher() -> None:
@@ -42,14 +48,14 @@ def start_rank(rank: int, size: int, logs: Path, argv: Sequence[str]) -> tuple[s
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
-    with theirs, (logs / f"agent-{rank}.log").open("ab") as log:
+    with theirs, link, (logs / f"agent-{rank}.log").open("ab") as log:
         process = subprocess.Popen(
             argv,
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(theirs.fileno(), link.fileno()),
             preexec_fn=bind_to_launcher,
         )
     return process, ours
@@ -58,20 +64,18 @@ def start_rank(rank: int, size: int, logs: Path, argv: Sequence[str]) -> tuple[s
 class LocalRanks:
     """All ranks of a start, as children of this process."""
 
-    def __init__(self, size: int, logs: Path, argv: Sequence[str], note: bool = True) -> None:
-        """``note``: write ``gone-<rank>`` files."""
+    def __init__(self, size: int, logs: Path, argv: Sequence[str]) -> None:
         self._space = KeyValueSpace(size, f"local-{os.getpid()}-{time.time_ns()}", f"(vector,(0,1,{size}))")
-        self._logs, self._note = logs, note
-        self._selector = selectors.DefaultSelector()
+        self.links = RankLinks()
         self.size, self.gone, self.down = size, set[int](), dict[str, str]()
         self._processes, self._connections = list[subprocess.Popen[bytes]](), list[socket.socket]()
         self._unread = [b""] * size
         try:
             for rank in range(size):
-                process, connection = start_rank(rank, size, logs, argv)
+                process, connection = start_rank(rank, size, logs, argv, self.links)
                 self._processes.append(process)
                 self._connections.append(connection)
-                self._selector.register(connection, selectors.EVENT_READ, rank)
+                self.links.serve(connection, partial(self._answer, rank))
         except BaseException:
             # A part of the ranks would wait for the others.
             self.kill()
@@ -83,14 +87,11 @@ class LocalRanks:
         for rank, process in enumerate(self._processes):
             if rank not in self.gone and process.poll() is not None:
                 self.gone.add(rank)
-                if self._note:
-                    with contextlib.suppress(OSError):
-                        (self._logs / f"gone-{rank}").write_text(str(process.pid))
+                self.links.announce(rank)
         # Until the processes have ended, not the connections: a rank's child may hold its connection open.
         if len(self.gone) == self.size:
             return False
-        for key, _ in self._selector.select(POLL_S):
-            self._answer(key.data)
+        self.links.wait(POLL_S)
         return True
 
     def _answer(self, rank: int) -> None:
@@ -99,7 +100,7 @@ class LocalRanks:
         except ConnectionResetError:
             data = b""
         if not data:
-            self._selector.unregister(self._connections[rank])
+            self.links.leave(self._connections[rank])
         *lines, self._unread[rank] = (self._unread[rank] + data).split(b"\n")
         for line in lines:
             for target, reply in self._space.answer(rank, line.decode(errors="replace")).items():
@@ -118,9 +119,9 @@ class LocalRanks:
 
     def close(self) -> list[int]:
         """The exit codes of ranks that have all ended."""
-        self._selector.close()
         for connection in self._connections:
             connection.close()
+        self.links.close()
         remove_orphans()
         return [process.wait() for process in self._processes]
 
@@ -135,7 +136,7 @@ def main() -> None:
     # Signals to the group are for the ranks.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)
-    ranks = LocalRanks(options.size, options.logs, options.argv, note=False)
+    ranks = LocalRanks(options.size, options.logs, options.argv)
     while ranks.poll():
         pass
     codes = ranks.close()

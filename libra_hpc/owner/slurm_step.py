@@ -1,9 +1,8 @@
 """The ranks of one MPI world as a step of this Slurm job, and what Slurm's commands report of the job.
 
 - A signal to the batch script -> the ranks, by ``srun``.
-- A rank ends -> `libra_hpc.slurm.pmi` writes a file `RunDir.gone`; all have -> ``srun`` ends.
-- Slurm sets a node down -> ``srun`` prints it, and its ranks get such a file with the reason: nobody is left there to
-  write one.
+- A rank ends -> its connection does (`RankLinks`), and the others get that after `SETTLE_S`; all have -> ``srun`` ends.
+- Slurm sets a node down -> ``srun`` prints it, and the others get the ends of its ranks with the reason.
 - ``srun`` itself is never killed: its step would stay and hold the nodes.
 """
 
@@ -16,19 +15,23 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.files import write_atomic
+from libra_hpc.process.node_topology import loopback, own_addresses
+from libra_hpc.process.owner_link import OWNER
 from libra_hpc.protocol.ranks_stop import JOB_END, KILL_WAIT
-from libra_hpc.slurm.pmi import AT
 from libra_hpc.slurm.queue.command import TRANSIENT_FAILURES
 from libra_hpc.slurm.writer import STEP
 
+from .rank_links import RankLinks
+
 POLL_S = 0.5
 """Most seconds between two checks for ended ranks."""
+SETTLE_S = 1.0
+"""From the end of a connection to its report.  Half: srun names the node of a rank that Slurm ended only afterwards;
+double: turns wait longer for another engine."""
 KILL_AGAIN_S = 10.0
 """Between two SIGKILLs to a step: the first may come before Slurm has all its tasks."""
 CLOSE_S = 2.0
@@ -47,25 +50,32 @@ _FAILED = re.compile(r"srun: error: Node failure on (\S+)")
 class SlurmStep:
     """All ranks of a start; ``argv`` is srun's command line."""
 
-    def __init__(self, run: RunDir, attempt: int, size: int, argv: Sequence[str]) -> None:
-        self._gone, self._step = run.gone(attempt), run.logs(attempt) / STEP
+    def __init__(self, run: RunDir, attempt: int, size: int, argv: Sequence[str], interface: str = "") -> None:
+        self._step = run.logs(attempt) / STEP
         self._step.unlink(missing_ok=True)
-        self.size, self.gone, self.down = size, set[int](), dict[str, str]()
+        self.size, self.down, self.links = size, dict[str, str](), RankLinks()
         self._killed_at = float("-inf")
         self._output, self._read = run.logs(attempt) / "slurm.out", 0
         with contextlib.suppress(OSError):
             self._read = self._output.stat().st_size
+        addresses = own_addresses(interface)[:1] if interface else []
+        os.environ[OWNER] = self.links.open(addresses or own_addresses() or [loopback()], size)
         self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+        self._ended = os.pidfd_open(self._process.pid)
+        self.links.serve(self._ended, lambda: None)
 
     def poll(self) -> bool:
         """Wait at most `POLL_S` and note new ends; returns whether any rank lives."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(POLL_S)
+        self.links.wait(POLL_S)
         self._note_failures()
-        with contextlib.suppress(OSError):
-            names = [path.name.removeprefix(self._gone.name) for path in self._gone.parent.glob(f"{self._gone.name}*")]
-            self.gone = {int(name) for name in names if name.isdecimal()}
+        for rank, since in self.links.gone.items():
+            if time.monotonic() - since > SETTLE_S:
+                self.links.announce(rank)
         return self._process.poll() is None
+
+    @property
+    def gone(self) -> set[int]:
+        return {*self.links.gone, *self.links.lost}
 
     def _note_failures(self) -> None:
         """Note the ranks of nodes that srun has reported as failed since the last call."""
@@ -76,11 +86,8 @@ class SlurmStep:
             self._read += whole
             for node in _FAILED.findall(text[:whole].decode(errors="replace")):
                 self.down[node] = f"Slurm set node {node} down{why_down(node)}"
-                for path in self._gone.parent.glob(f"{AT}*"):
-                    name, _, pid = path.read_text().partition(" ")
-                    if name == node:
-                        note = Path(f"{self._gone}{path.name.removeprefix(AT)}")
-                        write_atomic(note, f"{pid}\n{self.down[node]}".encode())
+                for rank in [rank for rank, name in self.links.nodes.items() if name == node]:
+                    self.links.announce(rank, self.down[node])
 
     def signal(self, name: str) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -97,6 +104,8 @@ class SlurmStep:
 
     def close(self) -> list[int]:
         """The exit code of srun, which is not 0 when any rank died; -1 where it has not ended."""
+        self.links.close()
+        os.close(self._ended)
         with contextlib.suppress(OSError):
             self._step.unlink(missing_ok=True)
         with contextlib.suppress(subprocess.TimeoutExpired):

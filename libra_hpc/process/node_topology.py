@@ -5,12 +5,13 @@
 - The job has all CPUs of the NUMA node of a process's GPUs -> the process stays on them.
 - The machine names no difference, or does not answer -> nothing is chosen.
 
-And the address by which processes of a node reach each other.
+And the addresses of a node, with sockets that listen there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import re
 import shutil
 import socket
@@ -19,12 +20,16 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
+import psutil
+
 HCA = "NCCL_IB_HCA"
 TIMEOUT_S = 20.0
 """Without a persistent driver the first answer takes several seconds."""
 _PLACE, _CPUS = re.compile(r"(GPU|NIC)\d+"), re.compile(r"\d[\d,-]*")
 BESIDE = ("PIX", "PXB")
 """A path over PCIe switches alone."""
+VIRTUAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel")
+"""Interfaces by prefix that never lead to another node."""
 
 
 class NodeTopology(NamedTuple):
@@ -89,3 +94,35 @@ def loopback() -> str:
         socket.create_server(("127.0.0.1", 0)).close()
         return "127.0.0.1"
     return "::1"
+
+
+def own_addresses(interface: str = "") -> list[str]:
+    """Addresses of this machine, or of one ``interface``, that others may reach; the one its name resolves to first."""
+    found = []
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    for name, entries in psutil.net_if_addrs().items():
+        if name != interface if interface else name not in up or name.startswith(VIRTUAL):
+            continue
+        for entry in entries:
+            if (
+                entry.family in (socket.AF_INET, socket.AF_INET6)
+                and not ipaddress.ip_address(entry.address.partition("%")[0]).is_link_local
+            ):
+                found.append(entry.address)
+    named: set[str] = set()
+    with contextlib.suppress(OSError):
+        named = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
+    return sorted(found, key=lambda address: (address not in named, ":" in address))
+
+
+def listen(address: str, size: int) -> socket.socket:
+    """A socket for callers at an address, or at all of them."""
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=2 * size)
+    elif socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2 * size)
+    else:
+        listener = socket.create_server(("", 0), backlog=2 * size)
+    listener.setblocking(False)
+    return listener

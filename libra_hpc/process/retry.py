@@ -2,6 +2,7 @@
 
 - Failure -> the next attempt waits for a pause, which doubles with every failure in a row up to a longest one.
 - Success -> the pause is the first one again.
+- A part that ended is started again, as often as a `RestartBudget` allows.
 - Whoever waits has a bound -> pauses as above, until their sum reaches it (`Patience`, `patiently`).
 
 Times are seconds of any monotonic clock; `patiently` alone has one.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -22,6 +24,13 @@ ABSENT = (FileNotFoundError, NotADirectoryError)
 """A reader that looks for something takes them for an answer."""
 CANNOT_NOW = (OSError, MemoryError, SlurmUnreachable)
 """They prove nothing about the run: what cannot be done now may be possible in a minute."""
+
+RESTARTS = 5
+WINDOW_S = 300.0
+"""Five ends in five minutes (``deadlines.restarts``).
+
+Single accidents are hours apart; a broken configuration ends a process every few seconds.
+"""
 
 log = logging.getLogger("libra_hpc.retry")
 Result = TypeVar("Result")
@@ -46,6 +55,25 @@ class Retry:
 
     def wait_s(self, now: float) -> float:
         return max(0.0, self._not_before - now)
+
+
+class RestartBudget:
+    """At most ``restarts`` in any ``window_s`` seconds: a part that works for a second and ends is given up."""
+
+    def __init__(self, restarts: int = RESTARTS, window_s: float = WINDOW_S) -> None:
+        self._restarts, self.window_s = restarts, window_s
+        self._at: deque[float] = deque()
+
+    def spend(self, now: float) -> bool:
+        """Note one restart; False when that is one too many."""
+        self._at.append(now)
+        while self._at and now - self._at[0] > self.window_s:
+            self._at.popleft()
+        return len(self._at) <= self._restarts
+
+    @property
+    def spent(self) -> int:
+        return len(self._at)
 
 
 class Patience:

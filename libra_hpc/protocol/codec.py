@@ -77,10 +77,10 @@ class Codec(Generic[T]):
 
 
 class FrameBuffer:
-    """Incremental splitter of a byte stream into frame bodies."""
+    """Incremental splitter of a byte stream into frame bodies of at most ``most`` bytes."""
 
-    def __init__(self) -> None:
-        self._data = bytearray()
+    def __init__(self, most: int = MAX_FRAME) -> None:
+        self._data, self._most = bytearray(), most
 
     def feed(self, chunk: bytes) -> list[bytes]:
         self._data += chunk
@@ -88,6 +88,8 @@ class FrameBuffer:
         start = 0
         while len(self._data) - start >= LENGTH.size:
             (size,) = LENGTH.unpack_from(self._data, start)
+            if size > self._most:
+                raise FrameError(f"a frame of {size} bytes is announced")
             end = start + LENGTH.size + size
             if len(self._data) < end:
                 break

@@ -1,12 +1,14 @@
-"""Between the owner of a run and its ranks: what a start is given, and what rank 0 leaves of its end."""
+"""Between the owner of a run and its ranks: what a start is given, what rank 0 leaves of its end, and the messages."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, Union
 
 import msgspec
+
+from .codec import Codec
 
 START = "LIBRA_HPC_START"
 """Environment variable of the ranks with a `RanksStart` as JSON."""
@@ -78,6 +80,30 @@ class RanksStop(msgspec.Struct, frozen=True):
     which is a mistake of the user only at the first start of a run."""
     sentence: str
     step: int
+
+
+class RankJoined(msgspec.Struct, tag=True, frozen=True):
+    """Rank -> owner: its process is there."""
+
+    rank: int
+    node: str
+    """Slurm's name."""
+
+
+class RanksMet(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0 -> owner: all ranks are in one world."""
+
+
+class ProcessLost(msgspec.Struct, tag=True, frozen=True):
+    """Owner -> ranks: the process of one has ended."""
+
+    rank: int
+    reason: str
+    """Why Slurm set its node down; empty: Slurm did not."""
+
+
+LinkMessage = Union[RankJoined, RanksMet, ProcessLost]
+owner_link: Codec[LinkMessage] = Codec(LinkMessage)
 
 
 def start_of(environ: Mapping[str, str] = os.environ) -> RanksStart:

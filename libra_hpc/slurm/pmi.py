@@ -8,12 +8,11 @@
 - The relay announces `VALUE_BYTES` instead and passes everything else on.  It is a child process of the rank, because
   MPI holds the interpreter's lock while it starts.
 - Another MPI or another plugin -> no relay, or everything passes unchanged.
-- The rank ends -> the child writes the file `RunDir.gone`, so no agent waits for a missing heartbeat.
+- The rank has its connection to the run's owner before it is the agent (`call_owner`), so that no end goes unnoticed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import select
@@ -27,6 +26,7 @@ from typing import NoReturn
 
 from libra_hpc.process.agent_folders import orphans, remove_orphans
 from libra_hpc.process.dump import DUMP_SIGNAL, STRAY
+from libra_hpc.process.owner_link import call_owner
 
 REQUEST_BYTES = 1024
 """``MAX_READLINE`` of Slurm's ``mpi/pmi2/pmi1.c``, in all its versions."""
@@ -36,10 +36,6 @@ VALUE_BYTES = 896
 MAXES = b"cmd=maxes "
 ABORT = b"cmd=abort"
 """Swallowed: Slurm would kill the agents of all ranks for one MPI process."""
-GONE = "LIBRA_HPC_GONE"
-"""Environment variable of a rank: path of the files that note an end, less the rank."""
-AT = "at-"
-"""Files beside those, less the rank: its node's name and process id."""
 CHILDREN_LEAVE_S = 5.0
 """Seconds for children of a killed agent to end; until then they may still write into its folders."""
 
@@ -72,11 +68,14 @@ def relay(plugin: socket.socket, rank: socket.socket) -> None:
                     return
 
 
-def interpose() -> None:
-    """Put a relay between this process and ``PMI_FD``, if that is set; the child process never returns."""
+def interpose(link: int) -> None:
+    """Put a relay between this process and ``PMI_FD``, if that is set; the child process never returns.
+
+    ``link``: descriptor of this process's connection to the owner, which the child must not hold open.
+    """
     number = os.environ.get("PMI_FD", "")
     if not number.isdigit():
-        accompany(lambda: None)
+        accompany(link, lambda: None)
         return
     plugin = socket.socket(fileno=int(number))
     ours, theirs = socket.socketpair()
@@ -85,18 +84,20 @@ def interpose() -> None:
         theirs.close()
         relay(plugin, ours)
 
-    accompany(pass_on)
+    accompany(link, pass_on)
     plugin.close()
     ours.close()
     theirs.set_inheritable(True)
     os.environ["PMI_FD"] = str(theirs.detach())
 
 
-def accompany(work: Callable[[], None]) -> None:
-    """Fork a child that does ``work`` and then notes the end of this process; the child never returns."""
+def accompany(link: int, work: Callable[[], None]) -> None:
+    """Fork a child that does ``work``, and ends what this process leaves; the child never returns."""
     rank = os.getpid()
     if os.fork() != 0:
         return
+    if link >= 0:
+        os.close(link)
     # Signals to the step are for the rank: this child ends after the rank has.
     for ignored in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, DUMP_SIGNAL, *STRAY):
         signal.signal(ignored, signal.SIG_IGN)
@@ -104,36 +105,18 @@ def accompany(work: Callable[[], None]) -> None:
         # Opened before the work: after it the rank may be gone, and its id may be another process's.
         handle = os.pidfd_open(rank) if os.getppid() == rank else -1
         work()
-        note_end(rank, handle)
+        if handle >= 0:
+            select.select([handle], [], [])
+        if orphans():
+            time.sleep(CHILDREN_LEAVE_S)
+            remove_orphans()
     finally:
         os._exit(0)
 
 
-def note_end(rank: int, handle: int) -> None:
-    """Wait for the end of process ``rank`` by its pidfd ``handle`` (-1: it has ended), then write its id to a file."""
-    if handle >= 0:
-        select.select([handle], [], [])
-    prefix, number = os.environ.get(GONE, ""), os.environ.get("SLURM_PROCID") or os.environ.get("PMI_RANK", "")
-    if prefix and number:
-        with contextlib.suppress(OSError), open(prefix + number, "w", encoding="ascii") as file:
-            file.write(str(rank))
-    if orphans():
-        time.sleep(CHILDREN_LEAVE_S)
-        remove_orphans()
-
-
-def note_place() -> None:
-    """Leave the node of this rank, for when Slurm sets it down and kills all that could note its end."""
-    number, node = os.environ.get("SLURM_PROCID", ""), os.environ.get("SLURMD_NODENAME", "")
-    if number and node and (prefix := os.environ.get(GONE, "")):
-        with contextlib.suppress(OSError), open(f"{os.path.dirname(prefix)}/{AT}{number}", "w") as file:
-            file.write(f"{node} {os.getpid()}")
-
-
 def main() -> NoReturn:
     """Command line: become the rank."""
-    note_place()
-    interpose()
+    interpose(call_owner(int(os.environ.get("SLURM_PROCID", "-1")), os.environ.get("SLURMD_NODENAME", "")))
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 

@@ -14,7 +14,7 @@ from libra_hpc.config.job import Component, SlurmSection
 from libra_hpc.config.node_groups import het_groups, rank_components
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError, invalid
-from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.files import OWNER_ONLY, write_atomic
 from libra_hpc.process.agent_folders import removal
 from libra_hpc.protocol.ranks_stop import STATES
@@ -24,7 +24,6 @@ from libra_hpc.slurm.queue.query import JobInfo, JobState, cluster_name, job, ow
 
 from . import local
 from .launch import Launch, component_options, given_options
-from .pmi import AT
 from .writer import het_script, spot_script
 
 SUBMIT_TIMEOUT_S = 90.0
@@ -213,8 +212,8 @@ def kept_nodes(run: RunDir, config: RunConfig, attempt: int) -> list[str]:
     if not config.train.snapshot_every or STATES.get(why) != "restarting":
         return []
     core = [rank for rank, name in enumerate(rank_components(config)) if name == "train"]
-    places = [path for rank in core if (path := run.logs(attempt) / f"{AT}{rank}").exists()]
-    return sorted({path.read_text().partition(" ")[0] for path in places})
+    joined = {event["rank"]: event["host"] for event in read_lines(run.events) if event.get("kind") == "agent_joined"}
+    return sorted({joined[rank] for rank in core if rank in joined})
 
 
 def queue_clean_up(run: RunDir, config: RunConfig, node: str, env: Mapping[str, str]) -> None:

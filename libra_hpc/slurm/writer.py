@@ -24,7 +24,6 @@ from libra_hpc.slurm.script.template import script_text
 from .fit import notice_s
 from .interpreter import in_container
 from .launch import Launch, NodeRequest, agent_variables, spot_options
-from .pmi import GONE
 from .set_up import CACHE_FOLDER, local_exports, set_up_lines
 
 STEP = "step"
@@ -45,7 +44,7 @@ def het_script(launch: Launch) -> str:
     slurm += ["--requeue"] if config.slurm.preempted == "requeue" else []
     slurm += ["--nodes", *(str(group.used) for group in groups)]
     owner = shlex.join([python, "-m", "libra_hpc.owner.owner", *launch.owner_arguments, *slurm])
-    ours = {GONE: str(run.gone(launch.attempt)), OUTPUT: str(OUTPUT_FD)}
+    ours = {OUTPUT: str(OUTPUT_FD)}
     ours |= {STAMP: code_stamp()} if in_container(config) else {}
     return script_text(
         config.slurm.template,

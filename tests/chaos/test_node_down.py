@@ -100,8 +100,8 @@ class OnNodes(Chaos):
     def node(self, rank: int) -> str:
         """The node of a rank; a negative one counts from the last."""
         assert self.run is not None
-        places = sorted(self.run.logs(1).glob("at-*"), key=lambda path: int(path.name.removeprefix("at-")))
-        return places[rank].read_text().split()[0]
+        hosts = {event["rank"]: event["host"] for event in self.events("agent_joined")}
+        return str(hosts[range(len(hosts))[rank]])
 
     def set_down(self, node: str) -> None:
         call(["scontrol", "update", f"NodeName={node}", "State=DOWN", f"Reason={REASON}"], self.env)

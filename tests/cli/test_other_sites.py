@@ -291,8 +291,9 @@ def test_the_memory_of_a_run_that_is_cancelled_while_it_was_queued_again_is_free
     assert cli("submit", "run.toml", *OPTIONS).code == 0
     run, queued = RunDir(other / "runs" / "quick-001"), other / "queued"
     write_status(run, "cancelled", message="node a2 was lost")
-    for rank, node in enumerate(("c1", "a2", "a1", "a3")):
-        (run.logs(1) / f"at-{rank}").write_text(f"{node} 4711")
+    nodes = ("c1", "a2", "a1", "a3")
+    joined = ({"kind": "agent_joined", "rank": rank, "host": node} for rank, node in enumerate(nodes))
+    run.events.write_text("".join(f"{json.dumps(event)}\n" for event in joined))
     run.ended(1).write_text(ended)
     program(other / "bin" / "sbatch", sbatch)
     queued.touch()

@@ -12,15 +12,7 @@ import pytest
 from libra_hpc.agent import coordinator_watch
 from libra_hpc.agent.coordinator_watch import CoordinatorWatch
 from libra_hpc.coordinator import coordinator as module
-from libra_hpc.coordinator.liveness import (
-    HEARTBEAT_LOST_S,
-    LEADER_LOST_S,
-    Gone,
-    NodeContact,
-    discount,
-    lost_nodes,
-    read_gone,
-)
+from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, NodeContact, discount, lost_nodes
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.policies.pool.readmission import SILENCES
@@ -76,10 +68,10 @@ def test_a_spare_node_replaces_one_that_slurm_sets_down_even_if_it_fell_silent_b
         scene.hello()
         scene.coordinator._given = msgspec.structs.replace(scene.coordinator._given, spare=spare)
         silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
-        scene.coordinator._gone = {2: Gone(1)}
+        scene.context.ended = {2: ""}
         silence(scene, 2, now, 1.0)
         assert not scene.stop, "the run goes on without a node that may come back"
-        scene.coordinator._gone = {2: Gone(1, "Slurm set node a800-2 down")}
+        scene.context.ended = {2: "Slurm set node a800-2 down"}
         for _ in range(2):
             silence(scene, 2, now, 1.0)
         assert scene.stop == (StopTraining("recovery") if spare else None)
@@ -126,29 +118,22 @@ def test_a_node_that_is_off_for_12_s_and_on_for_5_s_is_quarantined_with_one_even
     assert (kinds.count("node_quarantined"), kinds.count("node_lost")) == (1, 1)
 
 
-async def test_a_note_on_a_full_disk_has_no_content_and_ends_the_wait_for_the_coordinator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_end_of_the_coordinators_process_ends_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator_watch, "CHECK_S", 0.01)
     monkeypatch.setattr(coordinator_watch, "QUIET_S", 0.0)
-    watch = CoordinatorWatch(tmp_path / "gone-")
-    watch.seen(4711)
-    (tmp_path / "gone-0").write_text("4712")
+    lost = {1}
+    watch = CoordinatorWatch(lost.__contains__)
+    watch.seen()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(watch.gone(), 0.2)
-    (tmp_path / "gone-0").write_text("")
-    (tmp_path / "gone-1").write_text("no id")
-    assert read_gone(tmp_path / "gone-") == {0: Gone(0)}
+    lost.add(0)
     await asyncio.wait_for(watch.gone(), 5.0)
 
 
-def test_a_node_whose_end_the_launcher_saw_is_lost_at_once(tmp_path: Path, now: list[float]) -> None:
+def test_a_node_whose_end_the_owner_saw_is_lost_at_once(tmp_path: Path, now: list[float]) -> None:
     scene = Scene(tmp_path)
     scene.hello()
-    scene.coordinator._gone = {2: Gone(4711), 3: Gone(4711)}
-    scene.coordinator._check(now[0])
-    assert not scene.asked(RankLost), "the end of an earlier process of that rank"
-    scene.coordinator._gone = {2: Gone(1)}
+    scene.context.ended = {2: ""}
     scene.coordinator._check(now[0])
     assert scene.asked(RankLost) == [RankLost(2)]
 
@@ -221,17 +206,11 @@ def test_a_broken_connection_between_two_that_live_costs_the_one_that_leads_noth
     assert lost(2, 0) == [(2, "its connection to node 0 broke")], "rank 0 is never given up"
     assert lost(1, 0) == [(1, "its connection to node 0 broke")]
     assert lost(0, 1) == [(1, "its connection to node 0 broke")], "rank 0 reports, too"
-    assert sorted(lost(1, 2, gone={3: Gone(13)})) == [
-        (2, "its connection to node 1 broke"),
-        (3, "its agent's process ended"),
-    ]
-    assert lost(3, 2, gone={3: Gone(13)}) == [(3, "its agent's process ended")], (
-        "the last words of one that died are no news"
-    )
+    assert sorted(lost(1, 2, gone={3: ""})) == [(2, "its connection to node 1 broke"), (3, "its agent's process ended")]
+    assert lost(3, 2, gone={3: ""}) == [(3, "its agent's process ended")], "the last words of one that died are no news"
     assert lost(1, 2, now=1016.0) == [], "nor are those of one that fell silent"
-    assert lost(1, 2, gone={2: Gone(12)}) == [(2, "its agent's process ended")]
-    assert lost(1, 2, gone={2: Gone(0)}) == [(2, "its agent's process ended")], "a note on a full disk is empty"
-    assert lost(1, 2, gone={2: Gone(12, "Slurm set node a800-3 down")}) == [(2, "Slurm set node a800-3 down")]
+    assert lost(1, 2, gone={2: ""}) == [(2, "its agent's process ended")]
+    assert lost(1, 2, gone={2: "Slurm set node a800-3 down"}) == [(2, "Slurm set node a800-3 down")]
     assert lost(1, 2, now=1004.0) == [], "a node that was just taken back is not judged by the old connection"
 
 

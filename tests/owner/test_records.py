@@ -42,11 +42,12 @@ def test_a_status_without_a_rank_0_is_whole_and_otherwise_that_of_rank_0(run: Ru
 
 def test_what_rank_0_left_is_read_and_an_earlier_start_leaves_nothing(run: RunDir) -> None:
     run.ended(1).write_text('{"why": "lost", "sentence": "node 1 was lost", "step": 7}')
-    run.met(1).touch()
     records = OwnerRecords(run, 1)
     records.clear()
     assert records.end() is None
-    assert not run.met(1).exists()
+    records.event("cannot_now", reason="")
+    assert not met_before(run)
+    records.event("agent_joined", rank=0)
     assert met_before(run)
     run.ended(1).write_text('{"why": "lost", "sentence": "node 1 was lost", "step": 7}')
     assert records.end() == RanksStop("lost", "node 1 was lost", 7)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.coordinator.liveness import Gone, read_gone
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.owner import slurm_step as module
 from libra_hpc.owner.slurm_step import ComponentNow, SlurmStep, job_now, requeue, taken_apart
@@ -44,17 +43,16 @@ def test_the_ranks_of_a_node_that_srun_reports_are_gone_with_the_reason_that_slu
     run, node = RunDir(tmp_path), "NodeName=a800-1 State=DOWN Reason=a broken fan [root@2026-11-24T09:26:36]\n"
     logs = run.logs(1)
     logs.mkdir(parents=True)
-    for rank, place in enumerate(("a800-0 40", "a800-1 41", "a800-10 42")):
-        (logs / f"at-{rank}").write_text(place)
     output = logs / "slurm.out"
     output.write_text("srun: error: Node failure on a800-0\n")
     monkeypatch.setattr(module, "ask_slurm", lambda *argv: (0, node))
     step = SlurmStep(run, 1, 3, ["sh", "-c", f"echo 'srun: error: Node failure on a800-1' >>{output}"])
+    step.links.nodes.update(enumerate(("a800-0", "a800-1", "a800-10")))
     while step.poll():
         pass
     why = "Slurm set node a800-1 down: a broken fan, since 2026-11-24 09:26:36"
     assert step.down == {"a800-1": why}, "what an earlier start printed is no news"
-    assert read_gone(run.gone(1)) == {1: Gone(41, why)}
+    assert step.links.lost == {1: why}
     assert step.gone == {1}
 
 

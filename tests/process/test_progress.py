@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from libra_hpc.process import progress as module
-from libra_hpc.process.budget import RestartBudget
 from libra_hpc.process.progress import ABORTED, TURN, DeadlineSettings, ProgressWatch, Pulse, Stall, stall_of
+from libra_hpc.process.retry import RestartBudget
 from libra_hpc.protocol.engine_state import (
     CHECKPOINT,
     FIRST_STEPS,

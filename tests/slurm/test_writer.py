@@ -127,9 +127,9 @@ SRUN = """logs="$RUN/logs/attempt-1"
 end() { echo '{"why": "'"$1"'", "sentence": "step 9 is saved", "step": 9}' >"$logs/ended.json"; }
 echo x >>"$RUN/starts"
 case $(wc -l <"$RUN/starts") in
-  1) touch "$logs/met"; end repartition; exit 0 ;;
+  1) end repartition; exit 0 ;;
   2) kill -KILL $$ ;;
-  *) touch "$logs/met"; end completed; exit 1 ;;
+  *) end completed; exit 1 ;;
 esac
 """
 """The ranks ask for another start; that one is killed before they meet; the third completes the run although a rank
@@ -147,8 +147,9 @@ def test_the_script_starts_ranks_again_that_ask_for_it_and_repeats_a_killed_star
     ]
 
 
-LOSES_RANK_0 = """echo "$LIBRA_HPC_START" >>"$RUN/starts"
-touch "$RUN/logs/attempt-1/met"
+MEETS = "from libra_hpc.process import owner_link as link; link.call_owner(0, 'n0'); link.OwnerLink().met()"
+LOSES_RANK_0 = f"""echo "$LIBRA_HPC_START" >>"$RUN/starts"
+{sys.executable} -c "{MEETS}"
 exit 137
 """
 
@@ -172,7 +173,6 @@ def test_the_script_restarts_ranks_whose_planner_was_lost_and_writes_a_result_wh
 
 
 STOPPED = """[ -n "$LIBRA_HPC_JOB_END" ] && echo "$LIBRA_HPC_JOB_END $LIBRA_HPC_KILL_WAIT" >>"$RUN/ends"
-touch "$RUN/logs/attempt-1/met"
 echo '{"why": "time_limit", "sentence": "step 9 is saved", "step": 9}' >"$RUN/logs/attempt-1/ended.json"
 exit 1
 """
