@@ -26,13 +26,12 @@ from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.engine.steplog import StepLogHeader, read_steps
 from libra_hpc.errors import OperationError
-from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.process.visible_devices import VARIABLE
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
-from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.protocol.trace import TrajectoryRecord, recorded
 
 PATIENCE_S = 600.0
 """Longest play, about ten times the longest one of an idle machine."""
@@ -184,7 +183,7 @@ class Replayer(RolloutSide):
             self.service = None
         found = [read_steps(self._log(name), first) for name, first in seen.items()]
         turns, makespan_s = self._match(run)
-        served = [turn for line in series.trajectories(run) for turn in line["turns"]]
+        served = [turn for one in recorded(run.trajectories) for turn in one.turns]
         idle = EngineStats()
         stats = {name: (before.get(name, idle), after) for name, after in self._stats.items()}
         return Played(
@@ -194,8 +193,8 @@ class Replayer(RolloutSide):
             header=found[0][0],
             stats=stats,
             load=load,
-            recomputed=sum(turn["recomputed"] for turn in served),
-            evicted=sum(turn["evicted"] for turn in served),
+            recomputed=sum(turn.recomputed for turn in served),
+            evicted=sum(turn.evicted for turn in served),
         )
 
     # --- messages
@@ -245,7 +244,7 @@ class Replayer(RolloutSide):
                 env_s = 0.0 if last else _ready(routed[number + 1]) - at - spec.turns[number].tool_s
                 times = (_ready(line), line["t"], at, queue_s, run_s)
                 turns.append(TurnTimes(*times, cached=cached, engine=line["engine"], env_s=env_s))
-        ends = [line["finished_at"] for line in series.trajectories(run)]
+        ends = [one.finished_at for one in recorded(run.trajectories)]
         if len(ends) != len(self._work):
             raise OperationError(f"{len(ends)} trajectories ended, {len(self._work)} were to be played")
         return turns, max(ends) - min(turn.ready for turn in turns)

@@ -10,17 +10,11 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from libra_hpc.facts.series import Record
 from libra_hpc.protocol.agents import EngineVersion, RolloutReport
-from libra_hpc.protocol.plan import (
-    GroupFact,
-    NodeFact,
-    PlanSnapshot,
-    SpotFact,
-    SwitchFact,
-    TrainStepFact,
-    TrajectoryFact,
-)
+from libra_hpc.protocol.plan import NodeFact, PlanSnapshot, SpotFact, SwitchFact, TrainStepFact, TrajectoryFact
 
 STEPS = 256
 """Entries of each window: a few minutes of a fast run, and all that the planner needs."""
@@ -101,18 +95,8 @@ class Observations:
             self.windows.append(window)
         self.report, self._report_at, self._report_nodes = report, now, nodes
         self._stepped = self._stepped or (now, self.tokens()[0])
-        for generated, context, turns, tool_s, group, prompt in report.lengths:
-            trajectory = TrajectoryFact(
-                index=self._finished,
-                at=now,
-                generated=generated,
-                context=context,
-                turns=turns,
-                tool_s=tool_s,
-                group=group,
-                prompt=prompt,
-            )
-            self.trajectories.append(trajectory)
+        for one in report.lengths:
+            self.trajectories.append(replace(one, index=self._finished, at=now))
             self._finished += 1
 
     def on_version(self, applied: EngineVersion, now: float) -> None:
@@ -159,10 +143,6 @@ class Observations:
         spot: SpotFact | None = None,
     ) -> PlanSnapshot:
         report = self.report or RolloutReport()
-        groups = tuple(
-            GroupFact(g.index, g.prompt_tokens, waiting=g.waiting, running=g.running, generated=g.generated)
-            for g in report.open_groups
-        )
         replaced = [line.get("replaced_groups", 0.0) for line in list(self.lines)[-16:]]
         return PlanSnapshot(
             nodes=nodes,
@@ -173,7 +153,7 @@ class Observations:
             group_size=group_size,
             eta=eta,
             steps_left=steps_left,
-            groups=groups,
+            groups=report.open_groups,
             spot=spot,
             lent=self.lent(),
             step_costs=report.step_costs,

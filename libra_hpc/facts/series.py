@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
 
-from libra_hpc.protocol.trace import live_lines
-
-from .rundir import RunDir, parse, read_lines
+from .rundir import RunDir, read_lines
 
 Record = Mapping[str, Any]
 
@@ -142,15 +140,6 @@ def steps(run: RunDir) -> list[Record]:
     return [latest[step] for step in sorted(latest)]
 
 
-def trajectories(run: RunDir) -> Iterator[Record]:
-    """Finished trajectories, without those that a restart superseded; skips torn lines, a missing file is empty."""
-    if not run.trajectories.exists():
-        return
-    with run.trajectories.open("rb") as first, run.trajectories.open("rb") as second:
-        passes = iter((first, second))
-        yield from filter(None, (parse(line) for _, line in live_lines(lambda: next(passes))))
-
-
 def events(run: RunDir) -> list[Record]:
     """Events with a time and a kind, oldest first."""
     found = [
@@ -199,13 +188,6 @@ def smooth(values: Sequence[float]) -> list[float]:
             total, weight = (1 - SMOOTHING) * total + SMOOTHING * value, (1 - SMOOTHING) * weight + SMOOTHING
         out.append(total / weight if weight else math.nan)
     return out
-
-
-def generated(trajectory: Record) -> tuple[float, float]:
-    """End of a trajectory (epoch seconds, NaN if unknown), and its generated tokens."""
-    turns = trajectory.get("turns")
-    tokens = sum(number(turn, "gen_tokens", 0.0) for turn in turns) if isinstance(turns, list) else 0.0
-    return number(trajectory, "finished_at"), tokens
 
 
 def moves(log: Sequence[Record]) -> list[MoveRecord]:

@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from libra_hpc.protocol import trace
 from libra_hpc.protocol.agents import LenderReport
 from libra_hpc.protocol.env import ChatChoice
 
@@ -233,7 +234,7 @@ def _moves(run: RunDir, recorded: series.Recorded) -> list[MoveSummary]:
     if not found:
         return []
     trained = [series.number(row, "t") for row in recorded.steps]
-    generated = [(recorded.since(t), n) for t, n in map(series.generated, series.trajectories(run))]
+    generated = [(recorded.since(one.finished_at), one.generated) for one in trace.recorded(run.trajectories)]
     out = []
     for move in found:
         end = math.inf if move.end is None else move.end

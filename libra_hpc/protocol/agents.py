@@ -16,6 +16,7 @@ from .engine import Abort, Generate, Generated
 from .engine_state import EngineState, EngineStats, LenderKind, StepCosts
 from .env import FromHost, ToHost
 from .layout import Layout
+from .plan import GroupFact, TrajectoryFact
 from .trainer import FromWorker, Offered, Sample, ToWorker
 
 
@@ -253,25 +254,6 @@ class EnvHostLost(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-Length = tuple[int, int, int, float, int, int]
-"""A finished trajectory: generated tokens, tokens of its samples, turns, seconds in tools, prompt index, prompt
-tokens.
-"""
-
-
-class OpenGroup(msgspec.Struct, array_like=True, frozen=True):
-    """One admitted group that is not finished; ``index`` is its prompt's place in the data order."""
-
-    index: int
-    prompt_tokens: int
-    waiting: int
-    """Trajectories that no engine has received yet."""
-    running: int
-    """Other unfinished trajectories."""
-    generated: int
-    """Tokens of ``running`` so far; turns in flight are estimated."""
-
-
 class LenderReport(msgspec.Struct, frozen=True):
     """What a lender or a guest gave since the ranks started, with all engines that it had."""
 
@@ -312,8 +294,9 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
     """Busy seconds of all engines since the start."""
     buckets: tuple[tuple[int, int, int, int, float], ...] = ()
     """(tp, engines, in flight, trajectories, KV use)"""
-    lengths: tuple[Length, ...] = ()
-    open_groups: tuple[OpenGroup, ...] = ()
+    lengths: tuple[TrajectoryFact, ...] = ()
+    """Finished ones since the last report, by their prompts; rank 0 numbers them."""
+    open_groups: tuple[GroupFact, ...] = ()
     failures: tuple[tuple[str, int, str], ...] = ()
     """(kind, failed attempts since the start, last error), most frequent first."""
     paused: str = ""

@@ -36,7 +36,7 @@ class TrainStepFact(msgspec.Struct, frozen=True):
     """Seconds out of ``seconds`` for writing what changed in the weights, whatever the number of nodes."""
 
 
-class TrajectoryFact(msgspec.Struct, frozen=True):
+class TrajectoryFact(msgspec.Struct, array_like=True, frozen=True):
     index: int
     """Ordinal of finishing over the run, from 0."""
     at: float
@@ -52,7 +52,9 @@ class TrajectoryFact(msgspec.Struct, frozen=True):
     """Tokens of its prompt; 0: unknown."""
 
 
-class GroupFact(msgspec.Struct, frozen=True):
+class GroupFact(msgspec.Struct, array_like=True, frozen=True):
+    """An admitted group that is not finished."""
+
     index: int
     """See `TrajectoryFact.group`."""
     prompt: int

@@ -1,7 +1,8 @@
-"""A trajectory as plain numbers: a line of ``trajectories.jsonl`` or of a trace.
+"""A trajectory in numbers: a line of ``trajectories.jsonl`` or of a trace.
 
 The rollout leader writes one line per finished trajectory. The simulator, the dry run and the planner read them as
-workloads; a scheduling policy learns from them. Readers ignore unknown fields (engine, versions, times).
+workloads; a scheduling policy learns from them. Readers ignore unknown fields. With its tokens it is a
+`libra_hpc.rollout.trajectory.Trajectory`.
 
 A start from a checkpoint appends a `Restart` line. It supersedes earlier lines of prompts that are not trained there,
 unless the start goes on with them. Every reader goes through `live_lines`, which leaves those out.
@@ -9,21 +10,20 @@ unless the start goes on with them. Every reader goes through `live_lines`, whic
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from .env import Signal
 
-OPTIONAL_FIELDS = ("exit_code", "passed", "failed", "parallel", "new_sample")
-"""Fields that a line has only when the tool reported them, or the turn begins a sample."""
 
-
-class TurnRecord(msgspec.Struct, frozen=True):
+class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """One turn: the environment adds ``new_tokens``, the policy generates ``gen_tokens`` and calls ``tool`` (last
-    turn: None), the slowest of parallel calls.
+    turn: None), the slowest of parallel calls. The engine's fields are those of a run.
     """
 
     new_tokens: int
@@ -41,18 +41,20 @@ class TurnRecord(msgspec.Struct, frozen=True):
     """Reports of the turn's other tool calls."""
     new_sample: bool = False
     """Its context is ``new_tokens`` alone: what was before is a finished sample of the trajectory."""
+    engine: str = ""
+    """Engine that generated (the end of) it."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """(weight version, tokens generated under it), in order."""
+    recomputed: int = 0
+    """Context tokens that an engine had computed before the turn and that had to be computed again."""
+    evicted: int = 0
+    """Tokens out of ``recomputed`` that the KV cache of the same engine had lost under the same weights."""
+    reward: float = 0.0
+    """What the environment gave for it, other than the trajectory's reward."""
 
-    def line(self) -> dict[str, Any]:
-        """The turn as a line of the file has it."""
-        return {
-            name: value
-            for name, value in msgspec.structs.asdict(self).items()
-            if (value is not None and value is not False) or name not in OPTIONAL_FIELDS
-        }
 
-
-class TrajectoryRecord(msgspec.Struct, frozen=True):
-    """One trajectory."""
+class TrajectoryRecord(msgspec.Struct, omit_defaults=True):
+    """One trajectory; a trace may have only the first fields."""
 
     prompt_id: str
     """Same prompt, same id."""
@@ -61,11 +63,33 @@ class TrajectoryRecord(msgspec.Struct, frozen=True):
     prompt_tokens: int
     turns: tuple[TurnRecord, ...]
     reward: float | None = None
+    index: int = 0
+    """Number of the prompt in the data order, or in its evaluation."""
+    attempt: int = 0
+    task: str = ""
+    """In a mixture its part, in an evaluation its name."""
+    info: dict[str, float] = {}
+    """The task's own numbers."""
+    clipped: int = 0
+    """Tokens of its last answer that the context had no room for."""
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    """Epoch seconds; 0.0: unknown."""
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """All fields, as a line of the file has them."""
+        return {name: getattr(self, name) for name in TrajectoryRecord.__struct_fields__}
 
     @property
     def generated(self) -> int:
         """Tokens generated over all turns."""
-        return sum(turn.gen_tokens for turn in self.turns)
+        return sum([turn.gen_tokens for turn in self.turns])
+
+    @property
+    def versions(self) -> list[tuple[int, int]]:
+        """(weight version, tokens generated under it), in order."""
+        return [pair for turn in self.turns for pair in turn.versions]
 
     @property
     def context(self) -> int:
@@ -73,7 +97,7 @@ class TrajectoryRecord(msgspec.Struct, frozen=True):
         return max(sample_tokens(self.prompt_tokens, self.turns))
 
     @property
-    def tokens(self) -> int:
+    def all_tokens(self) -> int:
         """Tokens of all samples, which is what training gets."""
         return sum(sample_tokens(self.prompt_tokens, self.turns))
 
@@ -108,17 +132,17 @@ def signals_of(turn: TurnRecord, payload_tokens: int) -> list[Signal]:
     return [slowest, *others]
 
 
-def payload_of(following: TurnRecord) -> int:
+def payload_of(following: TurnRecord | None) -> int:
     """Tokens that tools added before a turn; unknown, and 0, where their answers are in the prompt of a sample."""
-    return 0 if following.new_sample else following.new_tokens
+    return 0 if following is None or following.new_sample else following.new_tokens
 
 
 def all_signals(turns: Sequence[TurnRecord]) -> tuple[list[Signal], list[int]]:
-    """The reports of the tools between the turns, and the tokens generated before each."""
+    """The reports of the tools, and the tokens generated before each."""
     signals: list[Signal] = []
     at: list[int] = []
     attained = 0
-    for turn, following in pairwise(turns):
+    for turn, following in zip_longest(turns, turns[1:]):
         attained += turn.gen_tokens
         found = signals_of(turn, payload_of(following))
         signals += found
@@ -154,6 +178,7 @@ class _Place(msgspec.Struct, frozen=True):
 _MARK = b'{"restart":'
 _restart = msgspec.json.Decoder(_RestartLine)
 _place = msgspec.json.Decoder(_Place)
+_record = msgspec.json.Decoder(TrajectoryRecord)
 
 
 def live_lines(read: Callable[[], Iterable[bytes]]) -> Iterator[tuple[int, bytes]]:
@@ -174,6 +199,17 @@ def live_lines(read: Callable[[], Iterable[bytes]]) -> Iterator[tuple[int, bytes
         if number in marks or (rules and _superseded(line, rules)):
             continue
         yield number, line
+
+
+def recorded(path: Path) -> Iterator[TrajectoryRecord]:
+    """Valid trajectories of a ``trajectories.jsonl``, without unreadable lines; a missing file is empty."""
+    if not path.exists():
+        return
+    with path.open("rb") as first, path.open("rb") as second:
+        passes = iter((first, second))
+        for _, line in live_lines(lambda: next(passes)):
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                yield _record.decode(line)
 
 
 def _restart_of(line: bytes) -> Restart | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from .failures import Failure, FailureBook
+from .failures import FailureBook
 from .trajectory import Trajectory
 
 EVENTS, EVENTS_S = 20, 60.0
@@ -32,11 +32,11 @@ class Attempts:
         """Trajectories that wait for their next attempt."""
         return len(self._waiting)
 
-    def failed(self, trajectory: Trajectory, failure: Failure, now: float) -> bool:
+    def failed(self, trajectory: Trajectory, kind: str, now: float) -> bool:
         """Try the trajectory again later; False when it is given up."""
         key = (trajectory.index, trajectory.sample)
-        delay = self.book.failed(key, failure, now)
-        self._log_failure(trajectory, failure, delay is None, now)
+        delay = self.book.failed(key, kind, trajectory.error, now)
+        self._log_failure(trajectory, kind, delay is None, now)
         if delay is not None:
             self._waiting[key] = (now + delay, trajectory.again())
         return delay is not None
@@ -71,7 +71,7 @@ class Attempts:
         fresh = any(trajectory.attempt == 0 for _, trajectory in self._waiting.values())
         return int(self.book.may_probe(now) and not fresh)
 
-    def _log_failure(self, trajectory: Trajectory, failure: Failure, given_up: bool, now: float) -> None:
+    def _log_failure(self, trajectory: Trajectory, kind: str, given_up: bool, now: float) -> None:
         while self._logged_at and now - self._logged_at[0] > EVENTS_S:
             self._logged_at.popleft()
         if len(self._logged_at) >= EVENTS:
@@ -81,10 +81,10 @@ class Attempts:
         self._log(
             "trajectory_failed",
             trajectory=trajectory.episode,
-            task=failure.task,
-            prompt=failure.prompt,
-            failure=failure.kind,
-            error=failure.error[:ERROR_CHARS],
+            task=trajectory.task,
+            prompt=trajectory.named,
+            failure=kind,
+            error=trajectory.error[:ERROR_CHARS],
             given_up=given_up,
             unsaid=self._unsaid,
         )

@@ -15,12 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from msgspec.structs import replace
-
 from libra_hpc.config.node_groups import env_ranks
 from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.scheduling.env_seats import HostSeats, seat
-from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.env import (
     CloseEpisode,
@@ -129,7 +126,7 @@ class Environments:
             self._ask(trajectory, TruncateEpisode(trajectory.episode))
             return
         room = self._max_model_len - trajectory.context_tokens
-        turn = StepEpisode(trajectory.episode, pack_i32(trajectory.turn), room, trajectory.turns[-1].versions)
+        turn = StepEpisode(trajectory.episode, trajectory.turn, room, trajectory.turns[-1].versions)
         self._ask(trajectory, turn)
 
     def _ask(self, trajectory: Trajectory, message: OpenEpisode | StepEpisode | TruncateEpisode) -> None:
@@ -189,9 +186,7 @@ class Environments:
                 if replay is not None:
                     self._continue_replay(trajectory, replay, replay.opened(message))
                     return
-                trajectory.prompt_id = message.prompt_id
-                trajectory.add_environment(message.tokens)
-                trajectory.prompt_tokens = trajectory.context_tokens
+                trajectory.open(message.prompt_id, message.tokens)
                 if trajectory.room(self._max_model_len) > 0 and trajectory.prompt_tokens > 0:
                     self._leader.turn_wanted(trajectory)
                 else:
@@ -268,7 +263,7 @@ class Environments:
             trajectory.reward = message.reward
             self._leader.finish(trajectory)
             return
-        trajectory.turns[-1] = replace(trajectory.turns[-1], reward=message.reward)
+        trajectory.change_turn(reward=message.reward)
         before = 0 if message.new_sample else trajectory.context_tokens
         room = TOKEN_BYTES * (self._max_model_len - before)
         trajectory.add_environment(message.tokens[:room], message.new_sample)

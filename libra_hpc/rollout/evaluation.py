@@ -99,8 +99,7 @@ class Evaluations:
             while one.left and busy + len(begun) < ROOM * capacity:
                 prompt, sample = divmod(one.begun, one.part.samples)
                 one.begun += 1
-                begun.append(Trajectory(evaluation_index(one.place, prompt), sample, 0))
-                begun[-1].evaluation = one.part.name
+                begun.append(Trajectory(index=evaluation_index(one.place, prompt), sample=sample, task=one.part.name))
         return begun
 
     def finished(self, trajectory: Trajectory, now: float) -> None:
@@ -143,7 +142,7 @@ def result_line(one: OpenEvaluation, seconds: float) -> dict[str, Any]:
             "solved": f"{part.solved or REWARD} >= {part.solved_at:g}",
             "pass_at": pass_at(solved(part, one.done)),
             "turns": sum(len(t.turns) for t in one.done) / len(one.done),
-            "gen_tokens": sum(t.attained for t in one.done),
+            "gen_tokens": sum(t.generated for t in one.done),
             "versions": [min(versions), max(versions)],
             "info": {name: mean_and_std([t.info[name] for t in one.done if name in t.info])[0] for name in names},
         }

@@ -28,14 +28,6 @@ Key = tuple[int, int]
 """(index of the prompt, sample)"""
 
 
-class Failure(NamedTuple):
-    kind: str
-    """``raised`` | ``timeout`` | ``reward`` | ``answer`` | ``engine`` | ``logprobs``"""
-    task: str
-    prompt: str
-    error: str
-
-
 class AdmissionChange(NamedTuple):
     """A decision for the whole run, with its reason as a sentence."""
 
@@ -63,10 +55,13 @@ class FailureBook:
         self._probe_at = self._delay_s = self._paused_at = self._paused_s = self._counted_at = 0.0
         self._over = False
 
-    def failed(self, key: Key, failure: Failure, now: float) -> float | None:
-        """Record a failure; seconds until the next attempt of this trajectory, None when it is given up."""
-        count, _ = self._kinds.get(failure.kind, (0, ""))
-        self._kinds[failure.kind] = (count + 1, failure.error[:TEXT_CHARS])
+    def failed(self, key: Key, kind: str, error: str, now: float) -> float | None:
+        """Record a failure; seconds until the next attempt of this trajectory, None when it is given up.
+
+        ``kind``: ``raised`` | ``timeout`` | ``reward`` | ``answer`` | ``engine`` | ``logprobs``
+        """
+        count, _ = self._kinds.get(kind, (0, ""))
+        self._kinds[kind] = (count + 1, error[:TEXT_CHARS])
         self._prompts[key[0]] = now
         if key == self.probe:
             self.probe, self._delay_s = None, min(LONGEST_S, 2.0 * self._delay_s)

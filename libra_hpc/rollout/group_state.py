@@ -50,7 +50,7 @@ class GroupState:
     def counted(self, rules: LengthRules) -> list[tuple[Trajectory, float]]:
         """The trajectories that count, by sample, with their rewards as the advantages see them."""
         self.done.sort(key=lambda t: t.sample)
-        shaped = [rules.shaped(t.reward, max(t.sample_tokens), t.info.get(TRUNCATED) == 1.0) for t in self.done]
+        shaped = [rules.shaped(t.reward, t.context, t.info.get(TRUNCATED) == 1.0) for t in self.done]
         return [(t, reward) for t, reward in zip(self.done, shaped, strict=True) if reward is not None]
 
     def to_group(self, advantage: Advantage, rules: LengthRules = ANY_LENGTH, refill: Refill = NO_REFILL) -> Group:
@@ -91,8 +91,8 @@ def batch_stats(
     """
     trajectories = [t for group in groups for t in group.done]
     reward, reward_std = mean_and_std([t.reward for t in trajectories])
-    staleness = [trainer_version - t.first_version for t in trajectories]
-    generated = [t.attained for t in trajectories]
+    staleness = [trainer_version - t.oldest for t in trajectories]
+    generated = [t.generated for t in trajectories]
     return {
         "reward": reward,
         "reward_std": reward_std,
@@ -106,12 +106,12 @@ def batch_stats(
         "gen_tokens_p95": quantile(generated, 0.95),
         **_of_turns(trajectories),
         **_of_guests(trajectories, of_guests),
-        "context_p50": quantile([max(t.sample_tokens) for t in trajectories], 0.5),
+        "context_p50": quantile([t.context for t in trajectories], 0.5),
         "failed": sum(group.failed for group in groups),
         "retried": sum(group.retried for group in groups),
         # Replaced groups are taken to be as long.
         "rollout_s": sum(generated) * (1 + replaced / len(groups)) * busy_per_token_s / max(1, engines),
-        **_own_numbers([t for t in trajectories if t.part not in parts]),
+        **_own_numbers([t for t in trajectories if t.task not in parts]),
         **_of_parts(trajectories, parts),
     }
 
@@ -120,12 +120,12 @@ def _of_parts(trajectories: Sequence[Trajectory], parts: Sequence[str]) -> dict[
     """Numbers of each task of a mixture over its own trajectories; a batch without any has none of them."""
     found: dict[str, float] = {}
     for part in parts:
-        own = [t for t in trajectories if t.part == part]
+        own = [t for t in trajectories if t.task == part]
         if own:
             numbers = {
                 "reward": sum(t.reward for t in own) / len(own),
                 "turns": sum(len(t.turns) for t in own) / len(own),
-                "gen_tokens": sum(t.attained for t in own) / len(own),
+                "gen_tokens": sum(t.generated for t in own) / len(own),
                 "trajectories": float(len(own)),
                 **_own_numbers(own),
             }

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from libra_hpc.protocol.agents import Length, OpenGroup
+from libra_hpc.protocol.plan import GroupFact, TrajectoryFact
 
 from .trajectory import Trajectory
 
 
-def length_of(trajectory: Trajectory) -> Length:
+def length_of(trajectory: Trajectory) -> TrajectoryFact:
     """Tokens, turns and tool seconds of a finished trajectory."""
-    tools = sum(turn.tool_s for turn in trajectory.turns)
-    return (
-        trajectory.attained,
-        len(trajectory.tokens),
-        len(trajectory.turns),
-        tools,
-        trajectory.index,
-        trajectory.prompt_tokens,
+    return TrajectoryFact(
+        index=-1,
+        at=trajectory.finished_at,
+        generated=trajectory.generated,
+        context=trajectory.all_tokens,
+        turns=len(trajectory.turns),
+        tool_s=sum(turn.tool_s for turn in trajectory.turns),
+        group=trajectory.index,
+        prompt=trajectory.prompt_tokens,
     )
 
 
-def open_groups(episodes: Iterable[Trajectory], now: float, decode_s: float) -> tuple[OpenGroup, ...]:
+def open_groups(episodes: Iterable[Trajectory], now: float, decode_s: float) -> tuple[GroupFact, ...]:
     """Groups with open trajectories, by index; a group without a known prompt is left out.
 
     Engines answer whole turns. A turn sent ``s`` seconds ago counts as s / ``decode_s`` tokens, at most its limit.
@@ -36,11 +37,11 @@ def open_groups(episodes: Iterable[Trajectory], now: float, decode_s: float) -> 
         prompt = max(t.prompt_tokens for t in members)
         if prompt:
             running = [t for t in members if t.sent_at > 0.0]
-            generated = sum(t.attained + _turn(t, now, decode_s) for t in running)
+            generated = sum(t.generated + _turn(t, now, decode_s) for t in running)
             found.append(
-                OpenGroup(
+                GroupFact(
                     index=index,
-                    prompt_tokens=prompt,
+                    prompt=prompt,
                     waiting=len(members) - len(running),
                     running=len(running),
                     generated=generated,
@@ -52,4 +53,4 @@ def open_groups(episodes: Iterable[Trajectory], now: float, decode_s: float) -> 
 def _turn(trajectory: Trajectory, now: float, decode_s: float) -> int:
     if trajectory.place != "engine" or decode_s <= 0.0:
         return 0
-    return min(trajectory.max_tokens - len(trajectory.turn), int((now - trajectory.sent_at) / decode_s))
+    return min(trajectory.max_tokens - trajectory.turns[-1].gen_tokens, int((now - trajectory.sent_at) / decode_s))

@@ -68,7 +68,7 @@ class PromptOrder:
 
     def _start(self, index: int) -> GroupState:
         recovered = self._recovered.pop(index, ())
-        version = min((trajectory.first_version for trajectory in recovered), default=self.gate.version)
+        version = min((trajectory.oldest for trajectory in recovered), default=self.gate.version)
         if recovered and not self.gate.fits(version):
             # It waited too long for ``max_open``, or the staleness bound has changed.
             self._log("experience_refused", index=index, trajectories=len(recovered))

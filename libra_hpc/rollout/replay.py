@@ -22,33 +22,33 @@ class TurnReplay:
         self._turns = len(past.turns) - 1
         """Turns to replay: each has an answer in the record."""
         self._turn = 0
-        self._begin, self._at = 0, past.prompt_tokens
-        """Positions of the next turn's sample, and of the turn, in the trajectory's tokens."""
+        self._begin, self._at = 0, TOKEN_BYTES * past.prompt_tokens
+        """Positions of the next turn's sample, and of the turn, in the trajectory's tokens; bytes."""
 
     def opened(self, message: EpisodeOpened) -> bool:
         """Whether the new episode begins as the record does."""
         past = self._past
-        return message.prompt_id == past.prompt_id and message.tokens == past.tokens[: past.prompt_tokens].tobytes()
+        return message.prompt_id == past.prompt_id and message.tokens == past.tokens[: self._at]
 
     def next(self) -> StepEpisode | None:
         """The next turn; None when the replay is complete."""
         if self._turn == self._turns:
             return None
         turn = self._past.turns[self._turn]
-        end = self._at + turn.gen_tokens
-        tokens = self._past.tokens[self._at : end].tobytes()
-        return StepEpisode(self._past.episode, tokens, self._max_model_len - (end - self._begin), turn.versions)
+        end = self._at + TOKEN_BYTES * turn.gen_tokens
+        room = self._max_model_len - (end - self._begin) // TOKEN_BYTES
+        return StepEpisode(self._past.episode, self._past.tokens[self._at : end], room, turn.versions)
 
     def answered(self, message: EpisodeStepped) -> bool:
         """Whether the turn that `next` gave was answered as in the record."""
         past = self._past
-        start = self._at + past.turns[self._turn].gen_tokens
+        start = self._at + TOKEN_BYTES * past.turns[self._turn].gen_tokens
         self._turn += 1
         following = past.turns[self._turn]
-        self._at = start + following.new_tokens
+        self._at = start + TOKEN_BYTES * following.new_tokens
         if following.new_sample:
             self._begin = start
         clipped = past.truncated and self._turn == len(past.turns) - 1
-        tokens = message.tokens[: TOKEN_BYTES * (self._at - start)] if clipped else message.tokens
-        same = tokens == past.tokens[start : self._at].tobytes() and message.new_sample == following.new_sample
+        tokens = message.tokens[: self._at - start] if clipped else message.tokens
+        same = tokens == past.tokens[start : self._at] and message.new_sample == following.new_sample
         return same and not message.done

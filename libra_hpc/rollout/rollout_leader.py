@@ -21,19 +21,19 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.learning.advantages import LengthRules, Refill, advantage_named
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.staleness import StalenessGate
-from libra_hpc.protocol.agents import Batch, Fatal, Group, GroupDone, Length, RolloutReport
+from libra_hpc.protocol.agents import Batch, Fatal, Group, GroupDone, RolloutReport
 from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.protocol.env import EVALUATIONS, HostReady
+from libra_hpc.protocol.plan import TrajectoryFact
 
 from .attempts import ERROR_CHARS, Attempts
 from .environments import Environments
 from .evaluation import Evaluations
-from .failures import Failure, FailureBook
+from .failures import FailureBook
 from .group_state import batch_stats
 from .open_groups import length_of, open_groups
 from .prompt_order import PromptOrder
-from .run_lines import TrajectoryEnd
 from .surroundings import Surroundings
 from .trajectory import Trajectory
 from .turn_router import TurnRouter
@@ -57,9 +57,10 @@ class RolloutLeader:
         self._rules = LengthRules(algorithm.truncated, algorithm.overlong_soft, rollout.max_model_len)
         self._refill = Refill(algorithm.refill_batches * algorithm.prompts_per_step if algorithm.refill else 0)
         self._parts = [one.name for one in config.task.train]
+        self._task = "" if self._parts else config.task.name
         self.evaluations = Evaluations(config.task.eval, config.run.steps, surroundings.evaluated)
         self._scheduled = False
-        self._lengths: list[Length] = []
+        self._lengths: list[TrajectoryFact] = []
 
     @property
     def resubmitted(self) -> int:
@@ -113,7 +114,7 @@ class RolloutLeader:
         most = self._attempts.evaluate(len(self._trained_episodes()), now)
         for group in self._order.admit(most):
             for sample in group.missing:
-                trajectory = group.begun.get(sample) or Trajectory(group.index, sample, 0)
+                trajectory = group.begun.get(sample) or Trajectory(index=group.index, sample=sample, task=self._task)
                 trajectory.admitted = group.version
                 if most is None:
                     self._begin(trajectory, now)
@@ -128,7 +129,7 @@ class RolloutLeader:
                 self._begin(trajectory, now)
 
     def _begin(self, trajectory: Trajectory, now: float) -> None:
-        trajectory.started_at = trajectory.ready_at = now
+        trajectory.started_at, trajectory.ready_at = time.time(), now
         self._environments.open(trajectory)
 
     def progress(self, index: int) -> float:
@@ -163,11 +164,11 @@ class RolloutLeader:
 
     def unfinished(self) -> list[Trajectory]:
         """Open trajectories with generated tokens: the next start of all ranks can go on with them."""
-        return [trajectory for trajectory in self._trained_episodes() if trajectory.attained]
+        return [trajectory for trajectory in self._trained_episodes() if trajectory.generated]
 
     def _trained_episodes(self) -> list[Trajectory]:
         """Open trajectories but those of evaluations."""
-        return [t for t in self._environments.episodes.values() if not t.evaluation]
+        return [t for t in self._environments.episodes.values() if t.index < EVALUATIONS]
 
     # --- trajectories
 
@@ -196,7 +197,7 @@ class RolloutLeader:
 
     def failed(self, trajectory: Trajectory, kind: str, error: str) -> None:
         """End a failed attempt: try again later, or leave the trajectory out, or give up the whole prompt."""
-        now, order, index = self._clock(), self._order, trajectory.index
+        now, order = self._clock(), self._order
         assert order is not None
         trajectory.error = error
         self._environments.close(trajectory)
@@ -208,24 +209,23 @@ class RolloutLeader:
             self.evaluations.failed(trajectory, now)
             return
         self._around.failed(trajectory)
-        prompt = trajectory.prompt_id or f"number {index} of the data order"
-        if self._attempts.failed(trajectory, Failure(kind, self._config.task.name, prompt, error), now):
-            order.groups[index].retried += 1
-        elif not order.close(index, failed=True):
+        if self._attempts.failed(trajectory, kind, now):
+            order.groups[trajectory.index].retried += 1
+        elif not order.close(trajectory.index, failed=True):
             self._log(
                 "prompt_given_up",
-                index=index,
-                prompt=prompt,
+                index=trajectory.index,
+                prompt=trajectory.named,
                 reason=f"All its trajectories failed, the last one with: {error}",
             )
 
     def finish(self, trajectory: Trajectory) -> None:
         """Take a trajectory whose episode is over into its group."""
-        if not trajectory.attained:
+        if not trajectory.generated:
             self.failed(trajectory, "engine", "No token was generated.")
             return
         self._environments.drop(trajectory)
-        trajectory.place = "done"
+        trajectory.place, trajectory.finished_at = "done", time.time()
         now = self._clock()
         if trajectory.evaluation:
             self._turns.finished(trajectory, now)
@@ -235,7 +235,7 @@ class RolloutLeader:
         self._attempts.book.succeeded((trajectory.index, trajectory.sample), trajectory.stepped_at)
         self._turns.finished(trajectory, now)
         self._lengths.append(length_of(trajectory))
-        self._around.ended(TrajectoryEnd(trajectory, time.time(), now - trajectory.started_at))
+        self._around.ended(trajectory)
         assert self._order is not None
         self._order.groups[trajectory.index].done.append(trajectory)
         self._order.close(trajectory.index)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from libra_hpc.protocol.agents import Group, MeshMessage
 from libra_hpc.protocol.env import ToHost
 
-from .run_lines import Routed, TrajectoryEnd
+from .run_lines import Routed
 from .trajectory import Trajectory
 
 
@@ -23,7 +23,7 @@ class Surroundings(Protocol):
     def to_host(self, host: int, message: ToHost) -> None:
         """Send to an environment host."""
 
-    def ended(self, end: TrajectoryEnd) -> None:
+    def ended(self, trajectory: Trajectory) -> None:
         """Record a finished trajectory."""
 
     def failed(self, trajectory: Trajectory) -> None:

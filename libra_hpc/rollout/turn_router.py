@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
-from libra_hpc.policies.scheduling.protocol import Policy, TurnView
+from libra_hpc.policies.scheduling.protocol import Finished, Policy, TurnView
 from libra_hpc.process.progress import TURN
 from libra_hpc.protocol.agents import Turns, TurnsDrained
 from libra_hpc.protocol.engine import Abort, Generate, Generated
@@ -49,8 +49,7 @@ class TurnRouter:
         surroundings: Surroundings,
         leader: TrajectoryListener,
     ) -> None:
-        self._mixed = bool(config.task.train)
-        self._task, self._rollout, self._episodes = config.task.name, config.rollout, episodes
+        self._rollout, self._episodes = config.rollout, episodes
         self._around, self._leader, self._clock = surroundings, leader, surroundings.clock
         board = Board(config.rollout.max_inflight)
         self.engines = EngineRegistry(board, config.deadlines, self._clock)
@@ -60,7 +59,7 @@ class TurnRouter:
         self.resubmitted = 0
         """Turns and trajectories that had to be sent or sampled again since the start."""
         self.recomputed = self.evicted = 0
-        """Totals of `ServedTurn.recomputed` and `ServedTurn.evicted` since the start."""
+        """Totals of `TurnRecord.recomputed` and `TurnRecord.evicted` since the start."""
 
     @property
     def waiting(self) -> int:
@@ -80,11 +79,7 @@ class TurnRouter:
         self._leader.schedule_pass()
 
     def _view(self, trajectory: Trajectory) -> TurnView:
-        return trajectory.view(self._named(trajectory), self._rollout.max_model_len)
-
-    def _named(self, trajectory: Trajectory) -> str:
-        """The task of a trajectory, for the policy."""
-        return trajectory.evaluation or (trajectory.part if self._mixed else self._task)
+        return trajectory.view(self._rollout.max_model_len)
 
     def dispatch(self) -> None:
         """Send the turns that the policy gives an engine, in one message per node."""
@@ -96,7 +91,7 @@ class TurnRouter:
             rid = f"{trajectory.episode}:{self._serial}"
             request = Generate(
                 rid=rid,
-                prompt=trajectory.context.tobytes(),
+                prompt=trajectory.context_ids,
                 max_tokens=trajectory.room(self._rollout.max_model_len),
                 temperature=self._rollout.temperature,
                 stop_ids=trajectory.stop_ids,
@@ -138,7 +133,7 @@ class TurnRouter:
         self._queue.drop(trajectory.episode, trajectory.prompt_id, now)
 
     def finished(self, trajectory: Trajectory, now: float) -> None:
-        self._queue.finished(trajectory.finished(self._named(trajectory)), now)
+        self._queue.finished(Finished.of(trajectory, trajectory.episode), now)
 
     # --- answers in
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from libra_hpc.policies.scheduling.protocol import Finished, TurnView
 from libra_hpc.protocol.env import Signal
 from libra_hpc.protocol.trace import TrajectoryRecord, payload_of, signals_of
@@ -19,7 +21,6 @@ class SimulatedTrajectory:
 
     __slots__ = (
         "asked_at",
-        "at_signal",
         "attained",
         "context",
         "engine",
@@ -53,7 +54,6 @@ class SimulatedTrajectory:
         self.turn = self.attained = self.partial = self.sample = 0
         self.context = self.spec.prompt_tokens + self.spec.turns[0].new_tokens
         self.signals: tuple[Signal, ...] = ()
-        self.at_signal: tuple[int, ...] = ()
         self.engine = ""
         self.high = min(self.high, self.context)
 
@@ -98,9 +98,8 @@ class SimulatedTrajectory:
         self.turn += 1
         last = self.turn == len(turns)
         if turn.tool is not None:
-            found = signals_of(turn, 0 if last else payload_of(turns[self.turn]))
+            found = signals_of(turn, payload_of(None if last else turns[self.turn]))
             self.signals = (*self.signals, *found)
-            self.at_signal = (*self.at_signal, *[self.attained] * len(found))
         if not last:
             if turns[self.turn].new_sample:
                 self.sample += 1
@@ -114,19 +113,7 @@ class SimulatedTrajectory:
         return self.turn == len(self.spec.turns)
 
     def finished(self, task: str) -> Finished:
-        spec = self.spec
-        return Finished(
-            trajectory=self.name,
-            prompt_id=spec.prompt_id,
-            sample=spec.sample,
-            task=task,
-            generated_tokens=self.attained,
-            turns=len(spec.turns),
-            at_signal=self.at_signal,
-            signals=self.signals,
-            version=self.version,
-            context_tokens=spec.context,
-        )
+        return replace(Finished.of(self.spec, self.name, task), version=self.version)
 
 
 class SentTurn:

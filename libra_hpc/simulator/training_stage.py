@@ -104,7 +104,7 @@ class TrainingStage:
         if self._gate is not None:
             self._gate.finish(group)
             while names := self._gate.batch():
-                tokens = sum(trajectory.spec.tokens for name in names for trajectory in self._groups[name])
+                tokens = sum(trajectory.spec.all_tokens for name in names for trajectory in self._groups[name])
                 step = len(self.steps) + len(self._waiting) + 1
                 self._batch = names
                 generated = sum(trajectory.attained for name in names for trajectory in self._groups[name])
@@ -134,7 +134,7 @@ class TrainingStage:
     def _left_s(self, seconds: float, now: float) -> float:
         """Return the seconds out of a whole batch's ``seconds`` that are left once its last group is complete."""
         free, size = 0.0, self._portions
-        groups = [(self._closed[name], sum(one.spec.tokens for one in self._groups[name])) for name in self._batch]
+        groups = [(self._closed[name], sum(one.spec.all_tokens for one in self._groups[name])) for name in self._batch]
         portions = [tuple(zip(*groups[at : at + size], strict=True)) for at in range(0, len(groups), size)]
         for complete, tokens in sorted((max(times), sum(counts)) for times, counts in portions):
             free = max(free, complete) + seconds * tokens / sum(count for _, count in groups)

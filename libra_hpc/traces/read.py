@@ -68,8 +68,7 @@ def _checked(line: bytes) -> TrajectoryRecord:
 
 
 def encode(trajectories: Iterable[TrajectoryRecord]) -> bytes:
-    lines = ({**msgspec.structs.asdict(one), "turns": [turn.line() for turn in one.turns]} for one in trajectories)
-    return b"".join(_encoder.encode(line) + b"\n" for line in lines)
+    return b"".join(_encoder.encode(one) + b"\n" for one in trajectories)
 
 
 def write_trace(path: Path, trajectories: Iterable[TrajectoryRecord]) -> None:

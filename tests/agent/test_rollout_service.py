@@ -13,13 +13,13 @@ import pytest
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.agent.hosting.storage import Storage
 from libra_hpc.config.run import RunConfig
-from libra_hpc.facts import series
 from libra_hpc.facts.journal import Journal, LineLog
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol.agents import Log
 from libra_hpc.protocol.layout import ResumePoint
+from libra_hpc.protocol.trace import recorded
 from libra_hpc.rollout.recovery.history import history
 from libra_hpc.rollout.recovery.recovered import Recovered
 from libra_hpc.rollout.trajectory import Trajectory
@@ -94,7 +94,7 @@ def trace(index: int, sample: int, reward: float = 0.0) -> dict[str, Any]:
 def recovered(*done: tuple[int, int]) -> Recovered:
     found: dict[int, list[Trajectory]] = {}
     for index, sample in done:
-        found.setdefault(index, []).append(Trajectory(index, sample, 0))
+        found.setdefault(index, []).append(Trajectory(index=index, sample=sample))
         found[index][-1].place = "done"
     return Recovered(found, {})
 
@@ -127,7 +127,7 @@ def test_what_a_start_does_not_go_on_with_is_left_out_by_every_reader(tmp_path: 
     asyncio.run(starts(ResumePoint(2, "c", 3, (3,)), recovered()))
     log.write_all([trace(4, 0, 0.9)])
     live = [(0, 0, 0.1), (0, 1, 0.0), (2, 0, 0.0), (3, 0, 0.0), (1, 0, 0.5), (2, 1, 0.5), (4, 0, 0.9)]
-    assert [(line["index"], line["sample"], line["reward"]) for line in series.trajectories(run)] == live
+    assert [(one.index, one.sample, one.reward) for one in recorded(run.trajectories)] == live
     assert [
         (int(one.prompt_id[1:]), one.sample, one.reward)
         for one in read_trace(run.trajectories, skip_bad=True).trajectories

@@ -19,7 +19,7 @@ MEAN = advantage_named("group_mean")
 def _group(rewards: list[float]) -> GroupState:
     group = GroupState(7, len(rewards))
     for sample, reward in enumerate(rewards):
-        trajectory = Trajectory(7, sample, 0)
+        trajectory = Trajectory(index=7, sample=sample, task="toy")
         trajectory.prompt_id, trajectory.prompt_tokens, trajectory.reward = "toy-7", 2, reward
         trajectory.add_environment(bytes(8))
         answer = generated("", [1, 2, 3], finish="stop", versions=((3, 3),))
@@ -30,7 +30,7 @@ def _group(rewards: list[float]) -> GroupState:
 
 def test_the_worst_and_the_best_of_a_step(submitted: RunDir, cli: Cli) -> None:
     group = _group([0.5, -1.0, 2.0])
-    writer = TranscriptWriter(submitted.transcripts, "toy", 10**6)
+    writer = TranscriptWriter(submitted.transcripts, 10**6)
     for step in (4, 9):
         writer.write(step, group.done, [group.to_group(MEAN)])
     shown = cli("show", "--worst", "1", "--best", "1").out
@@ -45,11 +45,11 @@ def test_the_worst_and_the_best_of_a_step(submitted: RunDir, cli: Cli) -> None:
 
 
 def test_an_evaluation_and_what_failed(submitted: RunDir, cli: Cli) -> None:
-    group, writer = _group([0.5, -1.0]), TranscriptWriter(submitted.transcripts, "toy", 10**6)
+    group, writer = _group([0.5, -1.0]), TranscriptWriter(submitted.transcripts, 10**6)
     group.done[1].error = "ValueError: no"
     writer.write(4, group.done, [])
     for trajectory in group.done:
-        trajectory.evaluation, trajectory.reward = "held", 0.25
+        trajectory.task, trajectory.reward = "held", 0.25
     writer.write(2, group.done, [], "held")
     shown = cli("show")
     assert "== step 4, toy-7, sample 0: reward 0.5, " in shown.out
@@ -62,7 +62,7 @@ def test_an_evaluation_and_what_failed(submitted: RunDir, cli: Cli) -> None:
 
 def test_a_file_that_was_cut_off_is_shown_to_its_last_whole_trajectory(submitted: RunDir, cli: Cli) -> None:
     group = _group([0.5, -1.0, 2.0])
-    TranscriptWriter(submitted.transcripts, "toy", 10**6).write(4, group.done, [group.to_group(MEAN)])
+    TranscriptWriter(submitted.transcripts, 10**6).write(4, group.done, [group.to_group(MEAN)])
     (path,) = submitted.transcripts.iterdir()
     path.write_bytes(path.read_bytes()[:-9])
     shown = cli("show", "--best", "1")
@@ -74,7 +74,7 @@ def test_a_file_that_was_cut_off_is_shown_to_its_last_whole_trajectory(submitted
 def test_mistakes_are_one_sentence(submitted: RunDir, cli: Cli) -> None:
     assert "has no transcripts" in one_line(cli("show"))
     group = _group([0.0])
-    TranscriptWriter(submitted.transcripts, "toy", 10**6).write(4, group.done, [group.to_group(MEAN)])
+    TranscriptWriter(submitted.transcripts, 10**6).write(4, group.done, [group.to_group(MEAN)])
     assert "--step = 5: no transcripts of it; valid: 4 to 4." in one_line(cli("show", "--step", "5"))
     assert "--prompt = 'toy-8': the step has no such prompt; valid: toy-7" in one_line(cli("show", "--prompt", "toy-8"))
     assert "--task = 'top': the step has no such task; valid: toy" in one_line(cli("show", "--task", "top"))

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.protocol.trace import recorded
 from tests.example_files import KEYCHAIN_TASK
 
 BATCH = 4
@@ -195,5 +195,5 @@ def trained_once(run: RunDir, steps: int) -> None:
 
 def sampled_once(run: RunDir) -> None:
     """No trajectory that had finished was run again by a later start."""
-    lines = [(line["index"], line["sample"]) for line in series.trajectories(run)]
+    lines = [(one.index, one.sample) for one in recorded(run.trajectories)]
     assert len(set(lines)) == len(lines)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.facts import series
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.protocol.joining import is_guest
+from libra_hpc.protocol.trace import recorded
 from tests.annexes.lend.served import Lent, wait
 
 from .runs import ENGINE_MARKS, Case
@@ -95,7 +95,7 @@ def test_a_run_borrows_a_vllm_server_whose_users_get_the_same_answers(
     lines = list(read_lines(run.metrics))
     assert max(line["staleness_max"] for line in lines) == 0
     assert max(line["logprob_gap"] for line in lines if line["lent_tokens"]) < 1e-3
-    said = [turn["engine"] for one in series.trajectories(run) for turn in one["turns"]]
+    said = [turn.engine for one in recorded(run.trajectories) for turn in one.turns]
     assert any(is_guest(int(engine[1:].partition(".")[0])) for engine in said)
     applied = [event["version"] for event in case.events("weights_applied") if is_guest(event["rank"])]
     assert len(applied) > 1, "it took new weights while it served"

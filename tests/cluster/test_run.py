@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.annexes.devcluster.cluster import ClusterInfo
-from libra_hpc.facts import series
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.process.agent_folders import kept_folder
+from libra_hpc.protocol.trace import recorded
 from libra_hpc.rollout.records import transcripts
 from libra_hpc.state.store import states
 from tests.example_files import KEYCHAIN_TASK
@@ -78,7 +78,7 @@ def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy:
     assert all((line["task"], line["failed"]) == ("held", 0) and line["gen_tokens"] > 0 for line in evaluated)
     assert "-- policy (" in case.cli("show", str(run.path), "--best", "1").stdout
     again = case.events("job_started")[1]["t"]
-    finished = [line for line in series.trajectories(run) if line["finished_at"] < again and line["index"] in untrained]
+    finished = [one for one in recorded(run.trajectories) if one.finished_at < again and one.index in untrained]
     kept = case.events("experience_kept")
     assert sum(event["trajectories"] for event in kept) == len(finished)
     assert not any(event["dropped"] for event in kept)
@@ -230,9 +230,9 @@ def test_an_operator_lays_the_ranks_out_anew_inside_the_job(cluster: ClusterInfo
     # The first batch was rolled out by the weights it is trained on: what TP-2 engines and TP-2 trainers say of it is
     # the same.
     assert rows[done["step"]]["logprob_gap"] < 1e-3
-    later = [record for record in series.trajectories(run) if record["finished_at"] > started[1]["t"]]
-    assert {turn["engine"] for record in later for turn in record["turns"]} == {"r3.0"}
-    assert min(version for record in later for version, _ in record["versions"]) == done["step"], (
+    later = [record for record in recorded(run.trajectories) if record.finished_at > started[1]["t"]]
+    assert {turn.engine for record in later for turn in record.turns} == {"r3.0"}
+    assert min(version for record in later for version, _ in record.versions) == done["step"], (
         "open trajectories are begun anew"
     )
 

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from libra_hpc.coordinator.observations import Observations
 from libra_hpc.facts.columns import COLUMNS
-from libra_hpc.protocol.agents import EngineVersion, OpenGroup, RolloutReport
-from libra_hpc.protocol.plan import GroupFact
+from libra_hpc.protocol.agents import EngineVersion, RolloutReport
+from libra_hpc.protocol.plan import GroupFact, TrajectoryFact
 
 
 def report(busy_s: float, generated: int) -> RolloutReport:
@@ -46,7 +46,11 @@ def test_lenders_that_flap_are_not_counted_on() -> None:
 def test_the_planner_sees_prompts_and_groups_under_way() -> None:
     seen = Observations()
     seen.on_rollout(
-        replace(report(0.0, 0), lengths=((90, 140, 2, 0.5, 7, 50),), open_groups=(OpenGroup(8, 60, 1, 3, 200),)),
+        replace(
+            report(0.0, 0),
+            lengths=(TrajectoryFact(-1, 0.0, 90, 140, 2, 0.5, 7, 50),),
+            open_groups=(GroupFact(8, 60, 1, 3, 200),),
+        ),
         (3,),
         10.0,
     )

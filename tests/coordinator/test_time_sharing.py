@@ -17,6 +17,7 @@ from libra_hpc.policies.pool import states
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import Layout, ResumePoint
+from libra_hpc.protocol.plan import GroupFact
 from tests.policies.pool.layout_orders import AwaitMembers, DrainTurns, RestCore, StandbyEngine, StartEngine, all_orders
 
 CONFIG = validate({"algorithm": {"eta": 0, "prompts_per_step": 4}, "planner": {"switch_cost_s": 2.0}})
@@ -54,7 +55,7 @@ class Scene:
         report = wire.RolloutReport(
             joint_version=self.step,
             outstanding_groups=0 if composed > self.step else 4,
-            open_groups=(wire.OpenGroup(0, 9, 0, left, 9),) if left else (),
+            open_groups=(GroupFact(0, 9, 0, left, 9),) if left else (),
             composed=composed,
             running=tuple((int(rank[1:]), turns) for rank, turns in running.items()),
         )

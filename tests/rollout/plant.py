@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from libra_hpc.config.job import Component, EnvComponent
 from libra_hpc.config.learn import EvalPart
 from libra_hpc.config.run import RunConfig
@@ -29,8 +31,9 @@ from libra_hpc.protocol.env import (
     StepEpisode,
     TruncateEpisode,
 )
+from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.rollout.rollout_leader import RolloutLeader
-from libra_hpc.rollout.run_lines import TrajectoryEnd, decision_line, trace_line
+from libra_hpc.rollout.run_lines import decision_line
 from libra_hpc.rollout.trajectory import Trajectory
 
 STOP = 9
@@ -131,7 +134,7 @@ class Plant:
         self.batches: list[Batch] = []
         self.sent: list[Any] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.lines: list[dict[str, Any]] = []
+        self.lines: list[TrajectoryRecord] = []
         self.evaluated: list[dict[str, Any]] = []
         self.failed: list[Trajectory] = []
         self.of_evaluations: list[Trajectory] = []
@@ -195,9 +198,9 @@ class Plant:
         self.evaluated.append(line)
         self.of_evaluations += trajectories
 
-    def on_ended(self, ended: TrajectoryEnd) -> None:
-        self.lines.append(trace_line(ended))
-        self.ended.append(ended.trajectory)
+    def on_ended(self, trajectory: Trajectory) -> None:
+        self.lines.append(msgspec.json.decode(msgspec.json.encode(trajectory.numbers), type=TrajectoryRecord))
+        self.ended.append(trajectory)
 
     def send(self, rank: int, message: Any) -> None:
         assert wire.mesh.decode(wire.mesh.encode(message)) == message, "it survives the way there"

@@ -11,9 +11,11 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.columns import COLUMNS, UPDATED
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.policies.learning.advantages import LengthRules, advantage_named
-from libra_hpc.protocol.agents import EngineVersion, OpenGroup, StepReport, TrainReport
+from libra_hpc.protocol.agents import EngineVersion, StepReport, TrainReport
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generated
+from libra_hpc.protocol.plan import GroupFact, TrajectoryFact
+from libra_hpc.protocol.trace import TurnRecord
 from libra_hpc.rollout.group_state import GroupState, batch_stats
 from libra_hpc.rollout.open_groups import length_of, open_groups
 from libra_hpc.rollout.trajectory import Trajectory
@@ -25,10 +27,10 @@ MEAN = advantage_named("group_mean")
 
 
 def finished(index: int, sample: int, info: dict[str, float]) -> Trajectory:
-    trajectory = Trajectory(index, sample, 0)
+    trajectory = Trajectory(index=index, sample=sample)
     trajectory.add_environment(pack_i32([1, 2]))
     trajectory.add_generated(generated("", [7], finish="stop"), "e0")
-    trajectory.place, trajectory.info, trajectory.first_version = "done", info, 0
+    trajectory.place, trajectory.info = "done", info
     return trajectory
 
 
@@ -54,7 +56,7 @@ def test_a_mixture_has_numbers_of_each_task_over_its_own_trajectories() -> None:
     groups = [GroupState(index, 2, [finished(index, sample, {}) for sample in (0, 1)]) for index in (0, 1)]
     for group, part in zip(groups, ("easy", "hard"), strict=True):
         for trajectory in group.done:
-            trajectory.prompt_id, trajectory.info = f"{part}/7", {"solved": float(part == "easy")}
+            trajectory.task, trajectory.info = part, {"solved": float(part == "easy")}
             trajectory.reward = 1.0 if part == "easy" else float(trajectory.sample)
     stats = batch_stats(groups, 0, parts=["easy", "hard", "absent"])
     assert stats["reward"] == 0.75
@@ -86,7 +88,7 @@ def answer(cached: int, version: int = 0) -> Generated:
 
 
 def test_tokens_computed_again_are_counted_and_evictions_apart_from_moves_and_new_weights() -> None:
-    trajectory = Trajectory(0, 0, 0)
+    trajectory = Trajectory(index=0, sample=0)
     trajectory.add_environment(pack_i32([1] * 40))
     trajectory.add_generated(answer(0), "e0", 16)
     # 49 of the 50 tokens were computed: three whole blocks can be found again.
@@ -97,13 +99,13 @@ def test_tokens_computed_again_are_counted_and_evictions_apart_from_moves_and_ne
         trajectory.add_generated(answer(cached, version), engine, 16)
         counted.append((trajectory.turns[-1].recomputed, trajectory.turns[-1].evicted))
     assert counted == [(0, 0), (32, 32), (80, 0), (80, 0)]
-    trajectory.place, trajectory.first_version = "done", 0
+    trajectory.place = "done"
     stats = batch_stats([GroupState(0, 1, [trajectory])], 0)
     assert (stats["recomputed_tokens"], stats["evicted_tokens"]) == (192, 32)
 
 
 def test_an_interrupted_turn_that_goes_on_elsewhere_is_a_move() -> None:
-    trajectory = Trajectory(0, 0, 0)
+    trajectory = Trajectory(index=0, sample=0)
     trajectory.add_environment(pack_i32([1] * 40))
     trajectory.add_generated(answer(0), "e0", 16)
     trajectory.add_generated(answer(0), "e1", 16)
@@ -132,23 +134,23 @@ async def test_a_line_has_every_column(tmp_path: Path) -> None:
     assert report.metrics.items() <= line.items()
 
 
-def _trajectory(index: int, sample: int, prompt: int = 50) -> Trajectory:
-    trajectory = Trajectory(index=index, sample=sample, attempt=0, host=0, now=1.0)
-    trajectory.prompt_tokens, trajectory.max_tokens = prompt, 100
+def _trajectory(index: int, sample: int, prompt: int = 50, generated: int = 0) -> Trajectory:
+    trajectory = Trajectory(index=index, sample=sample)
+    trajectory.prompt_tokens, trajectory.max_tokens, trajectory.turns = prompt, 100, (TurnRecord(0, generated),)
     return trajectory
 
 
 def test_groups_count_waiting_and_running_trajectories_and_tokens_so_far() -> None:
     tool, engine, waiting, unknown = (
-        _trajectory(4, 0),
-        _trajectory(4, 1),
+        _trajectory(4, 0, generated=30),
+        _trajectory(4, 1, generated=10),
         _trajectory(4, 2),
         _trajectory(7, 0, prompt=0),
     )
-    tool.sent_at, tool.attained = 5.0, 30
-    engine.sent_at, engine.attained, engine.place = 8.0, 10, "engine"
+    tool.sent_at = 5.0
+    engine.sent_at, engine.place = 8.0, "engine"
     assert open_groups([waiting, unknown, engine, tool], 10.0, 0.1) == (
-        OpenGroup(index=4, prompt_tokens=50, waiting=1, running=2, generated=30 + 10 + 20),
+        GroupFact(index=4, prompt=50, waiting=1, running=2, generated=30 + 10 + 20),
     )
 
 
@@ -160,4 +162,4 @@ def test_a_turn_never_counts_more_tokens_than_its_limit() -> None:
 
 
 def test_the_length_of_a_trajectory_has_its_prompt_and_index() -> None:
-    assert length_of(_trajectory(3, 1)) == (0, 0, 0, 0, 3, 50)
+    assert length_of(_trajectory(3, 1)) == TrajectoryFact(-1, 0.0, 0, 50, 1, 0.0, group=3, prompt=50)

@@ -150,8 +150,8 @@ async def test_a_running_turn_is_moved_and_its_record_is_complete() -> None:
     assert unpack_i32(sample.tokens) == [1, 2, index, 7, 8, STOP]
     assert sample.logprobs == pack_f32([0, 0, 0, -1, -2, -3])
     assert list(sample.loss_mask) == [0, 0, 0, 1, 1, 1]
-    line = next(line for line in plant.lines if (line["index"], line["sample"]) == (index, number))
-    assert (line["versions"], line["turns"][0]["gen_tokens"]) == ([(0, 2), (1, 1)], 3)
+    line = next(line for line in plant.lines if (line.index, line.sample) == (index, number))
+    assert (line.versions, line.turns[0].gen_tokens) == ([(0, 1), (0, 1), (1, 1)], 3)
     first, second = [d for d in plant.decisions if d["trajectory"] == episode]
     assert first["engine"] == "e0"
     assert [second[name] for name in ("engine", "from", "turn", "reason")] == ["e1", "e0", 0, "moved"]

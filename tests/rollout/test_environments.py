@@ -45,8 +45,8 @@ async def test_episodes_of_a_lost_host_are_replayed_in_the_next_one() -> None:
     await plant.batch()
     assert sorted(plant.finished) == ["0.0.0", "0.1.0", "1.0.0", "1.1.0"], "none is sampled again"
     assert plant.batches[0].groups == plain.batches[0].groups
-    assert [(line["index"], line["sample"], len(line["turns"])) for line in sorted(plant.lines, key=str)] == [
-        (line["index"], line["sample"], len(line["turns"])) for line in sorted(plain.lines, key=str)
+    assert [(line.index, line.sample, len(line.turns)) for line in sorted(plant.lines, key=str)] == [
+        (line.index, line.sample, len(line.turns)) for line in sorted(plain.lines, key=str)
     ]
     assert len(plant.decisions) == len(plain.decisions) == 12, "no turn is generated twice"
     assert not plant.events

@@ -10,6 +10,7 @@ import pytest
 
 from libra_hpc.config.learn import EvalPart
 from libra_hpc.protocol.env import EVALUATIONS, OpenEpisode, evaluation_index
+from libra_hpc.protocol.trace import TurnRecord
 from libra_hpc.rollout.evaluation import ROOM, Evaluations, OpenEvaluation, pass_at, result_line
 from libra_hpc.rollout.trajectory import Trajectory
 
@@ -128,7 +129,7 @@ async def test_what_is_solved_is_a_part_of_the_reward_that_the_user_names(
 def test_rewards_beyond_0_and_1_have_no_pass_at_k_but_of_what_the_user_names() -> None:
     for name, found in (("", {}), ("reward", {"1": 1.0})):
         one = OpenEvaluation(0, msgspec.structs.replace(AIME, solved=name), 0, 0.0)
-        trajectory = Trajectory(evaluation_index(0, 0), 0, 0)
-        trajectory.reward, trajectory.versions = 2.0, [(0, 1)]
+        trajectory = Trajectory(index=evaluation_index(0, 0), sample=0, reward=2.0)
+        trajectory.turns = (TurnRecord(0, 1, versions=((0, 1),)),)
         one.done.append(trajectory)
         assert result_line(one, 1.0)["pass_at"] == found

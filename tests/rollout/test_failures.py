@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_hpc.rollout.attempts import Attempts
-from libra_hpc.rollout.failures import AGAIN, LONGEST_S, TRIES, AdmissionChange, Failure, FailureBook
+from libra_hpc.rollout.failures import AGAIN, LONGEST_S, TRIES, AdmissionChange, FailureBook
 from libra_hpc.rollout.trajectory import Trajectory
 
-
-def why(error: str = "KeyError: 'x'", kind: str = "raised") -> Failure:
-    return Failure(kind, "toy", "p", error)
+WHY = ("raised", "KeyError: 'x'")
 
 
 def fail(book: FailureBook, prompts: range, now: float = 0.0, samples: int = 2) -> None:
@@ -22,7 +20,7 @@ def fail(book: FailureBook, prompts: range, now: float = 0.0, samples: int = 2) 
     for index in prompts:
         for sample in range(samples):
             for _ in range(AGAIN):
-                book.failed((index, sample), why(), now)
+                book.failed((index, sample), *WHY, now)
 
 
 def paused(patience_s: float = 600.0) -> FailureBook:
@@ -42,14 +40,14 @@ def decided(decision: AdmissionChange | None, action: str) -> AdmissionChange:
 def test_a_trajectory_is_given_up_sooner_where_the_failures_are_its_own(proof: bool, alone: bool, tries: int) -> None:
     book = FailureBook(0.2, 600.0)
     if not alone:
-        book.failed((1, 0), why(), 0.0)
-    delays = [book.failed((0, 0), why(), 0.0)]
+        book.failed((1, 0), *WHY, 0.0)
+    delays = [book.failed((0, 0), *WHY, 0.0)]
     if proof:
         book.succeeded((1, 0), 1.0)
     while delays[-1] is not None:
-        delays.append(book.failed((0, 0), why(), 2.0))
+        delays.append(book.failed((0, 0), *WHY, 2.0))
     assert delays == [min(LONGEST_S, 2.0**count) for count in range(tries - 1)] + [None]
-    assert book.failed((0, 0), why(), 3.0) == 1.0
+    assert book.failed((0, 0), *WHY, 3.0) == 1.0
 
 
 def test_a_success_after_the_failures_takes_their_word_away_and_one_sent_before_does_not() -> None:
@@ -80,7 +78,7 @@ def test_a_share_of_the_open_trajectories_pauses_but_for_one_prompt(
 
 def test_prompts_that_are_given_up_one_after_another_are_not_alone() -> None:
     book = FailureBook(0.2, 600.0)
-    assert [book.failed((0, 0), why(), 0.0) for _ in range(TRIES)][-1] is None
+    assert [book.failed((0, 0), *WHY, 0.0) for _ in range(TRIES)][-1] is None
     fail(book, range(1, 2))
     decided(book.evaluate(0, 2, 0.0), "pause")
 
@@ -97,12 +95,12 @@ def test_probes_come_one_at_a_time_and_ever_later_and_nothing_is_given_up() -> N
     book, now, began = paused(1e9), 0.0, []
     while len(began) < 9:
         now += 1.0
-        assert book.failed((1, 0), why(), now) is not None
+        assert book.failed((1, 0), *WHY, now) is not None
         if book.may_probe(now):
             began.append(now)
             book.probe = (0, 0)
             assert not book.may_probe(now + 1000.0)
-            assert book.failed((0, 0), why(), now) is not None
+            assert book.failed((0, 0), *WHY, now) is not None
     assert [b - a for a, b in pairwise(began)] == [2.0, 4.0, 8.0, 16.0, 32.0, LONGEST_S, LONGEST_S, LONGEST_S]
 
 
@@ -115,14 +113,14 @@ def test_a_success_of_what_was_sent_in_the_pause_resumes(sent_at: float, resumes
     if decision is not None:
         assert decision == AdmissionChange("resume", "An attempt succeeded after a pause of 9 s.")
         assert book.evaluate(8, 8, 10.0) is None
-        assert book.failed((0, 0), why(), 11.0) is None, "its own fault, as the success has shown"
+        assert book.failed((0, 0), *WHY, 11.0) is None, "its own fault, as the success has shown"
 
 
 def test_patience_waits_for_the_probe_and_for_something_to_try_and_ends_the_run_once() -> None:
     book = paused(10.0)
     book.probe = (0, 0)
     assert book.evaluate(0, 1, 12.0) is None, "an attempt is on its way"
-    book.failed((0, 0), why(), 12.0)
+    book.failed((0, 0), *WHY, 12.0)
     assert book.evaluate(0, 0, 12.0) is None, "nothing is left to try: the trainers have the next move"
     decision = decided(book.evaluate(0, 1, 12.0), "fail")
     assert "Admission was paused for 12 s ([task] failed_patience_s = 10)." in decision.reason
@@ -141,7 +139,7 @@ def test_the_run_does_not_end_while_attempts_advance_and_probes_do_not_count_as_
         now += 55.0
         book.advanced((60, 0))
         book.evaluate(1, 7, now)
-    book.failed((60, 0), why(), now)
+    book.failed((60, 0), *WHY, now)
     decided(book.evaluate(0, 7, now), "fail")
 
 
@@ -157,8 +155,8 @@ def test_time_in_which_no_probe_could_run_is_not_patience() -> None:
 def test_counts_are_by_kind_with_the_last_error() -> None:
     book = FailureBook(0.2, 600.0)
     for number in range(1000):
-        book.failed((number, 0), why(f"error {number}"), 0.0)
-    book.failed((0, 1), why("late", "timeout"), 0.0)
+        book.failed((number, 0), "raised", f"error {number}", 0.0)
+    book.failed((0, 1), "timeout", "late", 0.0)
     assert book.counts == (("raised", 1000, "error 999"), ("timeout", 1, "late"))
 
 
@@ -173,7 +171,7 @@ def test_no_history_breaks_the_book(history: list[tuple[bool, int, int]]) -> Non
         if well:
             book.succeeded((index, sample), now)
         else:
-            delay = book.failed((index, sample), why(), now)
+            delay = book.failed((index, sample), *WHY, now)
             assert delay is None or 1.0 <= delay <= LONGEST_S
         decision = book.evaluate(123, 1, now)
         over = over or (decision is not None and decision.action == "fail")
@@ -187,18 +185,20 @@ def test_probes_are_of_fresh_prompts_first_and_events_are_few() -> None:
     )
     for attempt in range(2):
         for number in range(15):
-            assert attempts.failed(Trajectory(number // 5, number % 5, attempt), why("long" * 1000), 0.0)
+            one = Trajectory(index=number // 5, sample=number % 5, attempt=attempt)
+            one.error = "long" * 1000
+            assert attempts.failed(one, "raised", 0.0)
     assert attempts.evaluate(0, 0.0) == 0
     assert attempts.evaluate(0, 1000.0) == 1, "a fresh prompt for the first probe"
     now, probed = 1000.0, []
-    attempts.hold(Trajectory(50, 0, 0), now)
+    attempts.hold(Trajectory(index=50, sample=0), now)
     assert attempts.evaluate(0, now) == 0, "one is enough"
     for _ in range(3):
         now += 1000.0
         (probe,) = attempts.begin(now)
         assert attempts.begin(now + 1000.0) == []
         probed.append((probe.index, probe.attempt))
-        attempts.failed(probe, why(), now)
+        attempts.failed(probe, "raised", now)
     assert probed == [(50, 0), (50, 1), (0, 2)]
     assert [kind for kind, _ in events][:21] == ["trajectory_failed"] * 20 + ["admission_paused"]
     assert len(str(events[0][1]["error"])) == 500

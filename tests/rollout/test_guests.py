@@ -7,6 +7,7 @@ import pytest
 from libra_hpc.policies.scheduling.availability import LEAVES_S, Availability
 from libra_hpc.policies.scheduling.board import EngineView
 from libra_hpc.protocol.agents import TurnsDrained
+from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.protocol.joining import FIRST_GUEST
 
@@ -70,7 +71,7 @@ async def test_turns_of_a_guest_that_leaves_go_on_elsewhere_with_what_they_have(
     assert at(plant, GUEST) == 0
     again = {t.episode: t for t in plant.ended}
     for request in running:
-        assert list(again[request.rid.partition(":")[0]].tokens)[3:] == [7, 7, 8, STOP]
+        assert unpack_i32(again[request.rid.partition(":")[0]].tokens)[3:] == [7, 7, 8, STOP]
 
 
 async def test_tokens_and_engines_of_guests_are_counted_apart() -> None:
@@ -110,7 +111,7 @@ async def test_turns_of_an_engine_that_stands_still_go_on_elsewhere_until_it_ste
     ended = {t.episode: t for t in plant.ended}
     for request in running:
         one = ended[request.rid.partition(":")[0]]
-        assert list(one.tokens)[3:] == [7, 7, 8, STOP]
+        assert unpack_i32(one.tokens)[3:] == [7, 7, 8, STOP]
         assert one.turns[-1].engine == OWN
     assert plant.leader.resubmitted == 0, "nothing went wrong"
     plant.leader.on_engine_load(GUEST, paused(3.0, still=False, steps=2))

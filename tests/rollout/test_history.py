@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.facts.journal import LineLog
+from libra_hpc.policies.scheduling.protocol import Finished
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import Signal
 from libra_hpc.rollout.recovery.history import MAX_RECORDS, check_warm_start, history, records
-from libra_hpc.rollout.run_lines import TrajectoryEnd, trace_line
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
 from libra_hpc.traces.read import read_trace
@@ -22,10 +21,9 @@ from tests.rollout.plant import generated
 
 def trajectory_of(turns: int) -> Trajectory:
     """``turns`` turns of 2 tokens under rising weight versions; each but the last calls two tools that add 3 tokens."""
-    trajectory = Trajectory(index=4, sample=1, attempt=0, host=0, now=10.0)
+    trajectory = Trajectory(index=4, sample=1)
     trajectory.prompt_id = "p"
     trajectory.add_environment(pack_i32([1] * 5))
-    trajectory.prompt_tokens = 5
     for number in range(turns):
         trajectory.add_generated(
             generated("r", [7, 8], finish="stop", logprobs=[-1, -2], versions=((number, 2),)), "e0"
@@ -40,12 +38,10 @@ def trajectory_of(turns: int) -> Trajectory:
 def test_a_line_teaches_what_the_trajectory_did(tmp_path: Path) -> None:
     path = tmp_path / "trajectories.jsonl"
     originals = [trajectory_of(turns) for turns in (1, 3)]
-    LineLog(path).write_all(trace_line(TrajectoryEnd(trajectory, 100.0, 5.0)) for trajectory in originals)
+    LineLog(path).write_all(trajectory.numbers for trajectory in originals)
     found = history(path, "", "code")
     for read, original in zip(found, originals, strict=True):
-        assert msgspec.structs.replace(read, trajectory="") == msgspec.structs.replace(
-            original.finished("code"), trajectory=""
-        )
+        assert read == Finished.of(original, read.trajectory, "code")
     assert found[1].version == 2
     assert [signal.tool for signal in found[1].signals] == ["pytest", "grep"] * 2, "the slowest call first"
     assert found[1].at_signal == (2, 2, 4, 4)
@@ -53,24 +49,22 @@ def test_a_line_teaches_what_the_trajectory_did(tmp_path: Path) -> None:
 
 def test_the_replay_of_a_line_gives_the_same_signals(tmp_path: Path) -> None:
     path, original = tmp_path / "trajectories.jsonl", trajectory_of(3)
-    LineLog(path).write_all([trace_line(TrajectoryEnd(original, 100.0, 5.0))])
+    LineLog(path).write_all([original.numbers])
     (read,) = read_trace(path).trajectories
     assert [turn.new_tokens for turn in read.turns] == [0, 3, 3]
-    assert (read.context, read.generated) == (len(original.context), original.attained)
+    assert (read.context, read.generated) == (original.context_tokens, original.generated)
     replayed = SimulatedTrajectory("r", read, "p")
     for _ in read.turns:
         replayed.answered(0, 0)
     assert list(replayed.signals) == original.signals
-    assert list(replayed.at_signal) == original.at_signal
+    assert Finished.of(read, "r").at_signal == Finished.of(original, "r").at_signal
 
 
 def test_another_run_comes_first_and_counts_as_before_version_0(tmp_path: Path) -> None:
     other, own = tmp_path / "other", tmp_path / "trajectories.jsonl"
     other.mkdir()
     for folder, turns in ((other, 3), (tmp_path, 2)):
-        LineLog(folder / "trajectories.jsonl").write_all(
-            [{"foreign": 1}, trace_line(TrajectoryEnd(trajectory_of(turns), 100.0, 5.0))]
-        )
+        LineLog(folder / "trajectories.jsonl").write_all([{"foreign": 1}, trajectory_of(turns).numbers])
     for name in (str(other), str(other / "trajectories.jsonl")):
         assert [(record.turns, record.version) for record in history(own, name, "code")] == [(3, 0), (2, 1)]
     assert [record.turns for record in history(own, "", "code")] == [2]
@@ -102,7 +96,7 @@ def test_missing_and_foreign_files(tmp_path: Path) -> None:
 def test_a_line_is_read_in_full_and_foreign_or_torn_ones_are_skipped(tmp_path: Path) -> None:
     turns = [
         {"new_tokens": 0, "gen_tokens": 30, "tool": "run", "outcome": "error", "tool_s": 2.0, "exit_code": 1},
-        {"new_tokens": 7, "gen_tokens": 20, "tool": None, "outcome": None, "tool_s": 0.0},
+        {"new_tokens": 7, "gen_tokens": 20, "tool": None, "outcome": None, "tool_s": 0.0, "versions": [[5, 20]]},
     ]
     line = {
         "prompt_id": "p",
@@ -129,7 +123,7 @@ def test_a_line_is_read_in_full_and_foreign_or_torn_ones_are_skipped(tmp_path: P
 
 def test_a_file_is_readable_after_a_kill_at_any_byte(tmp_path: Path) -> None:
     path = tmp_path / "trajectories.jsonl"
-    LineLog(path).write_all(trace_line(TrajectoryEnd(trajectory_of(turns), 100.0, 5.0)) for turns in (1, 2, 3))
+    LineLog(path).write_all(trajectory_of(turns).numbers for turns in (1, 2, 3))
     whole = path.read_bytes()
     complete = list(records(path))
     assert [record.turns for record in complete] == [1, 2, 3]

@@ -21,11 +21,12 @@ from libra_hpc.policies.learning.advantages import advantage_named
 from libra_hpc.protocol.agents import Committed
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.env import Signal
+from libra_hpc.protocol.trace import TurnRecord
 from libra_hpc.rollout.group_state import GroupState, batch_stats
 from libra_hpc.rollout.recovery import recovery_log
-from libra_hpc.rollout.recovery.recovered import RecordedStart, Recovered, SavedTrajectory, TrainedPrompts, drop_reason
+from libra_hpc.rollout.recovery.recovered import RecordedStart, Recovered, TrainedPrompts, drop_reason
 from libra_hpc.rollout.recovery.recovery_log import RETRY_S, STARTS, TRIM_S, RecoveryLog, read_segment
-from libra_hpc.rollout.trajectory import Place, ServedTurn, Trajectory
+from libra_hpc.rollout.trajectory import Place, Trajectory
 from tests.rollout.plant import generated
 
 ETA = 2
@@ -33,10 +34,9 @@ ETA = 2
 
 def trajectory_of(index: int, sample: int = 0, versions: Sequence[int] = (0,), fresh: bool = False) -> Trajectory:
     """A turn of two tokens under each version, three of a tool between turns; ``fresh``: the last begins a sample."""
-    trajectory = Trajectory(index=index, sample=sample, attempt=0, host=0, now=10.0)
+    trajectory = Trajectory(index=index, sample=sample)
     trajectory.prompt_id = f"p{index}"
     trajectory.add_environment(pack_i32([1, 2, index]))
-    trajectory.prompt_tokens = 3
     for turn, version in enumerate(versions):
         if turn:
             trajectory.add_environment(pack_i32([9] * 3), fresh and turn == len(versions) - 1)
@@ -133,16 +133,15 @@ def test_an_unfinished_trajectory_comes_back_as_it_was(place: Place, fresh: bool
     assert (group.missing, group.open, len(group.done)) == ((1,), 1, 1)
     back = group.begun[1]
     assert back.place == ("tool" if place == "tool" else "before")
-    assert back.turn == ([7, 1] if place == "tool" else [])
+    assert back.turn == (pack_i32([7, 1]) if place == "tool" else b"")
     for name in (
         "tokens",
-        "begins",
+        "begin",
         "mask",
         "logprobs",
         "turns",
         "versions",
-        "first_version",
-        "attained",
+        "generated",
         "prompt_tokens",
         "prompt_id",
         "episode",
@@ -150,7 +149,7 @@ def test_an_unfinished_trajectory_comes_back_as_it_was(place: Place, fresh: bool
         assert getattr(back, name) == getattr(original, name), name
     assert not back.truncated
     if place != "tool" and not fresh:
-        assert (back.signals, back.at_signal) == (original.signals, original.at_signal)
+        assert back.signals == original.signals
 
 
 def test_only_what_is_missing_of_a_group_is_to_be_run(run: Run) -> None:
@@ -177,7 +176,7 @@ def test_what_counts(record: Trajectory, number: int, reason: str) -> None:
     starts = [RecordedStart(0, "same"), RecordedStart(3, "same"), RecordedStart(4, "other"), RecordedStart(5, "same")]
     if number == 1:
         starts[2] = RecordedStart(5, "other")
-    assert drop_reason(SavedTrajectory.of(record), number, starts, position=at(5, 1, 7), eta=ETA) == reason
+    assert drop_reason(record, number, starts, position=at(5, 1, 7), eta=ETA) == reason
 
 
 def test_weights_of_a_step_that_was_gone_back_on_never_count_again(run: Run) -> None:
@@ -217,21 +216,21 @@ def test_dropped_records_are_counted_and_their_files_removed(run: Run, segment_b
 def test_a_torn_frame_costs_itself_and_a_damaged_one_what_follows_it(run: Run) -> None:
     run.segment_bytes = recovery_log.SEGMENT_BYTES
     run.start()
-    run.add(*(trajectory_of(index) for index in range(4)))
+    run.add(*(trajectory_of(index) for index in range(1, 5)))
     (path,) = run.segments
     whole = path.read_bytes()
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
         found, good = read_segment(path)
         assert ([record.index for record in found], good) == (
-            list(range(4 * cut // len(whole))),
+            list(range(1, 1 + 4 * cut // len(whole))),
             cut % (len(whole) // 4) == 0,
         )
     damaged = bytearray(whole)
     damaged[len(whole) // 2 + 30] ^= 1
     path.write_bytes(damaged)
     recovered = run.start()
-    assert (samples_of(recovered), recovered.dropped) == ([(0, 0), (1, 0)], {"damaged": 1})
+    assert (samples_of(recovered), recovered.dropped) == ([(1, 0), (2, 0)], {"damaged": 1})
 
 
 @given(st.binary(max_size=200), st.booleans())
@@ -259,22 +258,17 @@ def test_a_list_of_starts_nested_without_end_is_none(run: Run) -> None:
 
 def test_a_record_that_contradicts_itself_is_damaged(run: Run) -> None:
     run.start()
-    record = SavedTrajectory.of(trajectory_of(0))
-    turns = [(ServedTurn(0, 1),), (ServedTurn(3, 2),), (ServedTurn(0, 4), ServedTurn(0, -2)), ()]
+    record = trajectory_of(0)
+    turns = [
+        tuple(TurnRecord(new, count, versions=((0, told),)) for new, count, told in counts)
+        for counts in (((0, 1, 1),), ((3, 2, 2),), ((0, 4, 4), (0, -2, -2)), ((0, 2, 1),), ())
+    ]
     not_finite = (
         {"reward": float("nan")},
         {"info": {"a": float("inf")}},
         {"logprobs": pack_f32([0.0, 0.0, 0.0, -1.0, float("nan")])},
     )
-    wrongs = (
-        *not_finite,
-        {"mask": b"\1"},
-        {"logprobs": b""},
-        {"versions": ()},
-        {"versions": ((0, 1),)},
-        {"prompt_tokens": 2},
-        *({"turns": wrong} for wrong in turns),
-    )
+    wrongs = (*not_finite, {"logprobs": b""}, {"prompt_tokens": 2}, *({"turns": wrong} for wrong in turns))
     for wrong in wrongs:
         (run.folder / "00000-000001.frames").write_bytes(recovery_log.frame(msgspec.structs.replace(record, **wrong)))
         assert read_segment(run.folder / "00000-000001.frames") == ([], False)

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from libra_hpc.protocol.agents import Batch, Group, GroupDone
-from libra_hpc.rollout.recovery.recovered import RecordedStart, SavedTrajectory, TrainedPrompts, drop_reason, gather
+from libra_hpc.rollout.recovery.recovered import RecordedStart, TrainedPrompts, drop_reason, gather, records
+from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.state.data_order import DataOrder
 from tests.rollout.plant import Plant
 
@@ -72,7 +73,7 @@ async def test_over_restarts_each_prompt_is_trained_or_replaced_once_within_the_
     pick = random.Random(seed)
     eta, steps = seed % 3, 9
     equal = {index for index in range(200) if pick.random() < 0.4}
-    starts, found, batches = [RecordedStart(0, "same")], list[tuple[int, SavedTrajectory]](), dict[int, Batch]()
+    starts, found, batches = [RecordedStart(0, "same")], list[tuple[int, Trajectory]](), dict[int, Batch]()
     step = again = 0
     while step < steps:
         order = DataOrder()
@@ -103,7 +104,7 @@ async def test_over_restarts_each_prompt_is_trained_or_replaced_once_within_the_
             if index in equal and index not in refused and len(members) == 2:
                 again += all(member.place == "done" for member in members)
                 assert not any(f"{index}.{m.sample}.0" in plant.steps_of for m in members if m.place == "done")
-        found += [(len(starts) - 1, SavedTrajectory.of(trajectory)) for trajectory in plant.ended]
+        found += [(len(starts) - 1, records.decode(records.encode(trajectory))) for trajectory in plant.ended]
         step = max(begun, step - pick.randrange(2)) if step < steps else step
         starts.append(RecordedStart(step, "same"))
     counted = [index for batch in batches.values() for index in (*trained(batch), *batch.given_up)]

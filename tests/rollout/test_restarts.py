@@ -7,7 +7,7 @@ from collections import Counter
 
 from libra_hpc.protocol.agents import Batch
 from libra_hpc.protocol.codec import unpack_i32
-from libra_hpc.rollout.recovery.recovered import RecordedStart, SavedTrajectory, TrainedPrompts, drop_reason, gather
+from libra_hpc.rollout.recovery.recovered import RecordedStart, TrainedPrompts, drop_reason, gather, records
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.state.data_order import DataOrder
 from tests.rollout.plant import Plant
@@ -28,7 +28,7 @@ async def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest(
     for seed in range(12):
         pick = random.Random(seed)
         eta, in_order, fresh, steps = seed % 3, seed % 2 == 1, seed // 4, 9
-        starts, found, batches = [RecordedStart(0, "same")], list[tuple[int, SavedTrajectory]](), dict[int, Batch]()
+        starts, found, batches = [RecordedStart(0, "same")], list[tuple[int, Trajectory]](), dict[int, Batch]()
         step = 0
         while step < steps:
             trained = DataOrder()
@@ -39,9 +39,7 @@ async def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest(
             recovered = gather(
                 (record, drop_reason(record, start, starts, position=position, eta=eta)) for start, record in found
             )
-            begun_before = {
-                t: t.tokens.tobytes() for members in recovered.groups.values() for t in members if t.place != "done"
-            }
+            begun_before = {t: t.tokens for members in recovered.groups.values() for t in members if t.place != "done"}
             plant = Plant(eta=eta, steps=steps, in_order=in_order, turns=3 if fresh else 2, fresh=fresh)
             plant.start(trained.low, tuple(trained.extra), step, recovered.groups)
             begun, last = step, min(steps, step + pick.randrange(1, 4))
@@ -69,13 +67,15 @@ async def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest(
                         continue
                     assert f"{index}.{member.sample}.0" not in plant.steps_of, "it is not sampled again"
                     if index in groups:
-                        assert groups[index][f"{index}.{member.sample}"] == member.tokens.tobytes()
+                        assert groups[index][f"{index}.{member.sample}"] == member.tokens
                     total["recovered"] += 1
             assert not plant.kinds("experience_refused")
-            assert len({(line["index"], line["sample"]) for line in plant.lines}) == len(plant.lines)
+            assert len({(line.index, line.sample) for line in plant.lines}) == len(plant.lines)
             # A start may end with or without notice.
             unfinished = plant.leader.unfinished() if pick.random() < 0.7 else []
-            found += [(number, SavedTrajectory.of(trajectory)) for trajectory in (*plant.ended, *unfinished)]
+            found += [
+                (number, records.decode(records.encode(trajectory))) for trajectory in (*plant.ended, *unfinished)
+            ]
             step = max(begun, step - pick.randrange(2)) if step < steps else step
             starts.append(RecordedStart(step, "same"))
         assert sorted(group.index for batch in batches.values() for group in batch.groups) == list(range(2 * steps))

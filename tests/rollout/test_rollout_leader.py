@@ -57,17 +57,14 @@ async def test_samples_carry_masks_logprobs_and_normalised_advantages() -> None:
     assert list(good.loss_mask) == [0, 0, 0, 1, 1, 1, 0, 1, 1, 1]
     assert good.logprobs == pack_f32([0, 0, 0, -1, -2, -3, 0, -1, -2, -3])
     assert good.advantage == -bad.advantage > 0.99
-    line = next(line for line in plant.lines if line["index"] == group.index and line["sample"] == 0)
-    assert line["prompt_tokens"] == 3
-    assert [(t["new_tokens"], t["gen_tokens"], t["tool"], t["outcome"]) for t in line["turns"]] == [
+    line = next(line for line in plant.lines if line.index == group.index and line.sample == 0)
+    assert line.prompt_tokens == 3
+    assert [(t.new_tokens, t.gen_tokens, t.tool, t.outcome) for t in line.turns] == [
         (0, 3, "tool", "ok"),
         (1, 3, "tool", "ok"),
     ]
-    assert [(t["exit_code"], t.get("passed", "absent"), "failed" in t) for t in line["turns"]] == [
-        (1, 3, False),
-        (1, "absent", False),
-    ]
-    assert line["started_at"] <= line["finished_at"]
+    assert [(t.exit_code, t.passed, t.failed) for t in line.turns] == [(1, 3, None), (1, None, None)]
+    assert line.started_at <= line.finished_at
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -161,7 +158,7 @@ async def test_a_context_that_would_outgrow_the_engines_ends_by_length() -> None
     stats = (await plant.batch()).stats
     assert (stats["truncated"], stats["reward"]) == (1.0, 0.0)
     assert all(len(unpack_i32(sample.tokens)) <= 20 for sample in plant.samples())
-    assert [line["clipped"] for line in plant.lines] == [1] * 4
+    assert [line.clipped for line in plant.lines] == [1] * 4
 
 
 async def test_the_task_gives_reward_and_numbers_of_a_truncated_trajectory() -> None:
@@ -169,8 +166,8 @@ async def test_the_task_gives_reward_and_numbers_of_a_truncated_trajectory() -> 
     plant.truncated_reward, plant.truncated_info = 0.5, {"solved": 0.25}
     stats = (await plant.batch()).stats
     assert (stats["truncated"], stats["reward"], stats["solved"]) == (1.0, 0.5, 0.25)
-    assert [line["info"] for line in plant.lines] == [{"solved": 0.25, "truncated": 1.0}] * 4
-    assert len(plant.lines[0]["turns"]) == len(plant.ended[0].signals) + 1, "the end of the context is no tool call"
+    assert [line.info for line in plant.lines] == [{"solved": 0.25, "truncated": 1.0}] * 4
+    assert len(plant.lines[0].turns) == len(plant.ended[0].signals) + 1, "the end of the context is no tool call"
 
 
 async def test_a_truncated_trajectory_whose_host_dies_is_replayed_and_asked_again() -> None:
@@ -211,9 +208,9 @@ async def test_an_answer_too_long_for_the_context_is_clipped_and_its_tokens_coun
     plant.serve(1)
     plant.end_step(plant.take_step(), [5] * 1_600_000, done=False, reward=0.0, info={"seen": 2.0})
     batch = await plant.batch()
-    (line,) = [line for line in plant.lines if line["clipped"]]
-    assert (line["clipped"], line["turns"][-1]["new_tokens"]) == (1_600_000 - 34, 34)
-    assert (line["info"], line["reward"]) == ({"seen": 2.0, "truncated": 1.0}, 0.0)
+    (line,) = [line for line in plant.lines if line.clipped]
+    assert (line.clipped, line.turns[-1].new_tokens) == (1_600_000 - 34, 34)
+    assert (line.info, line.reward) == ({"seen": 2.0, "truncated": 1.0}, 0.0)
     assert batch.stats["truncated"] == 0.25
     assert max(len(sample.tokens) for sample in plant.samples()) == 4 * 40
 
@@ -244,9 +241,9 @@ async def test_no_context_ever_exceeds_the_longest_one_whatever_the_environment_
             plant.now += 1.0
             plant.leader.report()
             every = (*plant.leader._environments.episodes.values(), *plant.ended)
-            assert all(max(t.sample_tokens) <= longest for t in every)
+            assert all(t.context <= longest for t in every)
         assert plant.batches
-        clipped += sum(line["clipped"] > 0 for line in plant.lines)
+        clipped += sum(line.clipped > 0 for line in plant.lines)
         assert {e["failure"] for e in plant.kinds("trajectory_failed")} <= {"answer"}
         assert all("rollout.max_model_len = " in e["error"] for e in plant.kinds("trajectory_failed"))
     assert clipped > 10

@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 from array import array
 
-import msgspec
 import pytest
 import torch
 
 from libra_hpc.policies.learning.advantages import LengthRules, Refill, advantage_named
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.env import StepEpisode
-from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.rollout.group_state import GroupState
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.trainer.model.packing import decode, pack
@@ -45,9 +43,9 @@ async def test_a_trajectory_of_three_samples_is_one_reward_three_sequences_and_o
         advantages = [sample.advantage for sample in group.samples]
         assert advantages == [advantages[0]] * 3 + [-advantages[0]] * 3
         assert advantages[0] > 0.9
-    record = msgspec.convert(plant.lines[0], TrajectoryRecord, strict=False)
-    assert (record.context, record.tokens) == (11, 10 + 11 + 7)
-    assert [turn.get("new_sample", False) for turn in plant.lines[0]["turns"]] == [False, False, True, False, True]
+    record = plant.lines[0]
+    assert (record.context, record.all_tokens) == (11, 10 + 11 + 7)
+    assert [turn.new_sample for turn in plant.lines[0].turns] == [False, False, True, False, True]
 
 
 async def test_the_turn_after_sees_the_new_context_alone_and_its_room() -> None:
@@ -66,7 +64,7 @@ async def test_the_turn_after_sees_the_new_context_alone_and_its_room() -> None:
 def test_a_sample_that_shares_little_with_the_one_before_is_bound_to_no_engine(
     shared: int, engine: str, computed: int
 ) -> None:
-    trajectory = Trajectory(0, 0, 0)
+    trajectory = Trajectory(index=0, sample=0)
     trajectory.add_environment(pack_i32(range(60)))
     trajectory.add_generated(generated("", [7] * 3, finish="stop"), "e1")
     trajectory.engine = "e1"
@@ -111,8 +109,8 @@ async def test_a_new_sample_without_room_for_a_turn_truncates_the_trajectory_and
     plant.serve(1)
     plant.end_step(plant.take_step(), [5] * 90, done=False, new_sample=True)
     batch = await plant.batch()
-    (line,) = [line for line in plant.lines if line["clipped"]]
-    assert (line["clipped"], line["reward"], line["info"]) == (50, 3.0, {"truncated": 1.0})
+    (line,) = [line for line in plant.lines if line.clipped]
+    assert (line.clipped, line.reward, line.info) == (50, 3.0, {"truncated": 1.0})
     assert batch.stats["samples_per_trajectory"] == 1.25
     assert sorted(sample.uid.rpartition(".")[2] for sample in plant.samples()) == ["0"] * 4
 
@@ -120,7 +118,7 @@ async def test_a_new_sample_without_room_for_a_turn_truncates_the_trajectory_and
 def test_the_longest_sample_counts_for_the_length_of_a_trajectory() -> None:
     done = []
     for sample in range(2):
-        trajectory = Trajectory(0, sample, 0)
+        trajectory = Trajectory(index=0, sample=sample)
         for count in (10, 90 if sample else 10, 10):
             trajectory.add_environment(pack_i32([1] * count), new_sample=bool(trajectory.turns))
             trajectory.add_generated(generated("", [7], finish="stop"), "e0")
@@ -148,7 +146,7 @@ async def test_turns_have_rewards_and_advantages_of_their_own() -> None:
 def test_lengths_teach_nothing_where_refill_finds_equal_rewards() -> None:
     group = GroupState(0, 4)
     for sample, count in enumerate((20, 70, 90, 30)):
-        trajectory = Trajectory(0, sample, 0)
+        trajectory = Trajectory(index=0, sample=sample)
         trajectory.add_environment(pack_i32([1] * count))
         trajectory.add_generated(generated("", [7], finish="stop"), "e0")
         # Wrong, and equal but for rounding.

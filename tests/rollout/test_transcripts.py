@@ -13,6 +13,7 @@ import pytest
 
 from libra_hpc.agent.hosting.transcript_log import TranscriptLog
 from libra_hpc.config.load import validate
+from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.rollout.records import transcripts
 from libra_hpc.rollout.trajectory import Trajectory
 
@@ -31,23 +32,25 @@ async def _trained(steps: int = 1, **options: Any) -> Plant:
 async def test_a_step_has_every_trajectory_with_its_tokens_and_advantage(tmp_path: Path, fresh: int) -> None:
     plant = await _trained(fresh=fresh)
     (step, trajectories, groups), *_ = plant.composed
-    transcripts.TranscriptWriter(tmp_path, "toy", 10**6).write(step, trajectories, groups)
+    transcripts.TranscriptWriter(tmp_path, 10**6).write(step, trajectories, groups)
     records = list(transcripts.read(transcripts.steps(tmp_path)[step]))
     assert [record.uid for record in records] == [f"{t.index}.{t.sample}" for t in trajectories]
     samples = {sample.trajectory: sample for group in groups for sample in group.samples}
     for record, trajectory in zip(records, trajectories, strict=True):
         assert record.advantage == samples[record.uid].advantage
         segments = list(record.segments())
-        assert [token for _, ids in segments for token in ids] == list(trajectory.tokens)
+        assert [token for _, ids in segments for token in ids] == unpack_i32(trajectory.tokens)
         assert [ids for who, ids in segments if who == "new sample"] == [(1, 2, trajectory.index, 6)] * fresh
         policy = [token for who, ids in segments if who == "policy" for token in ids]
-        assert policy == [token for token, own in zip(trajectory.tokens, trajectory.mask, strict=True) if own]
+        assert policy == [
+            token for token, own in zip(unpack_i32(trajectory.tokens), trajectory.mask, strict=True) if own
+        ]
 
 
 async def test_a_damaged_file_is_read_to_its_last_whole_record_and_that_is_told(tmp_path: Path) -> None:
     plant = await _trained()
     step, trajectories, groups = plant.composed[0]
-    transcripts.TranscriptWriter(tmp_path, "toy", 10**6).write(step, trajectories, groups)
+    transcripts.TranscriptWriter(tmp_path, 10**6).write(step, trajectories, groups)
     path = transcripts.steps(tmp_path)[step]
     whole = path.read_bytes()
     records = list(transcripts.read(path))
@@ -76,7 +79,7 @@ WRITES = """
 import pickle, sys
 from pathlib import Path
 from libra_hpc.rollout.records.transcripts import TranscriptWriter
-writer = TranscriptWriter(Path(sys.argv[1]), "toy", 10**9)
+writer = TranscriptWriter(Path(sys.argv[1]), 10**9)
 _, trajectories, groups = pickle.loads(Path(sys.argv[2]).read_bytes())
 for step in range(1, 10**6):
     writer.write(step, trajectories * 50, groups)
@@ -99,7 +102,7 @@ async def test_a_writer_killed_at_any_point_leaves_whole_files_and_the_next_one_
     for path in transcripts.steps(folder).values():
         assert len(list(transcripts.read(path, told.append))) == 50 * len(plant.composed[0][1])
     assert not told
-    transcripts.TranscriptWriter(folder, "toy", 10**9)
+    transcripts.TranscriptWriter(folder, 10**9)
     assert not list(folder.glob(".step-*"))
 
 
@@ -109,7 +112,7 @@ async def test_beyond_the_room_the_oldest_steps_go_and_a_full_disk_costs_no_step
     plant = await _trained(4)
     events: list[tuple[str, Any]] = []
     step, trajectories, groups = plant.composed[0]
-    transcripts.TranscriptWriter(tmp_path / "one", "toy", 10**6).write(step, trajectories, groups)
+    transcripts.TranscriptWriter(tmp_path / "one", 10**6).write(step, trajectories, groups)
     size = transcripts.steps(tmp_path / "one")[step].stat().st_size
     config = validate({"run": {"transcripts_gb": 2.5 * size / 1e9}})
     kept = TranscriptLog(tmp_path / "kept", config, lambda kind, **fields: events.append((kind, fields.get("part"))))
@@ -118,7 +121,7 @@ async def test_beyond_the_room_the_oldest_steps_go_and_a_full_disk_costs_no_step
     await kept.flush()
     assert list(transcripts.steps(tmp_path / "kept")) == [2, 3]
 
-    kept.failed(lost := Trajectory(9, 0, 0))
+    kept.failed(lost := Trajectory(index=9, sample=0))
     lost.error = "ValueError: no"
     kept.end(4)
     kept.add(3, trajectories, (), "held")

@@ -315,7 +315,7 @@ def test_of_a_trajectory_that_restarts_only_the_prompt_was_computed() -> None:
 def test_a_new_sample_is_a_context_of_its_own_and_all_samples_are_trained() -> None:
     turns = (turn(20), turn(5, new=3), msgspec.structs.replace(turn(6, new=10), new_sample=True))
     spec_of = TrajectoryRecord("p", 0, 8, turns)
-    assert (spec_of.context, spec_of.tokens) == (36, 52)
+    assert (spec_of.context, spec_of.all_tokens) == (36, 52)
     run = SimulatedTrajectory("p/0", spec_of, "p")
     run.answered(27, 0)
     run.answered(35, 0)

@@ -61,7 +61,7 @@ def test_what_a_run_writes_is_read_as_it_is(tmp_path: Path) -> None:
     nothing = {"gen_tokens": 0, "tool": None, "outcome": None, "tool_s": 0.0, "engine": "", "versions": []}
     record["turns"].append({"new_tokens": 900, **nothing})
     (one,) = read_trace(write(tmp_path / "trajectories.jsonl", record)).trajectories
-    assert one.turns == (TurnRecord(0, 5, "get", "ok", 1.0), TurnRecord(3, 4))
+    assert one.turns == (TurnRecord(0, 5, "get", "ok", 1.0, engine="r1.0", versions=((0, 5),)), TurnRecord(3, 4))
 
 
 BAD = [
@@ -129,7 +129,7 @@ LONG = TrajectoryRecord("p", 0, 100, CALLS, reward=1.0)
 
 def test_a_trajectory_of_several_samples_survives_its_file_and_each_ends_at_the_limit(tmp_path: Path) -> None:
     two = TrajectoryRecord("p", 0, 100, (*CALLS[:2], TurnRecord(60, 90, new_sample=True)), reward=1.0)
-    assert (two.context, two.tokens) == (220, 370)
+    assert (two.context, two.all_tokens) == (220, 370)
     (tmp_path / "a.jsonl").write_bytes(encode([two]))
     assert b'"new_sample":true' in (tmp_path / "a.jsonl").read_bytes()
     (read,) = read_trace(tmp_path / "a.jsonl").trajectories

@@ -20,7 +20,7 @@ from libra_hpc.host.settings import made_from
 
 END_BYTES = 1 << 20
 """Most bytes of each end of a data file that are compared; it may have gigabytes."""
-RECORDS = 1
+RECORDS = 2
 """Version of the format of records; records of another version do not count."""
 
 

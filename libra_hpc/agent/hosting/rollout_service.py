@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from copy import copy
 from typing import Any
 
 from libra_hpc.errors import error_text
@@ -20,10 +21,10 @@ from libra_hpc.protocol.env import ToHost
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trace import Restart
 from libra_hpc.rollout.recovery.history import history
-from libra_hpc.rollout.recovery.recovered import Recovered, SavedTrajectory, TrainedPrompts
+from libra_hpc.rollout.recovery.recovered import Recovered, TrainedPrompts
 from libra_hpc.rollout.recovery.recovery_log import RecoveryLog
 from libra_hpc.rollout.rollout_leader import RolloutLeader
-from libra_hpc.rollout.run_lines import Routed, TrajectoryEnd, decision_line, trace_line
+from libra_hpc.rollout.run_lines import Routed, decision_line
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.state.attempt import saved_point
 
@@ -44,8 +45,8 @@ def position(point: ResumePoint) -> TrainedPrompts:
     return TrainedPrompts(point.step, point.low, frozenset(point.extra))
 
 
-def line(record: TrajectoryEnd | Restart) -> dict[str, Any]:
-    return record.line() if isinstance(record, Restart) else trace_line(record)
+def line(record: Trajectory | Restart) -> dict[str, Any]:
+    return record.line() if isinstance(record, Restart) else record.numbers
 
 
 class RolloutService:
@@ -55,7 +56,7 @@ class RolloutService:
         """``steps``: of the run, where they are others than the configuration's."""
         self._context = context
         config = context.config
-        self._trajectories: Journal[TrajectoryEnd | Restart] = Journal(context.run.trajectories, line, KEEP_LINES)
+        self._trajectories: Journal[Trajectory | Restart] = Journal(context.run.trajectories, line, KEEP_LINES)
         self._decisions: Journal[Routed] = Journal(context.run.decisions, decision_line, most=DECISIONS_BYTES)
         self._evaluations: Journal[dict[str, Any]] = Journal(context.run.evaluations, dict, KEEP_LINES)
         self._storage = Storage(self._trajectories, self._decisions, context.log)
@@ -63,7 +64,7 @@ class RolloutService:
         self._recovery_log = (
             RecoveryLog(context.run.experience, self._saved, time.monotonic) if config.checkpoint.experience else None
         )
-        self._unwritten: list[Trajectory | SavedTrajectory | wire.Committed] = []
+        self._unwritten: list[Trajectory | wire.Committed] = []
         """For the next write to the recovery log."""
         self._stopping = False
         self._policy = make_policy(config.rollout.policy)
@@ -163,9 +164,9 @@ class RolloutService:
         self._evaluations.add(line)
         self._transcripts.add(line["step"], trajectories, (), line["task"])
 
-    def ended(self, end: TrajectoryEnd) -> None:
-        self._trajectories.add(end)
-        self._unwritten.append(end.trajectory)
+    def ended(self, trajectory: Trajectory) -> None:
+        self._trajectories.add(trajectory)
+        self._unwritten.append(trajectory)
 
     async def _flush(self) -> None:
         new, self._unwritten = self._unwritten, []
@@ -180,7 +181,7 @@ class RolloutService:
             watcher.cancel()
         # Before anything slow, for which whoever ends the job may not wait.  Unfinished trajectories are written as
         # they are now: they may go on meanwhile.
-        self._unwritten += [SavedTrajectory.of(trajectory) for trajectory in self.leader.unfinished()]
+        self._unwritten += map(copy, self.leader.unfinished())
         self._transcripts.end(self.leader.composed + 1)
         await self._flush()
         await self._hosts.stop()

@@ -32,7 +32,7 @@ class TranscriptLog:
         # Simulated engines write no text.
         self._wanted = budget > 0 and config.run.engine == "real"
         # Made by the first write, because it reads the folder.
-        self._writer = cache(partial(TranscriptWriter, folder, "" if config.task.train else config.task.name, budget))
+        self._writer = cache(partial(TranscriptWriter, folder, budget))
         self._waiting: deque[tuple[int, list[Trajectory], tuple[Group, ...], str]] = deque()
         self._failed: deque[Trajectory] = deque(maxlen=MOST_FAILED)
         self._log, self._faults, self._dropped, self._removed = log, StorageFaults(log), 0, False

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from libra_hpc.protocol.env import Signal
+from libra_hpc.protocol.trace import TrajectoryRecord, all_signals
 
 if TYPE_CHECKING:
     from .board import Board
@@ -79,6 +80,23 @@ class Finished(msgspec.Struct, frozen=True):
     version: int
     context_tokens: int = 0
     """Tokens of its longest context."""
+
+    @classmethod
+    def of(cls, one: TrajectoryRecord, trajectory: str, task: str = "") -> Finished:
+        """What a trajectory teaches; ``trajectory``: as its turns named it, ``task``: of one that names none."""
+        signals, at_signal = all_signals(one.turns)
+        return cls(
+            trajectory=trajectory,
+            prompt_id=one.prompt_id,
+            sample=one.sample,
+            task=one.task or task,
+            generated_tokens=one.generated,
+            turns=len(one.turns),
+            at_signal=tuple(at_signal),
+            signals=tuple(signals),
+            version=one.versions[-1][0] if one.versions else 0,
+            context_tokens=one.context,
+        )
 
 
 class Policy(Protocol):

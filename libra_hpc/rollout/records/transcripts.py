@@ -9,6 +9,7 @@ that is trained again replaces its file. Beyond the run's budget the oldest file
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -18,7 +19,7 @@ import zstandard
 
 from libra_hpc.files import write_atomic
 from libra_hpc.protocol.agents import Group
-from libra_hpc.protocol.trace import TurnRecord
+from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.rollout.trajectory import Trajectory
 
 _NAME = re.compile(r"^step-(\d+)(?:-(.*))?\.jsonl\.zst$")
@@ -28,25 +29,19 @@ CHUNK_BYTES = 1 << 14
 """Bytes of one read: what is behind a frame is copied once for each frame of a chunk."""
 
 
-class Transcript(msgspec.Struct, frozen=True):
+class Transcript(TrajectoryRecord, kw_only=True):
     """A trajectory as it was trained, or evaluated, or failed."""
 
     step: int
     uid: str
     """``index.sample``; the trainer's samples have their number besides."""
-    prompt_id: str
-    task: str
-    reward: float
+    sample: int = 0
+    reward: float = 0.0
     advantage: float
-    info: dict[str, float]
-    versions: tuple[tuple[int, int], ...]
-    """(weight version, tokens generated under it), in order."""
-    prompt_tokens: int
-    turns: tuple[TurnRecord, ...]
-    """The tokens are the prompt, then of each turn ``new_tokens`` of the environment and ``gen_tokens``; those of its
-    samples follow one another.
-    """
     tokens: tuple[int, ...]
+    """They are the prompt, then of each turn ``new_tokens`` of the environment and ``gen_tokens``; those of its samples
+    follow one another.
+    """
     error: str = ""
     """Why it failed."""
 
@@ -68,23 +63,6 @@ class Transcript(msgspec.Struct, frozen=True):
             yield "policy", self.tokens[at : at + turn.gen_tokens]
             at += turn.gen_tokens
             tool = f"{turn.tool}, {turn.outcome or 'ok'}, {turn.tool_s:.1f} s" if turn.tool else ""
-
-
-def transcript(step: int, task: str, trajectory: Trajectory, advantage: float) -> Transcript:
-    return Transcript(
-        step=step,
-        uid=f"{trajectory.index}.{trajectory.sample}",
-        prompt_id=trajectory.prompt_id,
-        task=task,
-        reward=trajectory.reward,
-        advantage=advantage,
-        info=trajectory.info,
-        versions=tuple(trajectory.versions),
-        prompt_tokens=trajectory.prompt_tokens,
-        turns=tuple(trajectory.turns),
-        tokens=tuple(trajectory.tokens),
-        error=trajectory.error,
-    )
 
 
 def files(folder: Path) -> dict[tuple[int, str], Path]:
@@ -127,9 +105,8 @@ def _frames(handle: BinaryIO) -> Iterator[bytes]:
 class TranscriptWriter:
     """Writes into ``folder``, at most ``budget`` bytes; the methods may take as long as the file system."""
 
-    def __init__(self, folder: Path, task: str, budget: int) -> None:
-        """``task``: of all trajectories; empty: of each its part of the mixture."""
-        self._folder, self._task, self._budget = folder, task, budget
+    def __init__(self, folder: Path, budget: int) -> None:
+        self._folder, self._budget = folder, budget
         self._sizes = {key: path.stat().st_size for key, path in files(folder).items()}
         for unfinished in folder.glob(".step-*"):  # of a writer that was killed
             unfinished.unlink(missing_ok=True)
@@ -145,8 +122,17 @@ class TranscriptWriter:
         encode = msgspec.json.Encoder().encode
         samples = [sample for group in groups for sample in group.samples]
         advantages = {sample.trajectory: sample.advantage for sample in samples}
-        counted = [(t, advantages.get(f"{t.index}.{t.sample}", 0.0)) for t in trajectories]
-        records = [transcript(step, t.evaluation or self._task or t.part, t, advantage) for t, advantage in counted]
+        records = (
+            Transcript(
+                **t.numbers,
+                step=step,
+                uid=t.uid,
+                advantage=advantages.get(t.uid, 0.0),
+                tokens=tuple(array("i", t.tokens)),
+                error=t.error,
+            )
+            for t in trajectories
+        )
         data = b"".join(compress(encode(record) + b"\n") for record in records)
         self._folder.mkdir(exist_ok=True)
         removed, key = 0, (step, evaluation)

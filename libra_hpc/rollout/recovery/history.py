@@ -14,22 +14,10 @@ import msgspec
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.policies.scheduling.protocol import Finished
-from libra_hpc.protocol.trace import TrajectoryRecord, all_signals, live_lines
+from libra_hpc.protocol.trace import recorded
 
 MAX_RECORDS = 20_000
 """Most trajectories to learn from; older evidence has decayed."""
-
-
-class _Line(TrajectoryRecord, frozen=True):
-    """A line of `trajectories.jsonl`: a trace record and what the run adds."""
-
-    index: int = 0
-    attempt: int = 0
-    task: str = ""
-    versions: tuple[tuple[int, int], ...] = ()
-
-
-_decoder = msgspec.json.Decoder(_Line)
 
 
 def check_warm_start(path: str) -> Path:
@@ -60,37 +48,7 @@ def history(own: Path, warm_start: str, task: str) -> list[Finished]:
 
 
 def records(path: Path, task: str = "") -> Iterator[Finished]:
-    """Trajectories of a ``trajectories.jsonl``; unreadable and superseded lines are skipped, a missing file is empty.
-
-    ``task``: the task of lines that name none.
-    """
-    if not path.exists():
-        return
-    with path.open("rb") as first, path.open("rb") as second:
-        passes = iter((first, second))
-        for _, line in live_lines(lambda: next(passes)):
-            record = _read(line, task)
-            if record is not None:
-                yield record
-
-
-def _read(raw: bytes, task: str) -> Finished | None:
-    try:
-        line = _decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    if not line.turns:
-        return None
-    signals, at = all_signals(line.turns)
-    return Finished(
-        trajectory=f"{line.prompt_id}/{line.index}-{line.sample}-{line.attempt}",
-        prompt_id=line.prompt_id,
-        sample=line.sample,
-        task=line.task or task,
-        generated_tokens=line.generated,
-        turns=len(line.turns),
-        at_signal=tuple(at),
-        signals=tuple(signals),
-        version=line.versions[-1][0] if line.versions else 0,
-        context_tokens=line.context,
-    )
+    """What each trajectory of `recorded` teaches; ``task``: the task of lines that name none."""
+    for one in recorded(path):
+        if one.turns:
+            yield Finished.of(one, f"{one.prompt_id}/{one.index}-{one.sample}-{one.attempt}", task)

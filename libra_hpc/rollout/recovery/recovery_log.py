@@ -5,7 +5,7 @@
 - Every `TRIM_S` -> remove segments whose records no start can need.
 - File cannot be written (full disk) -> remove the whole log, and begin again after `RETRY_S`.
 
-A *segment* is a sequence of frames: length, CRC-32, msgpack of a `recovered.SavedTrajectory`. Reading stops at the
+A *segment* is a sequence of frames: length, CRC-32, msgpack of a `Trajectory`. Reading stops at the
 first damaged frame. Its name begins with the number of its start; no other start writes to it.
 
 A record is needed until the newest checkpoint has its prompt. If its prompt is trained since then, it is needed only
@@ -31,7 +31,7 @@ from libra_hpc.protocol.agents import Committed
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.rollout.trajectory import Trajectory
 
-from .recovered import DAMAGED, RecordedStart, Recovered, SavedTrajectory, TrainedPrompts, drop_reason, gather, records
+from .recovered import DAMAGED, RecordedStart, Recovered, TrainedPrompts, drop_reason, gather, records
 
 SEGMENT_BYTES = 64 << 20
 """Size of a full segment: few files for a large run, one for a small run."""
@@ -44,14 +44,14 @@ _FRAME = struct.Struct("<II")
 """Length and CRC-32 of a frame's value."""
 
 
-def frame(record: SavedTrajectory) -> bytes:
+def frame(record: Trajectory) -> bytes:
     value = records.encode(record)
     return _FRAME.pack(len(value), zlib.crc32(value)) + value
 
 
-def read_segment(path: Path) -> tuple[list[SavedTrajectory], bool]:
+def read_segment(path: Path) -> tuple[list[Trajectory], bool]:
     """Records up to the first damaged frame, and whether there was none."""
-    found: list[SavedTrajectory] = []
+    found: list[Trajectory] = []
     try:
         left = path.stat().st_size
         with path.open("rb") as handle:
@@ -118,7 +118,7 @@ class RecoveryLog:
             self._give_up(error)
             return gather(())
 
-    def _begin(self, digest: str, position: TrainedPrompts, eta: int) -> Iterator[tuple[SavedTrajectory | None, str]]:
+    def _begin(self, digest: str, position: TrainedPrompts, eta: int) -> Iterator[tuple[Trajectory | None, str]]:
         """Every record, oldest first, with its drop reason; None for a file that cannot be read to its end."""
         starts = self._starts = [*read_starts(self._folder), RecordedStart(position.step, digest)]
         self._number = len(starts) - 1
@@ -147,12 +147,12 @@ class RecoveryLog:
             if number.isdecimal():
                 yield path, int(number)
 
-    def _note(self, path: Path, record: SavedTrajectory) -> None:
+    def _note(self, path: Path, record: Trajectory) -> None:
         groups = self._needed.setdefault(path, {})
         groups[record.index] = min(record.newest, groups.get(record.index, record.newest))
 
-    async def write(self, new: Sequence[Trajectory | SavedTrajectory | Committed]) -> None:
-        """Append trajectories and records, and note which prompts are trained."""
+    async def write(self, new: Sequence[Trajectory | Committed]) -> None:
+        """Append trajectories, and note which prompts are trained."""
         async with self._writing:
             await asyncio.to_thread(self._write, new)
 
@@ -161,7 +161,7 @@ class RecoveryLog:
         async with self._writing:
             await asyncio.to_thread(self._close)
 
-    def _write(self, new: Sequence[Trajectory | SavedTrajectory | Committed]) -> None:
+    def _write(self, new: Sequence[Trajectory | Committed]) -> None:
         self._committed.update(index for record in new if isinstance(record, Committed) for index in record.indices)
         if self.failed and self._clock() - self._failed_at < RETRY_S:
             return
@@ -171,7 +171,7 @@ class RecoveryLog:
                 self.failed = ""
             for record in new:
                 if not isinstance(record, Committed):
-                    self._append(record if isinstance(record, SavedTrajectory) else SavedTrajectory.of(record))
+                    self._append(record)
             if self._handle is not None:
                 self._handle.flush()
             if self._clock() - self._trimmed_at >= TRIM_S:
@@ -193,7 +193,7 @@ class RecoveryLog:
     def _path(self) -> Path:
         return self._folder / f"{self._number:05d}-{self._sequence:06d}.frames"
 
-    def _append(self, record: SavedTrajectory) -> None:
+    def _append(self, record: Trajectory) -> None:
         if self._handle is None:
             self._sequence += 1
             self._handle = self._path.open("ab")
