@@ -72,6 +72,9 @@ def simulate(
     max_inflight: Annotated[
         int, typer.Option(min=1, metavar="N", help="Most turns in flight at an engine.")
     ] = DEFAULTS.max_inflight,
+    seats: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Most trajectories at once, as on environment nodes; 0: all.")
+    ] = 0,
     max_context: Annotated[
         int, typer.Option(min=0, metavar="TOKENS", help="Context at which trajectories end; 0: as in the trace.")
     ] = 0,
@@ -123,22 +126,20 @@ def simulate(
         async_steps=async_steps,
         batch_groups=batch_groups,
         eta=eta,
+        seats=seats,
         train_s=train_s,
         sync_s=sync_s,
         seed=seed,
         max_model_len=max_context,
     )
-    slots, most = max_num_seqs * len(fleet.engines), most_at_once(work, settings)
-    if slots < most:
-        print_note(
-            f"{len(fleet.engines)} engines run at most {slots:,} of {most:,} trajectories at once, the others wait"
-            f" (--max-num-seqs {max_num_seqs})"
-        )
+    note_slots(len(fleet.engines), most_at_once(work, settings), max_num_seqs)
     if borrow:
         show_borrowed(work, fleet.engines, parse_borrow(borrow), names, settings, json=json)
         return
     with busy("simulating") as status:
         done = compare_at_once(work, fleet.engines, names, settings, Shown(status, len(names) * len(work)))
+    if seats:
+        note_seats(done, seats)
     shortest = min(one.result.makespan_s for one in done.values())
     if plot is not None:
         from libra_hpc.pictures.study_charts import draw_simulations
@@ -177,6 +178,21 @@ def simulate(
     )
     show(table(done, shortest))
     print_line(LEGEND)
+
+
+def note_slots(engines: int, most: int, each: int) -> None:
+    """Note that engines cannot run all trajectories at once."""
+    if engines * each < most:
+        print_note(
+            f"{engines} engines run at most {engines * each:,} of {most:,} trajectories at once, the others wait"
+            f" (--max-num-seqs {each})"
+        )
+
+
+def note_seats(done: dict[str, Compared], seats: int) -> None:
+    """Note the wait for a seat under each policy."""
+    for name, one in done.items():
+        print_note(f"{label(name)}: a trajectory waits {one.result.seat_wait_s:,.1f} s for one of {seats:,} seats")
 
 
 class Shown:

@@ -193,6 +193,11 @@ class EnvComponent(Component, frozen=True):
         """Seats of a node."""
         return self.seats or max(1, self.cpus)
 
+    @property
+    def all_seats(self) -> int:
+        """Seats of all nodes; 0: there is no such node, and no bound."""
+        return self.nodes * self.room
+
 
 class ComponentsSection(Section, frozen=True):
     """``[components.*]``: which nodes do what at the start."""

@@ -220,6 +220,7 @@ def scene(
         batch_groups=groups,
         eta=asked.batch.eta,
         train_s=plan.train.time.total,
+        seats=math.ceil(asked.seats * part),
         keep_kv=asked.keep_kv,
         portion_groups=math.ceil(space.portion(plan) * part),
         update=plan.update,

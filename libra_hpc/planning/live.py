@@ -40,6 +40,7 @@ def live_player(
         block_size=rollout.block_size,
         async_steps=rollout.async_steps,
         eta=algorithm.eta,
+        seats=config.components.env.all_seats,
         report_s=report_s,
         keep_kv=rollout.kv_after_update == "keep",
     )

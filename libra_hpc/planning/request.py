@@ -67,6 +67,8 @@ class PlanRequest(msgspec.Struct, frozen=True):
     """Whether KV caches outlive new weights."""
     max_inflight: int = 96
     """Turns sent to an engine at once."""
+    seats: int = 0
+    """Trajectories at once on environment nodes; 0: no bound."""
     in_turn: tuple[InTurn, ...] = ()
     """Ways in which nodes may serve both stages."""
     switch_from: str = "assumed: --switch-s"
@@ -210,6 +212,7 @@ def request(
         ),
         keep_kv=rollout.kv_after_update == "keep",
         max_inflight=rollout.max_inflight,
+        seats=config.components.env.all_seats,
         notes=tuple(_notes(shape, cut, rollout.max_model_len)),
     )
 

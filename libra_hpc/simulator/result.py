@@ -61,6 +61,8 @@ class SimulationResult(msgspec.Struct, frozen=True):
     """``reprefilled_tokens`` by cause (`SimulatedRequest.again`)."""
     tokens_per_s: float
     completion: Quantiles
+    seat_wait_s: float
+    """Mean seconds out of a trajectory's ``completion`` until it had a seat."""
     turn_latency: Quantiles
     """Seconds from a ready turn to its answer: queues, prefill, decoding, hops."""
     moves: int
@@ -93,6 +95,8 @@ class Recorder:
         self.generated = self.redirected = self.moves = self.tp_moves = self.turn_migrations = self.waits = (
             self.decisions
         ) = 0
+        self.seat_s = 0.0
+        """Seconds of all trajectories without a seat."""
         self._gone: list[EngineResult] = []
         self._again: dict[str, int] = {}
         self._prefilled = self._cached = self._preemptions = self._recomputed = 0
@@ -135,6 +139,7 @@ class Recorder:
             reprefilled_by=dict(sorted(self._again.items())),
             tokens_per_s=self.generated / makespan if makespan > 0.0 else 0.0,
             completion=quantiles(self.completion_s),
+            seat_wait_s=self.seat_s / max(1, len(self.finish_s)),
             turn_latency=quantiles(self.turn_s),
             moves=self.moves,
             tp_moves=self.tp_moves,

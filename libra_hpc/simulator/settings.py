@@ -73,6 +73,8 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     eta: int = 0
     max_open_groups: int = 0
     """Most groups sampled at once; 0: no bound but the staleness gate's."""
+    seats: int = 0
+    """Trajectories at once on environment nodes; admitted ones wait for a seat. 0: no bound."""
     train_s: float = 0.0
     """Seconds of a training step, unless a training function is given."""
     portion_groups: int = 0

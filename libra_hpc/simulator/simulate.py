@@ -2,7 +2,7 @@
 
 This module is what the rollout leader and the coordinator are in a live run:
 
-* the gate admits a group -> its trajectories start
+* the gate admits a group -> its trajectories start, as seats allow
 * a turn is ready -> the policy routes it to an engine (`agents`); its answer goes to the tool; the next turn is ready
 * a batch is complete -> it is trained (`training_stage`); then all engines apply new weights (`models.update_time`)
 * nodes serve both stages in turn (`Colocation`), a batch is complete -> running turns are aborted, all nodes train it
@@ -11,6 +11,7 @@ This module is what the rollout leader and the coordinator are in a live run:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
@@ -76,6 +77,9 @@ class Simulation:
         self._sent: dict[str, SentTurn] = {}
         self._routing = self._ticking = self._watching = False
         self._active_at = 0.0
+        self._unseated: deque[SimulatedTrajectory] = deque()
+        """Admitted trajectories that wait for a seat."""
+        self._seated = 0
         lent = [spec for spec in engines if spec.lender is not None]
         for spec in engines:
             if spec.lender is None:
@@ -125,7 +129,16 @@ class Simulation:
         for group in self.training.admit():
             for trajectory in self._groups[group]:
                 trajectory.opened_at = self.now
-                self._ready(trajectory)
+                self._unseated.append(trajectory)
+        self._seat()
+
+    def _seat(self) -> None:
+        """Begin what has a seat, first come, first served."""
+        while self._unseated and not 0 < self.settings.seats <= self._seated:
+            self._seated += 1
+            trajectory = self._unseated.popleft()
+            self.recorder.seat_s += self.now - trajectory.opened_at
+            self._ready(trajectory)
 
     def _ready(self, trajectory: SimulatedTrajectory) -> None:
         trajectory.ready(self.now)
@@ -176,6 +189,8 @@ class Simulation:
     def _end(self, trajectory: SimulatedTrajectory) -> None:
         now, recorder = self.now, self.recorder
         trajectory.place = "done"
+        self._seated -= 1
+        self._seat()
         recorder.generated += trajectory.attained
         recorder.finish_s.append(now)
         recorder.completion_s.append(now - trajectory.opened_at)

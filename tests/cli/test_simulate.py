@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,11 @@ def test_fewer_seats_than_trajectories_are_noted(trace: Path, capsys: pytest.Cap
     assert "at once" in capsys.readouterr().err
     assert simulate(*arguments, "--batch-groups", "2") == 0
     assert "at once" not in capsys.readouterr().err
+
+
+def test_the_wait_for_a_seat_is_noted(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate(str(trace), *FLEET, "--policy", "least_loaded", "--seats", "4") == 0
+    assert re.search(r"least_loaded: a trajectory waits [1-9][\d,.]* s for one of 4 seats", capsys.readouterr().err)
 
 
 def test_bad_lines_are_passed_over_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,15 @@ def test_two_kinds_of_nodes_have_a_degree_each_and_either_may_train() -> None:
     assert {plan.pool for plan in best_plans(asked, trainers=(0,)).plans} == {0}
 
 
+def test_few_seats_on_environment_nodes_make_a_batch_longer() -> None:
+    config = validate(run_file((2, 0, 2), algorithm={"prompts_per_step": 8}))
+    env = replace(config.components.env, nodes=2, seats=4)
+    asked = request(config.changed(components={"env": env}), assumed=Assumed(generated=800, turns=4))
+    plan = next(iter(asked.layouts().plans([4], 0)))
+    assert scene(asked, asked.layouts(), plan, 0.5)[1].seats == 4
+    assert seconds(asked, plan).batch_s > 1.5 * seconds(replace(asked, seats=0), plan).batch_s
+
+
 @pytest.mark.parametrize("eta", [0, 1])
 def test_no_play_is_faster_than_its_bound(eta: int) -> None:
     asked = question(eta)

@@ -102,6 +102,15 @@ RUNS = [
         id="a full engine lets turns wait in order",
     ),
     pytest.param(
+        [single(f"p{i}", 4, 10) for i in range(5)],
+        ONE,
+        {"seats": 2},
+        # Both seats are free again at 10 s, and at 20 s one is left over: 0, 0, 10, 10 and 20 s.
+        {"finish_s": [10.0, 10.0, 20.0, 20.0, 30.0], "seat_wait_s": 8.0, "completion.p99": 30.0},
+        [],
+        id="trajectories wait for a seat",
+    ),
+    pytest.param(
         [single(f"p{i}", 4, 10 + i) for i in range(4)],
         ONE,
         {"batch_groups": 2, "eta": 0, "train_s": 5.0, "sync_s": 2.0},
