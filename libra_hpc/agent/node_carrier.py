@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +49,7 @@ from libra_hpc.protocol.carriers import (
     from_carrier,
     to_carrier,
 )
+from libra_hpc.protocol.engine import VersionFiles
 from libra_hpc.protocol.engine_state import WRITE
 from libra_hpc.protocol.trainer import OfferFailed
 from libra_hpc.simulated.state import image_shapes
@@ -55,6 +57,9 @@ from libra_hpc.weights.image import IMAGE_FILE
 from libra_hpc.weights.served_weights import reading_secret
 
 from .supervised import NO_START_S, ChildCommand, EngineNode, Supervised
+
+CHANGES = 8
+"""Versions: an engine that is further behind reads the image.  Half: a long pause ends in a read; double: nothing."""
 
 
 class _Asked(NamedTuple):
@@ -84,6 +89,8 @@ class NodeCarrier(EngineNode[Supervised]):
         """The version of which an own offer was not whole, since the last one was published."""
         self.version = -1
         """Version of the image; -1: there is none."""
+        self.changes = deque[VersionFiles](maxlen=CHANGES)
+        """Newest versions whose offers came."""
         self.wire_s = self.image_s = 0.0
         """Seconds of the last version on the wire, and of the image's last change."""
 
@@ -115,6 +122,7 @@ class NodeCarrier(EngineNode[Supervised]):
         """Begin with what the folder has: a lost node is readmitted, or the folder was made again."""
         async with self._changing:
             self.version = -1
+            self.changes.clear()
             await self._carrier.reset()
         await self.start()
 
@@ -164,6 +172,7 @@ class NodeCarrier(EngineNode[Supervised]):
                 self._carrier_ready(carrier, port, fault, reason)
             case VersionHere(version=version, bytes=size, wire_s=wire_s):
                 self.wire_s = wire_s
+                self.changes.append(VersionFiles(version, message.base, message.files))
                 context.send(context.layout.train_leader, wire.WeightsHere(context.rank, version, size, wire_s))
             case ImageHere(version=version, seconds=seconds):
                 self.version, self.image_s = version, seconds

@@ -261,7 +261,7 @@ class RolloutNode(EngineNode[VllmEngine]):
         if version <= max(engine.version, engine.updating) or self._newer_comes():
             return False
         engine.updating = version
-        engine.send(UpdateWeights(str(self._carrier.image), version))
+        engine.send(UpdateWeights(str(self._carrier.image), version, tuple(self._carrier.changes)))
         return True
 
     def _up(self, engine: VllmEngine) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import msgspec
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -80,7 +81,7 @@ class RolloutEngine:
         self._steps = VllmSteps(self._client, scheduler)
         # Where layers have states besides keys and values, vLLM makes blocks as large as a state.
         self._max_model_len, self._block_tokens = model.max_model_len, vllm_config.cache_config.block_size
-        self._staged = StagedUpdate(self._client.collective_rpc)
+        self._staged = StagedUpdate(self._client.collective_rpc, not current_platform.is_cpu())
         self._kv = KvRoom(
             scheduler.kv_cache_manager.block_pool,
             lambda blocks: self._client.collective_rpc("release_kv_pages", args=(blocks,)),
@@ -95,7 +96,7 @@ class RolloutEngine:
         self._version = config.version
         self._client.set_weight_version(str(config.version))
         if config.weights:
-            self._staged.take(config.weights, self._expected, self._tied)
+            self._staged.take(UpdateWeights(config.weights, config.version), self._expected, self._tied)
             while not self._staged.ready():
                 time.sleep(POLL_S)
             self._set_version(self._staged.switch())
@@ -226,8 +227,8 @@ class RolloutEngine:
         return seconds
 
     def check(self, update: UpdateWeights) -> None:
-        """Take the lease of an update's image; may run in another thread.  Raises `WeightFileError`."""
-        self._staged.take(update.path, self._expected, self._tied)
+        """See `StagedUpdate.take`."""
+        self._staged.take(update, self._expected, self._tied)
 
     def staged(self) -> bool:
         """Whether the update that passed `check` can be applied; raises `WeightFileError` for one that cannot."""

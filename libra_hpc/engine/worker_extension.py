@@ -22,14 +22,14 @@ class WorkerExtension:
     model_runner: Any
     _weight_staging: Staging | None = None
 
-    def stage_weights(self, image: str) -> None:
-        """Begin to make a version ready, beside the steps."""
+    def stage_weights(self, image: str, versions: list[list[str]]) -> None:
+        """Begin to make a version ready, beside the steps; see `Staging.start`."""
         if self._weight_staging is None:
             config = self.vllm_config
             tp = config.parallel_config.tensor_parallel_size
             model, folder = self.model_runner.get_model(), config.model_config.model
             self._weight_staging = Staging(model, folder, (tp, self.rank % tp))
-        self._weight_staging.start(image)
+        self._weight_staging.start(image, versions)
 
     def staged_weights(self) -> str | None:
         """See `Staging.outcome`."""
@@ -39,11 +39,6 @@ class WorkerExtension:
     def switch_weights(self) -> None:
         assert self._weight_staging is not None
         self._weight_staging.switch()
-
-    def weights_lost(self) -> None:
-        """Before the engine sleeps, which frees them."""
-        if self._weight_staging is not None:
-            self._weight_staging.weights_lost()
 
     def drop_weights(self) -> None:
         assert self._weight_staging is not None

@@ -6,7 +6,7 @@ distribution that was sampled from, *after* temperature and masks.
 
 from __future__ import annotations
 
-from typing import Union
+from typing import NamedTuple, Union
 
 import msgspec
 
@@ -35,6 +35,14 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     rid: str
 
 
+class VersionFiles(NamedTuple):
+    """What changes ``base``, or any version after it, into ``version``: manifests of all its offers on this node."""
+
+    version: int
+    base: int
+    manifests: tuple[str, ...]
+
+
 class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
     """Take the node's image (`libra_hpc.weights.image`) at ``path``, which has ``version`` or a newer one.
 
@@ -44,6 +52,8 @@ class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
 
     path: str
     version: int
+    changes: tuple[VersionFiles, ...] = ()
+    """Newest versions whose offers are here: where they lead on from the engine's own, the image is not read."""
 
 
 class Sleep(msgspec.Struct, tag=True, frozen=True):

@@ -28,8 +28,8 @@ from libra_hpc.checksum import crc32
 from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 
-from .delta import compiled, overwrite
-from .pieces import GAPS, VALUES, WHOLE, Offer, WeightPiece, elements, offer_fault, piece_values
+from .delta import compiled, overwrite, piece_values
+from .pieces import GAPS, VALUES, WHOLE, Offer, WeightPiece, elements, offer_fault
 from .weightfile import FLOATS, WeightFileError, file_header
 
 IMAGE_FILE = "image.safetensors"

@@ -23,8 +23,9 @@ from libra_hpc.simulated.state import ELEMENTS, image_shapes, offer, weight_file
 from libra_hpc.state import state_folders as folders
 from libra_hpc.traces.read import write_trace
 from libra_hpc.trainer.settings import write_config
+from libra_hpc.weights.delta import piece_values
 from libra_hpc.weights.image import Image
-from libra_hpc.weights.pieces import offer_path, payload_path, piece_values, read_offer
+from libra_hpc.weights.pieces import offer_path, payload_path, read_offer
 from tests.trainer.settings import worker_config
 
 from .link import Link, dry_run

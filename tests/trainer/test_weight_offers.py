@@ -15,8 +15,9 @@ from libra_hpc.trainer.grpo_trainer import GrpoTrainer
 from libra_hpc.trainer.saved import checkpoint, snapshot
 from libra_hpc.trainer.saved.weight_offers import WeightOffers
 from libra_hpc.trainer.train_engine import TrainEngine
+from libra_hpc.weights.delta import piece_values
 from libra_hpc.weights.names import ReplicaPlace
-from libra_hpc.weights.pieces import WHOLE, Offer, offer_path, payload_path, piece_values, read_offer
+from libra_hpc.weights.pieces import WHOLE, Offer, offer_path, payload_path, read_offer
 
 from .batches import train_step
 from .settings import optimizer

@@ -16,7 +16,8 @@ from urllib.parse import urlencode
 import msgspec
 import numpy as np
 
-from libra_hpc.weights.pieces import VALUES, WHOLE, TensorBlock, decode_offer, piece_values
+from libra_hpc.weights.delta import piece_values
+from libra_hpc.weights.pieces import VALUES, WHOLE, TensorBlock, decode_offer
 from libra_hpc.weights.served_weights import ServedVersion
 from libra_hpc.weights.transport.http_proof import (
     PROOF,

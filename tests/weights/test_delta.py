@@ -7,19 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from libra_hpc.weights.delta import bits_of, dense, encoding_for, marked, sparse
+from libra_hpc.weights.delta import bits_of, dense, encoding_for, marked, piece_values, sparse
 from libra_hpc.weights.pieces import (
     GAPS,
     Encoded,
     Encoding,
     TensorBlock,
     elements,
-    gaps,
     offer_path,
     payload_path,
-    piece_values,
     write_offer,
 )
+
+from .test_pieces import gaps
 
 BLOCK = TensorBlock("a", 64, 400, 150, 170)
 COUNT = elements(BLOCK)

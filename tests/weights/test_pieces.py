@@ -10,21 +10,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from libra_hpc.checksum import crc32_combine
+from libra_hpc.checksum import crc32, crc32_combine
+from libra_hpc.weights.delta import piece_values
 from libra_hpc.weights.pieces import (
     GAPS,
     WHOLE,
     Encoded,
     Offer,
     TensorBlock,
+    WeightPiece,
     decode_offer,
     elements,
-    gaps,
     offer_fault,
     offer_path,
     payload_path,
-    piece_values,
-    positions,
     read_offer,
     write_offer,
 )
@@ -32,6 +31,16 @@ from libra_hpc.weights.weightfile import WeightFileError
 
 BLOCK = TensorBlock("a.weight", 20, 50, 30, 40)
 SHAPES = {"a.weight": (60, 40)}
+
+
+def gaps(index: np.ndarray[Any, Any], kind: Any) -> np.ndarray[Any, Any]:
+    """Ascending positions as gaps of an unsigned type."""
+    most, before, out = np.iinfo(kind).max, -1, []
+    for at in index.tolist():
+        times, rest = divmod(at - before - 1, int(most))
+        out += [most] * times + [rest]
+        before = at
+    return np.array(out, kind)
 
 
 def encoded(encoding: str, index: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> Encoded:
@@ -79,7 +88,11 @@ def test_gaps_of_any_length(kind: Any) -> None:
     steps = [0, 1, most - 1, most, most + 1, 2 * most, 2 * most - 1, 3 * most + 2]
     for first in steps:
         index = np.cumsum([first] + [step + 1 for step in steps])
-        assert (positions(gaps(index, kind)) == index).all()
+        data, count = bytes(2 * len(index)) + gaps(index, kind).tobytes(), int(index[-1]) + 1
+        name: Any = "gap8" if kind is np.uint8 else "gap16"
+        piece = WeightPiece(TensorBlock("t", 0, 1, count, count), "BF16", name, len(index), 0, len(data), crc32(data))
+        found, _ = piece_values(piece, data)
+        assert (found == index).all()
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:

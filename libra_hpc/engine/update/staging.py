@@ -1,29 +1,36 @@
 """New weights of one vLLM worker: made ready beside decoding, then switched in one pause.
 
-- `staged` reads the node's image and makes each parameter aside, in a thread.
+- The changes since the version in the model came in pieces -> they are made ready by index; nothing else is read.
+- Otherwise the node's image is read, and each parameter made aside, in a thread.
 - CPU: linears and experts own packed copies of their weights.  They are packed aside too, so the pause only exchanges
   references.
-- Other devices: the pause copies what changed into the parameters (`in_place`).
+- Other devices: the pause copies into the parameters (`in_place`).
 - What was replaced is freed by a thread, one after the other: returning large memory stops all threads.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.weights.blocks import Slice, engine_fault, engine_slices
+from libra_hpc.weights.delta import piece_values
+from libra_hpc.weights.pieces import elements, payload_path, read_offer
 from libra_hpc.weights.weightfile import WeightFileError
 
 from .in_place import InPlace
+from .landing import landed, tensor_places, transposed
 
 NICENESS = 10
 """Niceness of the thread that stages: decoding goes first where cores are few."""
@@ -57,13 +64,18 @@ class Staging:
         self._swaps: list[Swap] = []
         exchanged = next(model.parameters()).is_cpu if in_place is None else not in_place
         self._in_place = None if exchanged else InPlace()
+        self._landing: dict[str, list[tuple[torch.nn.Parameter, Slice]]] = {}
+        """Where elements of each tensor lie; made with the first pieces."""
         self._thread: threading.Thread | None = None
         self._error = ""
 
-    def start(self, image: str) -> None:
-        """Begin with a version; the caller holds the lease of the image until `outcome` is there."""
+    def start(self, image: str, versions: Sequence[Sequence[str]] = ()) -> None:
+        """Begin with a version; the caller holds the lease of the image until `outcome` is there.
+
+        ``versions``: manifests of the versions that lead to it from the one in the model, instead of the image.
+        """
         assert self._thread is None
-        self._thread = threading.Thread(target=self._run, args=(image,), daemon=True, name="stage")
+        self._thread = threading.Thread(target=self._run, args=(image, versions), daemon=True, name="stage")
         self._thread.start()
 
     def outcome(self) -> str | None:
@@ -76,11 +88,6 @@ class Staging:
         if self._in_place:
             self._in_place.drop()
         self._end()
-
-    def weights_lost(self) -> None:
-        """The model lost its weights."""
-        if self._in_place:
-            self._in_place.weights_lost()
 
     def _end(self) -> None:
         self._swaps, self._thread, self._error = [], None, ""
@@ -96,13 +103,53 @@ class Staging:
         self._end()
         threading.Thread(target=_free, args=(old,), daemon=True, name="free").start()
 
-    def _run(self, image: str) -> None:
+    def _run(self, image: str, versions: Sequence[Sequence[str]]) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
+            if versions:
+                for manifests in versions:
+                    self._stage_pieces(manifests)
+                return
             with safe_open(image, framework="pt") as file, torch.no_grad():
                 self._swaps = self._staged({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         except Exception as error:
             self._error = f"{image}: {error}" if isinstance(error, WeightFileError) else f"{image}: {error!r}"
+
+    def _stage_pieces(self, manifests: Sequence[str]) -> None:
+        """Make the changes of one version ready."""
+        assert self._in_place is not None, "packed copies are made of whole weights"
+        parts: dict[torch.nn.Parameter, list[tuple[Any, Any]]] = defaultdict(list)
+        for manifest in map(Path, manifests):
+            offer = read_offer(manifest)
+            with payload_path(manifest).open("rb") as file:
+                payload = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if offer.size else b""
+            for piece in offer.pieces:
+                index, values = piece_values(piece, payload, verify=False)
+                places = tensor_places(piece.block, np.arange(elements(piece.block)) if index is None else index)
+                for parameter, where in self._targets(piece.block.tensor):
+                    found, chosen = landed(places, where)
+                    if self._transposed and where.parameter.rpartition(".")[2] in EXPERTS:
+                        found = transposed(found, parameter.numel() // self._experts // where.stride, where.stride)
+                    if len(found):
+                        parts[parameter].append((found, values[chosen]))
+        for parameter, own in parts.items():
+            places, values = (np.concatenate(part) for part in zip(*own, strict=True))
+            kind = torch.bfloat16 if values.itemsize == 2 else torch.float32
+            self._in_place.stage(
+                parameter, torch.from_numpy(values).view(kind), torch.from_numpy(places.astype(np.int32))
+            )
+
+    def _targets(self, tensor: str) -> list[tuple[torch.nn.Parameter, Slice]]:
+        """Parameters of this model that have elements of a tensor; a tied head is the embedding's parameter."""
+        if not self._landing:
+            self._landing = defaultdict(list)
+            for name, parameter in self._model.named_parameters():
+                for one in self._places.get(name) or self._tied(name):
+                    self._landing[one.block.tensor].append((parameter, one))
+        return self._landing[tensor]
+
+    def _tied(self, name: str) -> list[Slice]:
+        return self._places[f"{EMBEDDING}.weight"] if name == f"{HEAD}.weight" else []
 
     def _staged(self, tensors: dict[str, torch.Tensor]) -> list[Swap]:
         swaps: list[Swap] = []
@@ -114,7 +161,7 @@ class Staging:
                 if value is None:
                     value = made[id(parameter)] = self._value(f"{name}.{kind}", parameter, tensors)
                     if self._in_place:
-                        self._in_place.stage(f"{name}.{kind}", parameter, value)
+                        self._in_place.stage(parameter, value)
                     elif parameter.numel() and kind not in EXPERTS:
                         swaps.append(Swap(parameter, "data", _held(name, value)))
                 if not self._in_place and kind == "weight" and "cpu_linear" in vars(module) and self._used(name):
@@ -133,7 +180,7 @@ class Staging:
 
     def _value(self, name: str, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """This rank's part of a parameter, as vLLM would load it, from whole tensors."""
-        places = self._places.get(name) or (self._places[f"{EMBEDDING}.weight"] if name == f"{HEAD}.weight" else [])
+        places = self._places.get(name) or self._tied(name)
         if not places and name.endswith(".w2_bias"):
             # The first tensor rank adds it.
             return torch.zeros_like(parameter)
