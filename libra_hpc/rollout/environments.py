@@ -252,18 +252,17 @@ class Environments:
                 self._leader.turn_wanted(trajectory)
 
     def _stepped(self, trajectory: Trajectory, message: EpisodeStepped) -> None:
-        if not trajectory.truncated:
-            trajectory.add_signals(message.signals)
         if error := unusable_reward(message.reward, message.info):
             self._leader.failed(trajectory, "reward", error)
             return
+        if not trajectory.truncated:
+            trajectory.add_signals(message.signals, 0.0 if message.done else message.reward)
         info = message.info | {TRUNCATED: 1.0} if trajectory.truncated else message.info
         trajectory.info = trajectory.info | self._numbers(info)
         if message.done:
             trajectory.reward = message.reward
             self._leader.finish(trajectory)
             return
-        trajectory.change_turn(reward=message.reward)
         before = 0 if message.new_sample else trajectory.context_tokens
         room = TOKEN_BYTES * (self._max_model_len - before)
         trajectory.add_environment(message.tokens[:room], message.new_sample)

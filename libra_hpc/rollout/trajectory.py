@@ -41,6 +41,7 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
     place: Place = "tool"
 
     def __post_init__(self) -> None:
+        self.episode = f"{self.index}.{self.sample}.{self.attempt}"
         self.begin = sum(sample_tokens(self.prompt_tokens, self.turns)[:-1])
         """Where the newest sample begins in `tokens`, in tokens; it is the context."""
         self.signals, _ = all_signals(self.turns)
@@ -71,10 +72,6 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
     @property
     def uid(self) -> str:
         return f"{self.index}.{self.sample}"
-
-    @property
-    def episode(self) -> str:
-        return f"{self.index}.{self.sample}.{self.attempt}"
 
     @property
     def named(self) -> str:
@@ -132,8 +129,7 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
         """Tokens that the turn may still generate."""
         return min(self.max_tokens - self.turns[-1].gen_tokens, max_model_len - self.context_tokens)
 
-    def change_turn(self, **fields: Any) -> None:
-        """Replace fields of its newest turn."""
+    def _change_turn(self, **fields: Any) -> None:
         self.turns = (*self.turns[:-1], replace(self.turns[-1], **fields))
 
     def open(self, prompt_id: str, tokens: bytes) -> None:
@@ -165,7 +161,7 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
         again = max(0, self.computed // block_size * block_size - generated.cached_tokens) if count else 0
         before = turn.engine or (self.turns[-2].engine if again else "")
         stayed = again and engine == before and generated.versions[0][0] == self.versions[-1][0]
-        self.change_turn(
+        self._change_turn(
             gen_tokens=turn.gen_tokens + count,
             engine=engine,
             versions=(*turn.versions, *generated.versions),
@@ -178,12 +174,14 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
             # The last token enters the cache only with the next one.
             self.computed = self.context_tokens - 1
 
-    def add_signals(self, signals: Sequence[Signal]) -> None:
-        """Record the tool calls of its last turn, the slowest first."""
+    def add_signals(self, signals: Sequence[Signal], reward: float = 0.0) -> None:
+        """Record the tool calls of its newest turn, the slowest first, and the turn's own reward."""
         if not signals:
+            self._change_turn(reward=reward)
             return
         slowest, *others = sorted(signals, key=lambda signal: -signal.seconds)
-        self.change_turn(
+        self._change_turn(
+            reward=reward,
             tool=slowest.tool,
             outcome=slowest.outcome,
             tool_s=round(slowest.seconds, 6),

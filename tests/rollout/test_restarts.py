@@ -7,10 +7,9 @@ from collections import Counter
 
 from libra_hpc.protocol.agents import Batch
 from libra_hpc.protocol.codec import unpack_i32
-from libra_hpc.rollout.recovery.recovered import RecordedStart, TrainedPrompts, drop_reason, gather, records
 from libra_hpc.rollout.trajectory import Trajectory
-from libra_hpc.state.data_order import DataOrder
 from tests.rollout.plant import Plant
+from tests.rollout.restarts import STEPS, restarted
 
 
 async def test_a_resumed_run_skips_what_is_trained() -> None:
@@ -26,59 +25,23 @@ async def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest(
     """
     total = Counter[str]()
     for seed in range(12):
-        pick = random.Random(seed)
-        eta, in_order, fresh, steps = seed % 3, seed % 2 == 1, seed // 4, 9
-        starts, found, batches = [RecordedStart(0, "same")], list[tuple[int, Trajectory]](), dict[int, Batch]()
-        step = 0
-        while step < steps:
-            trained = DataOrder()
-            for at in range(1, step + 1):
-                trained.trained(group.index for group in batches[at].groups)
-            position = TrainedPrompts(step, trained.low, frozenset(trained.extra))
-            number = len(starts) - 1
-            recovered = gather(
-                (record, drop_reason(record, start, starts, position=position, eta=eta)) for start, record in found
-            )
-            begun_before = {t: t.tokens for members in recovered.groups.values() for t in members if t.place != "done"}
-            plant = Plant(eta=eta, steps=steps, in_order=in_order, turns=3 if fresh else 2, fresh=fresh)
-            plant.start(trained.low, tuple(trained.extra), step, recovered.groups)
-            begun, last = step, min(steps, step + pick.randrange(1, 4))
-            while step < last:
-                batch = await plant.batch(step - begun + 1, pick)
-                assert batch.step == step + 1
-                assert batch.stats["staleness_max"] <= eta
-                assert batch.stats["trajectories"] == 4
-                batches[batch.step] = batch
-                plant.commit(batch)
-                step += 1
-                await plant.settle()
-                plant.serve(pick.randrange(20), pick)
-                await plant.settle()
+        pick, batches, fresh = random.Random(seed), dict[int, Batch](), seed // 4
+        options = {"in_order": seed % 2 == 1, "turns": 3 if fresh else 2, "fresh": fresh}
+        async for plant, recovered in restarted(pick, batches, seed % 3, notice=0.7, **options):
             groups: dict[int, dict[str, bytes]] = {}
             for sample in (sample for batch in plant.batches for group in batch.groups for sample in group.samples):
                 whole = groups.setdefault(int(sample.uid.split(".")[0]), {})
                 whole[sample.trajectory] = whole.get(sample.trajectory, b"") + sample.tokens
-            for index, members in recovered.groups.items():
-                for member in members:
-                    if member in begun_before:
-                        total["gone on with"] += index in groups
-                        if index in groups:
-                            assert groups[index][f"{index}.{member.sample}"].startswith(begun_before[member])
-                        continue
-                    assert f"{index}.{member.sample}.0" not in plant.steps_of, "it is not sampled again"
-                    if index in groups:
-                        assert groups[index][f"{index}.{member.sample}"] == member.tokens
-                    total["recovered"] += 1
+            for member, (finished, tokens) in recovered.items():
+                total["recovered" if finished else "gone on with"] += finished or member.index in groups
+                assert not (finished and member.episode in plant.steps_of), "it is not sampled again"
+                if member.index in groups:
+                    known = groups[member.index][member.uid]
+                    assert known == tokens if finished else known.startswith(tokens)
             assert not plant.kinds("experience_refused")
             assert len({(line.index, line.sample) for line in plant.lines}) == len(plant.lines)
-            # A start may end with or without notice.
-            unfinished = plant.leader.unfinished() if pick.random() < 0.7 else []
-            found += [
-                (number, records.decode(records.encode(trajectory))) for trajectory in (*plant.ended, *unfinished)
-            ]
-            step = max(begun, step - pick.randrange(2)) if step < steps else step
-            starts.append(RecordedStart(step, "same"))
-        assert sorted(group.index for batch in batches.values() for group in batch.groups) == list(range(2 * steps))
+        assert {batch.stats["trajectories"] for batch in batches.values()} == {4}
+        assert sorted(group.index for batch in batches.values() for group in batch.groups) == list(range(2 * STEPS))
     assert total["recovered"] > 100
     assert total["gone on with"] > 20
 
