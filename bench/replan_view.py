@@ -37,7 +37,9 @@ class Watched:
         """Admitted, unfinished groups; a running turn counts a token every ``decode_s`` seconds since it was sent."""
         found: dict[int, list[int]] = {}
         for run in sim.open_trajectories():
-            group = found.setdefault(self.place(run.group), [run.shared + run.spec.turns[0].new_tokens, 0, 0, 0])
+            group = found.setdefault(
+                self.place(run.spec.prompt_id), [run.shared + run.spec.turns[0].new_tokens, 0, 0, 0]
+            )
             if run.turn == 0 and run.place == "queue":
                 group[1] += 1
                 continue

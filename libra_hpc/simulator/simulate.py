@@ -196,7 +196,7 @@ class Simulation:
         recorder.completion_s.append(now - trajectory.opened_at)
         self._queue.finished(trajectory.finished(self.settings.task), now)
         self._kick()
-        if self.training.close(trajectory.group, now):
+        if self.training.close(trajectory.spec.prompt_id, now):
             self._train()
             self._admit()
 

@@ -24,7 +24,6 @@ class SimulatedTrajectory:
         "attained",
         "context",
         "engine",
-        "group",
         "high",
         "name",
         "opened_at",
@@ -39,8 +38,8 @@ class SimulatedTrajectory:
         "version",
     )
 
-    def __init__(self, name: str, spec: TrajectoryRecord, group: str) -> None:
-        self.name, self.spec, self.group = name, spec, group
+    def __init__(self, name: str, spec: TrajectoryRecord) -> None:
+        self.name, self.spec = name, spec
         self.shared = spec.prompt_tokens
         """Prompt tokens shared by all samples of the group."""
         self.version = self.high = 0
@@ -133,7 +132,7 @@ def grouped(work: Sequence[TrajectoryRecord], seed: int) -> dict[str, list[Simul
     """Trajectories by prompt id, in the order of their first one; shuffled unless ``seed`` is 0."""
     groups: dict[str, list[SimulatedTrajectory]] = {}
     for name, spec in zip(trajectory_ids(work), work, strict=True):
-        groups.setdefault(spec.prompt_id, []).append(SimulatedTrajectory(name, spec, spec.prompt_id))
+        groups.setdefault(spec.prompt_id, []).append(SimulatedTrajectory(name, spec))
     for trajectories in groups.values():
         shared = min(trajectory.spec.prompt_tokens for trajectory in trajectories)
         for trajectory in trajectories:

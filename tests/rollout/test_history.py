@@ -53,7 +53,7 @@ def test_the_replay_of_a_line_gives_the_same_signals(tmp_path: Path) -> None:
     (read,) = read_trace(path).trajectories
     assert [turn.new_tokens for turn in read.turns] == [0, 3, 3]
     assert (read.context, read.generated) == (original.context_tokens, original.generated)
-    replayed = SimulatedTrajectory("r", read, "p")
+    replayed = SimulatedTrajectory("r", read)
     for _ in read.turns:
         replayed.answered(0, 0)
     assert list(replayed.signals) == original.signals
