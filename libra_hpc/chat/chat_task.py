@@ -31,7 +31,7 @@ from libra_hpc.tasks.rows import Rows, open_rows, row_at
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from libra_hpc.tasks.tool_outcome import signal_of
 
-from .dialects import TAIL, Reply, ToolCall
+from .dialects import TAIL, Reply, ToolCall, message_call
 from .selftest import choose_dialect
 from .tool_methods import BAD_CALL, MARK, BadCall, answer_text, find_tool, tool_methods
 
@@ -279,11 +279,7 @@ def _spoken(reply: Reply, first_call: int) -> Message:
         message["reasoning_content"] = reply.thinking
     if reply.calls:
         message["tool_calls"] = [
-            {
-                "id": _call_id(first_call + number),
-                "type": "function",
-                "function": {"name": one.name, "arguments": one.raw if one.error else one.arguments},
-            }
+            message_call(_call_id(first_call + number), one.name, one.raw if one.error else one.arguments)
             for number, one in enumerate(reply.calls)
         ]
     return message

@@ -160,9 +160,13 @@ def dummy_turn(answers: Sequence[Message]) -> Message:
     """A turn of the assistant that ``answers`` may follow: one that calls a tool, if they are a tool's."""
     if answers[0]["role"] != "tool":
         return {"role": "assistant", "content": DUMMY}
-    function = {"name": answers[0].get("name", "tool"), "arguments": {"x": DUMMY}}
-    calls = [{"id": answers[0].get("tool_call_id", DUMMY_ID), "type": "function", "function": function}]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
+    call = message_call(answers[0].get("tool_call_id", DUMMY_ID), answers[0].get("name", "tool"), {"x": DUMMY})
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def message_call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A tool call of a message, in OpenAI's form."""
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def reply_of(found: ParsedResponse) -> Reply:

@@ -15,7 +15,7 @@ from libra_hpc.protocol.env import ChatChoice
 from libra_hpc.tasks.chat_template import ChatTemplate, Message
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
-from .dialects import DUMMY_ID, TAIL, BridgeError, Calls, Dialect, dummy_turn
+from .dialects import DUMMY_ID, TAIL, BridgeError, Calls, Dialect, dummy_turn, message_call
 
 TOOL = {
     "type": "function",
@@ -69,12 +69,7 @@ def choose_dialect(tokenizer: TaskTokenizer, with_tools: bool) -> Choice:
 
 def _reading(tokenizer: TaskTokenizer, template: ChatTemplate, tools: Sequence[dict[str, Any]]) -> Dialect:
     """The dialect that reads back a call which the template writes."""
-    function = {"name": "look", "arguments": ARGUMENTS}
-    turn = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": DUMMY_ID, "type": "function", "function": function}],
-    }
+    turn = {"role": "assistant", "content": "", "tool_calls": [message_call(DUMMY_ID, "look", ARGUMENTS)]}
     before = template.render([USER], tools, generate=False)
     start, written = (
         text.removeprefix(before)
@@ -87,7 +82,7 @@ def _reading(tokenizer: TaskTokenizer, template: ChatTemplate, tools: Sequence[d
         tail, sampled = tokenizer.encode(start)[-TAIL:], tokenizer.encode(written)
         ends = [place for place, one in enumerate(sampled) if one in dialect.stop_ids]
         found = dialect.parse(tail, sampled[: ends[0] + 1] if ends else sampled, tools).calls
-        if [(one.name, one.arguments, one.error) for one in found] == [(*function.values(), "")]:
+        if [(one.name, one.arguments, one.error) for one in found] == [("look", ARGUMENTS, "")]:
             return dialect
     raise BridgeError("it writes tool calls in a form that is not known")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.chat.dialects import Reply
+from libra_hpc.chat.dialects import Reply, message_call
 from libra_hpc.tasks.chat_template import Message
 
 
@@ -62,10 +62,6 @@ class Answer(msgspec.Struct, frozen=True):
         """The message that an agent puts into its history."""
         calls = [message_call(one.id, one.name, json.loads(one.arguments)) for one in self.calls]
         return {"role": "assistant", "content": self.text} | ({"tool_calls": calls} if calls else {})
-
-
-def message_call(identity: str, name: str, arguments: Any) -> dict[str, Any]:
-    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def answer_of(reply: Reply, identity: str, prompt: int, sampled: Sequence[int], cut: bool) -> Answer:

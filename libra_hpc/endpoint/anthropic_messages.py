@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused
-from .fields import call, listed, mistake, refuse_changes, request, text_of, tool_schema
+from .fields import call, listed, mistake, refuse_changes, request, text_of, tools_of
 
 LAST = ""
 BLOCKS = "text, tool_use, tool_result or thinking"
@@ -20,12 +20,7 @@ def read(body: Mapping[str, Any]) -> AgentRequest:
         messages.append({"role": "system", "content": system})
     for n, one in enumerate(listed("messages", body.get("messages"))):
         messages += _messages(f"messages[{n}]", one)
-    given = listed("tools", body.get("tools") or [])
-    for n, tool in enumerate(given):
-        if tool.get("type", "custom") != "custom":
-            raise mistake(f"tools[{n}].type", tool["type"], "custom")
-    tools = [tool_schema(f"tools[{n}]", tool, "input_schema") for n, tool in enumerate(given)]
-    return request(body, messages, tools, "max_tokens")
+    return request(body, messages, tools_of(body, "custom", parameters="input_schema"), "max_tokens")
 
 
 def _messages(field: str, one: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from libra_hpc.chat.dialects import message_call
+
 from .agent_request import AgentRequest, Answer
-from .fields import call, listed, mistake, openai_error, refuse_changes, request, text_of, tool_schema
+from .fields import call, listed, mistake, openai_error, refuse_changes, request, text_of, tools_of
 
 error, LAST = openai_error, "[DONE]"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -16,7 +18,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 def read(body: Mapping[str, Any]) -> AgentRequest:
     refuse_changes(body)
     messages = [_message(f"messages[{n}]", one) for n, one in enumerate(listed("messages", body.get("messages")))]
-    return request(body, messages, _tools(body), "max_completion_tokens", "max_tokens")
+    return request(body, messages, tools_of(body, inside="function"), "max_completion_tokens", "max_tokens")
 
 
 def _message(field: str, one: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,15 +38,6 @@ def _message(field: str, one: Mapping[str, Any]) -> dict[str, Any]:
             for n, made in enumerate(listed(f"{field}.tool_calls", calls))
             for of in listed(f"{field}.tool_calls[{n}]", [made.get("function")])
         ]
-    return found
-
-
-def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found = []
-    for n, tool in enumerate(listed("tools", body.get("tools") or [])):
-        if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
-            raise mistake(f"tools[{n}].type", tool.get("type"), "function")
-        found.append(tool_schema(f"tools[{n}].function", tool["function"]))
     return found
 
 
@@ -69,10 +62,7 @@ def _head(asked: AgentRequest, made: Answer) -> dict[str, Any]:
 
 
 def _shown(made: Answer) -> dict[str, Any]:
-    calls = [
-        {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
-        for one in made.calls
-    ]
+    calls = [message_call(one.id, one.name, one.arguments) for one in made.calls]
     return (
         {"content": made.text or None}
         | ({"tool_calls": calls} if calls else {})

@@ -6,7 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .agent_request import AgentRequest, RequestRefused, message_call
+from libra_hpc.chat.dialects import message_call
+from libra_hpc.errors import UserError
+from libra_hpc.tasks.chat_template import joined
+
+from .agent_request import AgentRequest, RequestRefused
 
 NO_CHANGE: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -59,17 +63,12 @@ def request(
 
 def text_of(field: str, content: Any) -> str:
     """Text of a message's content, whose parts are joined."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
+    if not isinstance(content, str | list | None):
         raise mistake(field, content, "text, or a list of parts")
-    parts = []
-    for place, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in TEXT:
-            raise mistake(f"{field}[{place}].type", kind, "text")
-        parts.append(str(part.get("text", "")))
-    return "".join(parts)
+    try:
+        return joined(content, field, TEXT) or ""
+    except UserError as error:
+        raise RequestRefused(400, "invalid_request_error", str(error)) from error
 
 
 def listed(field: str, value: Any) -> list[dict[str, Any]]:
@@ -92,7 +91,20 @@ def call(field: str, identity: Any, name: Any, arguments: Any) -> dict[str, Any]
     return message_call(str(identity or ""), name, arguments)
 
 
-def tool_schema(field: str, tool: Mapping[str, Any], parameters: str = "parameters") -> dict[str, Any]:
+def tools_of(
+    body: Mapping[str, Any], kind: str = "function", inside: str = "", parameters: str = "parameters"
+) -> list[dict[str, Any]]:
+    """The tools of a request, all of type ``kind``, in OpenAI's form; ``inside``: the field that has the function."""
+    found = []
+    for n, tool in enumerate(listed("tools", body.get("tools") or [])):
+        if tool.get("type", "custom") != kind or not isinstance(tool.get(inside, {}), dict):
+            raise mistake(f"tools[{n}].type", tool.get("type"), kind)
+        field = f"tools[{n}].{inside}" if inside else f"tools[{n}]"
+        found.append(_tool_schema(field, tool.get(inside, {}) if inside else tool, parameters))
+    return found
+
+
+def _tool_schema(field: str, tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
     """A function in OpenAI's form; the fields that no template reads are left out."""
     if not isinstance(tool.get("name"), str):
         raise mistake(f"{field}.name", tool.get("name"), "a string")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .agent_request import AgentRequest, Answer
-from .fields import call, listed, mistake, openai_error, refuse_changes, request, text_of, tool_schema
+from .fields import call, listed, mistake, openai_error, refuse_changes, request, text_of, tools_of
 
 error, LAST = openai_error, ""
 
@@ -21,7 +21,7 @@ def read(body: Mapping[str, Any]) -> AgentRequest:
         messages.append({"role": "system", "content": str(body["instructions"])})
     for n, item in enumerate(items):
         _add(messages, f"input[{n}]", item)
-    return request(body, messages, _tools(body), "max_output_tokens")
+    return request(body, messages, tools_of(body), "max_output_tokens")
 
 
 def _add(messages: list[dict[str, Any]], field: str, item: Mapping[str, Any]) -> None:
@@ -48,14 +48,6 @@ def _add(messages: list[dict[str, Any]], field: str, item: Mapping[str, Any]) ->
             raise mistake(f"{field}.role", item.get("role"), "user, system, developer or assistant")
         case _:
             raise mistake(f"{field}.type", kind, "message, function_call, function_call_output or reasoning")
-
-
-def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tools = listed("tools", body.get("tools") or [])
-    for n, tool in enumerate(tools):
-        if tool.get("type") != "function":
-            raise mistake(f"tools[{n}].type", tool.get("type"), "function")
-    return [tool_schema(f"tools[{n}]", tool) for n, tool in enumerate(tools)]
 
 
 def answer(asked: AgentRequest, made: Answer) -> dict[str, Any]:

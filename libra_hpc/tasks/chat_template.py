@@ -81,13 +81,17 @@ class ChatTemplate:
         return [self._plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def joined(content: Any) -> Any:
-    """Content of a message, whose text parts are joined; raises `UserError` for an image or another part."""
+def joined(content: Any, field: str = "content", kinds: Sequence[str] = ("text",)) -> Any:
+    """Content of a message, whose text parts are joined; raises `UserError` for an image or another part.
+
+    ``field``: its name in the error; ``kinds``: types of parts that are text.
+    """
     if not isinstance(content, list):
         return content
-    kinds = [one.get("type") if isinstance(one, dict) else None for one in content]
-    if bad := [kind for kind in kinds if kind != "text"]:
-        raise invalid("content", str(bad[0]), "a part of a message that the policy cannot read", ["text"])
+    for place, one in enumerate(content):
+        kind = one.get("type") if isinstance(one, dict) else type(one).__name__
+        if kind not in kinds:
+            raise invalid(f"{field}[{place}].type", str(kind), "a part that the policy cannot read", ["text"])
     return "".join(str(one.get("text", "")) for one in content)
 
 
