@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.ranks_stop import RanksStop
 
-CANNOT_NOW_S = 600.0
 State = Literal["completed", "failed", "cancelled", "time_limit", "paused"]
 START_TRIES = 3
 """Most starts in a row in which the agents do not meet.  A repeated start costs seconds; giving up costs the place in
@@ -35,21 +35,6 @@ STOPS: dict[str, State] = {"completed": "completed", "paused": "paused"}
 """State of a run that its ranks ended for good, without a fault."""
 STATES: dict[str, State] = {"USR1": "time_limit", "TERM": "cancelled"}
 """State of a run that a signal ended before its ranks could report why."""
-
-
-class Limits(NamedTuple):
-    """What the run file allows."""
-
-    restarts: int
-    """``slurm.restarts``."""
-    requeues: int = 0
-    """``slurm.requeues``."""
-    requeue: bool = False
-    """``slurm.preempted``: whether the job may be queued again for another reason than its time limit."""
-    cannot_now_s: float = CANNOT_NOW_S
-    """``deadlines.cannot_now_s``."""
-    run: str = "RUN"
-    """Its name."""
 
 
 class RanksEnded(NamedTuple):
@@ -75,6 +60,8 @@ class RanksEnded(NamedTuple):
     """What the owner cannot do now, and why; empty where it can."""
     patient: bool = True
     """``deadlines.cannot_now_s`` have not passed since the first of failed starts in a row."""
+    run: str = "RUN"
+    """Name of the run."""
 
 
 class SoFar(NamedTuple):
@@ -109,9 +96,9 @@ class OwnerDecision(NamedTuple):
     """For the next decision of this attempt."""
 
 
-def decide(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecision:
+def decide(ended: RanksEnded, so_far: SoFar, config: RunConfig) -> OwnerDecision:
     """See the module docstring."""
-    decision = _in_this_job(ended, so_far, limits)
+    decision = _in_this_job(ended, so_far, config)
     starts = decision.word in ("restart", "repeat")
     if ended.broken and not ended.asked and (starts or decision.state in ("cancelled", "time_limit")):
         lost, follows = ended.broken, "Slurm ends a job with a component of one node, so it is queued again"
@@ -122,12 +109,12 @@ def decide(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecision:
     # A signal explains nothing: that is how Slurm ends the job.
     reason = decision.reason if starts else lost
     reason = reason if lost in reason else f"{reason}; {lost}"
-    if limits.requeue:
+    if config.slurm.preempted == "requeue":
         return OwnerDecision("requeue", f"{reason}; {follows}", "cancelled")
     return OwnerDecision("fail", f"{reason}; slurm.preempted is stop: continue with --resume")
 
 
-def _in_this_job(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecision:
+def _in_this_job(ended: RanksEnded, so_far: SoFar, config: RunConfig) -> OwnerDecision:
     """What follows where the job has all its nodes."""
     record = ended.record
     why, sentence = ("", "") if record is None else (record.why, record.sentence)
@@ -136,20 +123,20 @@ def _in_this_job(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecis
     if why in ("fatal", "broken", "storage", "orphaned", "taken"):
         return OwnerDecision("fail", sentence)
     if ended.signal or why in ("time_limit", "cancelled"):
-        return _stopped(ended, so_far, limits)
+        return _stopped(ended, so_far, config)
     if why == "repartition":
         reason = "the ranks start in another layout"
         return OwnerDecision("restart", reason, so_far=so_far._replace(tries=1, defect=None))
     if record is not None and why == "defect":
         if so_far.defect is not None and _alike(record) == _alike(so_far.defect):
             return OwnerDecision("fail", f"{sentence}, a second time at step {record.step}")
-        return _restart(sentence, so_far._replace(defect=record), limits)
+        return _restart(sentence, so_far._replace(defect=record), config)
     if ended.met or why == "lost":
-        return _restart(sentence or _with(PLANNER_LOST, ended.cause), so_far._replace(defect=None), limits)
-    return _not_met(sentence, ended, so_far, limits)
+        return _restart(sentence or _with(PLANNER_LOST, ended.cause), so_far._replace(defect=None), config)
+    return _not_met(sentence, ended, so_far, config)
 
 
-def _not_met(sentence: str, ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecision:
+def _not_met(sentence: str, ended: RanksEnded, so_far: SoFar, config: RunConfig) -> OwnerDecision:
     """Whether the start is repeated; ``sentence``: why the ranks do not go on together, where they found that."""
     if ended.asked:
         return OwnerDecision("stop", "a request to stop", "cancelled")
@@ -161,14 +148,16 @@ def _not_met(sentence: str, ended: RanksEnded, so_far: SoFar, limits: Limits) ->
         first = so_far.first or reason
         return OwnerDecision("repeat", reason, so_far=so_far._replace(tries=so_far.tries + 1, first=first))
     if waits:
-        return OwnerDecision("fail", gives_up(so_far.first or reason, ended.step, limits))
+        return OwnerDecision("fail", gives_up(so_far.first or reason, ended.step, config, ended.run))
     return OwnerDecision("fail", reason if ended.cause else f"{reason}; see the agents' logs")
 
 
-def gives_up(first: str, step: int, limits: Limits) -> str:
-    """What was not possible for `Limits.cannot_now_s`, what is saved, and how to go on."""
+def gives_up(first: str, step: int, config: RunConfig, run: str) -> str:
+    """What was not possible for ``deadlines.cannot_now_s``, what is saved, and how to go on."""
     saved = f"step {step} is saved" if step else "no step is saved"
-    return f"{first}, for {limits.cannot_now_s:.0f} s; {saved}; continue with `libra-hpc submit --resume {limits.run}`"
+    return (
+        f"{first}, for {config.deadlines.cannot_now_s:.0f} s; {saved}; continue with `libra-hpc submit --resume {run}`"
+    )
 
 
 def _with(sentence: str, cause: str) -> str:
@@ -180,14 +169,14 @@ def _alike(record: RanksStop) -> RanksStop:
     return msgspec.structs.replace(record, sentence=re.sub(r"\d+", "", record.sentence))
 
 
-def _restart(reason: str, so_far: SoFar, limits: Limits) -> OwnerDecision:
-    if so_far.restarts < limits.restarts:
+def _restart(reason: str, so_far: SoFar, config: RunConfig) -> OwnerDecision:
+    if so_far.restarts < config.slurm.restarts:
         return OwnerDecision("restart", reason, so_far=so_far._replace(tries=1, restarts=so_far.restarts + 1))
-    used = f"all {limits.restarts} restarts of slurm.restarts are used"
+    used = f"all {config.slurm.restarts} restarts of slurm.restarts are used"
     return OwnerDecision("fail", f"{reason}, and {used}; continue with --resume")
 
 
-def _stopped(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecision:
+def _stopped(ended: RanksEnded, so_far: SoFar, config: RunConfig) -> OwnerDecision:
     """Whether a run that the time limit, a preemption or somebody stopped is queued again."""
     state, reached = STATES.get(ended.signal, "cancelled"), f"time limit at step {ended.step}"
     message = reached if state == "time_limit" else STOP_SIGNAL
@@ -198,12 +187,14 @@ def _stopped(ended: RanksEnded, so_far: SoFar, limits: Limits) -> OwnerDecision:
         return OwnerDecision("stop", message, state)
     if ended.preempted:
         return OwnerDecision("requeue", f"preempted at step {ended.step}", state, message)
-    if state != "time_limit" or ended.signal == "TERM" or not limits.requeues:
+    if state != "time_limit" or ended.signal == "TERM" or not config.slurm.requeues:
         return OwnerDecision("stop", message, state)
-    if so_far.requeued >= limits.requeues:
-        why = f"{reached}, and all {limits.requeues} of slurm.requeues are used"
+    if so_far.requeued >= config.slurm.requeues:
+        why = f"{reached}, and all {config.slurm.requeues} of slurm.requeues are used"
         return OwnerDecision("stop", why, state, f"{message}; not queued again: {why}")
     if so_far.idle[-IDLE_STARTS:] == (ended.step,) * IDLE_STARTS:
         why = f"the last {IDLE_STARTS} starts saved no step after step {ended.step}"
         return OwnerDecision("fail", f"{why}: slurm.time_limit is too short for a start, a step and a save")
-    return OwnerDecision("requeue", f"{reached}; requeue {so_far.requeued + 1} of {limits.requeues}", state, message)
+    return OwnerDecision(
+        "requeue", f"{reached}; requeue {so_far.requeued + 1} of {config.slurm.requeues}", state, message
+    )

@@ -1,6 +1,6 @@
 """The owner of a run: it starts all ranks, sees their ends, and does what `libra_hpc.owner.decision` decides.
 
-``python -m libra_hpc.owner.owner --run RUN --attempt N --size RANKS --restarts N [--slurm ...] -- PROGRAM ...``
+``python -m libra_hpc.owner.owner --run RUN --attempt N --size RANKS [--slurm --nodes N ..] -- PROGRAM ...``
 
 - It has the lease of the run (`claim`); another takes it -> the ranks are killed and nothing more is written.
 - Something cannot be done now (`CANNOT_NOW`), or ranks that met before do not -> tried again with growing pauses, named
@@ -24,10 +24,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from operator import sub
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
+from libra_hpc.config.load import load_resolved
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.agent_folders import remove_kept
 from libra_hpc.process.dump import STRAY, dump_on_request, stray_words
@@ -39,7 +42,7 @@ from libra_hpc.slurm.queue.command import TRANSIENT_FAILURES
 
 from . import slurm_step
 from .claim import HeldLease, LeaseRefused, acquire
-from .decision import CANNOT_NOW_S, PLANNER_LOST, Limits, OwnerDecision, RanksEnded, SoFar, decide, gives_up
+from .decision import PLANNER_LOST, OwnerDecision, RanksEnded, SoFar, decide, gives_up
 from .owner_records import OwnerRecords, log_line, met_before, refuse, saved_step
 from .rank_links import RankLinks
 from .ranks import LocalRanks
@@ -98,13 +101,18 @@ class EndPatience:
 
 
 class RunOwner:
-    def __init__(self, run: RunDir, options: argparse.Namespace, lease: HeldLease, signals: Sequence[str]) -> None:
+    def __init__(
+        self, run: RunDir, config: RunConfig, options: argparse.Namespace, lease: HeldLease, signals: Sequence[str]
+    ) -> None:
         self._run, self._attempt, self._options, self._signals = run, options.attempt, options, signals
-        self._lease, self._limits = lease, limits_of(run, options)
+        # Without Slurm there is no queue.
+        self._config = config if options.slurm else config.changed(slurm={"requeues": 0, "preempted": "stop"})
+        self._lease = lease
+        self._longest_s = config.deadlines.cannot_now_s
         self._down: dict[str, str] = {}
         self._records = OwnerRecords(run, options.attempt)
         self._tracking = TrackingChild(run, options.attempt)
-        self._spot = SpotJobs(run, options.spot, options.planned)
+        self._spot = SpotJobs(run, config)
         requeued = int(os.environ.get("SLURM_RESTART_COUNT") or 0) if options.slurm else 0
         self._so_far = SoFar(requeued=requeued, idle=self._records.idle(), met=met_before(run))
         self._patience: Patience | None = None
@@ -131,7 +139,7 @@ class RunOwner:
                 return 1
             if ended.met:
                 self._so_far = self._so_far._replace(met=True, first="")
-            decision = decide(ended, self._so_far, self._limits)
+            decision = decide(ended, self._so_far, self._config)
             if decision.word not in ("restart", "repeat"):
                 return self._finish(decision, ended)
             log_line(f"{decision.word}: {decision.reason}")
@@ -166,7 +174,7 @@ class RunOwner:
         if not self._since:
             self._since = time.strftime("%H:%M:%S")
             self._records.event("cannot_now", reason=sentence)
-        self._message = f"waiting since {self._since}, for {self._limits.cannot_now_s:.0f} s at most: {sentence}"
+        self._message = f"waiting since {self._since}, for {self._longest_s:.0f} s at most: {sentence}"
         self._status()
 
     def _status(self) -> None:
@@ -233,16 +241,17 @@ class RunOwner:
             patient=self._pause_s is not None,
             signal=self._signals[-1] if self._signals else "",
             asked=asked,
-            preempted=self._options.requeue and slurm_step.preempted(os.environ),
+            preempted=self._config.slurm.preempted == "requeue" and slurm_step.preempted(os.environ),
             cause=cause if record is None else "",
             short=(down or "a node was lost") if self._spare_nodes(now) < 0 else "",
             broken=down if slurm_step.taken_apart(now) else "",
             step=step,
+            run=self._run.name,
         )
 
     def _run_ranks(self) -> tuple[bool, str, str]:
         """Whether the ranks met, why not or why rank 0 ended as far as logs have it, and what could not be done."""
-        so_far, last = self._so_far, self._so_far.restarts >= self._limits.restarts
+        so_far, last = self._so_far, self._so_far.restarts >= self._config.slurm.restarts
         given = RanksStart(
             self._lease.nonce,
             self._lease.generation,
@@ -270,7 +279,7 @@ class RunOwner:
         try:
             record, asked, self._saved = patiently(
                 lambda: (self._records.end(), *self._records.position()),
-                self._limits.cannot_now_s,
+                self._longest_s,
                 self._note,
                 answers=(),
                 pause=self._pause,
@@ -278,7 +287,8 @@ class RunOwner:
         except InterruptedError:
             return None, False, self._saved
         except CANNOT_NOW as error:
-            return RanksStop("fatal", gives_up(cannot(error), self._saved, self._limits), 0), False, self._saved
+            why = gives_up(cannot(error), self._saved, self._config, self._run.name)
+            return RanksStop("fatal", why, 0), False, self._saved
         return record, asked, self._saved
 
     def _may_pause(self, met: bool) -> None:
@@ -287,15 +297,13 @@ class RunOwner:
             self._patience, self._pause_s, self._since = None, 0.0, ""
             return
         now = time.monotonic()
-        self._patience = self._patience or Patience(self._limits.cannot_now_s, now)
+        self._patience = self._patience or Patience(self._longest_s, now)
         self._pause_s = self._patience.failed(now)
 
     def _requeue(self) -> str:
         """Queue the job again; returns why that is refused."""
         try:
-            return patiently(
-                lambda: slurm_step.requeue(os.environ), self._limits.cannot_now_s, self._note, pause=self._pause
-            )
+            return patiently(lambda: slurm_step.requeue(os.environ), self._longest_s, self._note, pause=self._pause)
         except CANNOT_NOW as error:
             return reason_of(error)
 
@@ -305,7 +313,9 @@ class RunOwner:
 
     def _ranks(self, logs: Path) -> Ranks:
         if self._options.slurm:
-            return SlurmStep(self._run, self._attempt, self._options.size, self._options.argv)
+            return SlurmStep(
+                self._run, self._attempt, self._options.size, self._options.argv, self._config.slurm.interface
+            )
         return LocalRanks(self._options.size, logs, self._options.argv)
 
     def _watch(self, ranks: Ranks) -> tuple[bool, int]:
@@ -339,13 +349,6 @@ class RunOwner:
         return apart
 
 
-def limits_of(run: RunDir, options: argparse.Namespace) -> Limits:
-    """What the run file allows, and how the run is continued."""
-    deadlines: dict[str, Any] = run.read_json(run.config).get("deadlines", {})
-    longest_s = float(deadlines.get("cannot_now_s", CANNOT_NOW_S))
-    return Limits(options.restarts, options.requeues, options.requeue, longest_s, run.name)
-
-
 def pause(seconds: float, changes: Callable[[], object], meanwhile: Callable[[], object] = bool) -> None:
     """Sleep; raises `InterruptedError` once ``changes`` returns something else."""
     until, before = time.monotonic() + seconds, changes()
@@ -363,15 +366,19 @@ def taking(error: Exception) -> str:
 
 def own(run: RunDir, options: argparse.Namespace, signals: Sequence[str]) -> RunOwner:
     """Take the run, for as long as that cannot be done now; raises `SystemExit`."""
-    limits, met = limits_of(run, options), met_before(run)
-    answers = (LeaseRefused, InterruptedError, *(() if met else MISTAKES))
+    answers = (LeaseRefused, InterruptedError, *(() if met_before(run) else MISTAKES))
     lease: list[HeldLease] = []
+    config = RunConfig()
+
+    def read() -> RunConfig:
+        run.config.read_bytes()  # an error of a file system is waited for, as no other is
+        return load_resolved(run.config)
 
     def take() -> RunOwner:
         try:
             if not lease:
                 lease.append(acquire(run.leases, LEASE_S))
-            return RunOwner(run, options, lease[0], signals)
+            return RunOwner(run, config, options, lease[0], signals)
         except RuntimeError as error:  # no thread can be started
             raise BlockingIOError(errno.EAGAIN, str(error)) from error
 
@@ -382,18 +389,18 @@ def own(run: RunDir, options: argparse.Namespace, signals: Sequence[str]) -> Run
             if found is None or found.released or found.dead or lease:
                 OwnerRecords(run, options.attempt).status("restarting", sentence)
 
+    def wait(seconds: float) -> None:
+        pause(seconds, lambda: len(signals))
+
+    words: Callable[[Exception], str] = cannot
     try:
-        return patiently(
-            take,
-            limits.cannot_now_s,
-            note,
-            words=taking,
-            answers=answers,
-            pause=lambda seconds: pause(seconds, lambda: len(signals)),
-        )
-    except (LeaseRefused, *CANNOT_NOW) as error:
-        why = taking(error) if isinstance(error, OSError) else str(error)
-        why = why if isinstance(error, answers) else gives_up(why, saved_step(run), limits)
+        config = patiently(read, config.deadlines.cannot_now_s, note, answers=answers, pause=wait)
+        words = taking
+        return patiently(take, config.deadlines.cannot_now_s, note, words=words, answers=answers, pause=wait)
+    except (LeaseRefused, UserError, *CANNOT_NOW) as error:
+        why = words(error) if isinstance(error, OSError) else str(error)
+        given_up = not isinstance(error, (*answers, UserError))
+        why = gives_up(why, saved_step(run), config, run.name) if given_up else why
         refuse(run, options.attempt, f"the run does not start: {why}")
         raise SystemExit(1) from None
 
@@ -404,13 +411,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--run", required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--size", type=int, required=True, help="ranks")
-    parser.add_argument("--restarts", type=int, default=0, help="slurm.restarts")
-    parser.add_argument("--requeues", type=int, default=0, help="slurm.requeues")
     parser.add_argument("--slurm", action="store_true", help="the program is an srun command line, not that of a rank")
-    parser.add_argument("--requeue", action="store_true", help="a preempted job is queued again")
     parser.add_argument("--nodes", type=int, nargs="*", default=[], help="nodes that the ranks need, by component")
-    parser.add_argument("--spot", type=int, default=0, help="borrow.spot.nodes")
-    parser.add_argument("--planned", action="store_true", help="the planner decides how many of them")
     parser.add_argument("--unprepared", default="", metavar="CAUSE", help="the ranks cannot start; nothing is started")
     parser.add_argument("argv", nargs="*")
     options = parser.parse_args(argv)

@@ -15,8 +15,10 @@ import os
 import threading
 import time
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.process.retry import Retry
 from libra_hpc.slurm.queue.command import call
 from libra_hpc.slurm.site_commands import clean_environment
 
@@ -38,7 +40,7 @@ class SpotQueue:
         self.wanted = wanted
         self.jobs: dict[str, float | None] = {}
         """Queued ones, and since when each runs."""
-        self._pause_s, self._not_before = PAUSE_S, float("-inf")
+        self.retry = Retry(PAUSE_S, LONGEST_S)
 
     def seen(self, running: dict[str, bool], now: float) -> list[str]:
         """What Slurm has of the jobs, by id; returns those that have ended."""
@@ -46,22 +48,17 @@ class SpotQueue:
         for job in ended:
             since = self.jobs.pop(job)
             if since is not None and now - since >= LIVES_S:
-                self._pause_s = PAUSE_S
+                self.retry.succeeded()
             else:
-                self.refused(now)
+                self.retry.failed(now)
         for job in self.jobs:
             if running[job] and self.jobs[job] is None:
                 self.jobs[job] = now
         return ended
 
-    def refused(self, now: float) -> None:
-        """A job brought nothing, or Slurm took none."""
-        self._not_before = now + self._pause_s
-        self._pause_s = min(2.0 * self._pause_s, LONGEST_S)
-
     def due(self, now: float) -> int:
         """How many to queue now."""
-        return max(0, self.wanted - len(self.jobs)) if now >= self._not_before else 0
+        return max(0, self.wanted - len(self.jobs)) if self.retry.due(now) else 0
 
     def surplus(self) -> list[str]:
         """Jobs to cancel: those that wait, then those that run for the shortest time."""
@@ -70,8 +67,10 @@ class SpotQueue:
 
 
 class SpotJobs:
-    def __init__(self, run: RunDir, most: int, planned: bool) -> None:
-        self._run, self._script, self._queue = run, run.spot_script, SpotQueue(0 if planned else most)
+    def __init__(self, run: RunDir, config: RunConfig) -> None:
+        most = config.borrow.spot.nodes
+        self._run, self._script = run, run.spot_script
+        self._queue = SpotQueue(0 if config.planner.enabled else most)
         self._environment = clean_environment(os.environ)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="spot", daemon=True)
@@ -110,7 +109,7 @@ class SpotJobs:
                 job = call(["sbatch", "--parsable", str(self._script)], self._environment, tries=1)
                 queue.jobs[job.strip().split(";")[0]] = None
         except OperationError as error:
-            queue.refused(time.monotonic())
+            queue.retry.failed(time.monotonic())
             if str(error) != self._logged:
                 self._logged = str(error)
                 log_line(f"no job is queued for borrow.spot: {error}")

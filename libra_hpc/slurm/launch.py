@@ -166,8 +166,7 @@ class Launch:
     @property
     def owner_arguments(self) -> list[str]:
         """Arguments of the run's owner (`libra_hpc.owner.owner`), whatever starts the ranks."""
-        counts = ["--size", str(self.ranks), "--restarts", str(self.config.slurm.restarts)]
-        return ["--run", str(self.run.path), "--attempt", str(self.attempt), *counts]
+        return ["--run", str(self.run.path), "--attempt", str(self.attempt), "--size", str(self.ranks)]
 
     @property
     def variables(self) -> dict[str, str]:

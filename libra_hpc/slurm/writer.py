@@ -38,11 +38,7 @@ def het_script(launch: Launch) -> str:
     logs, started = run.logs(launch.attempt), start_command(config, run.path, named=True)
     # Slurm's commands are outside a container, and so is the owner.
     python = sys.executable if in_container(config) else launch.python
-    slurm = ["--slurm", f"--requeues={config.slurm.requeues}"]
-    slurm += [f"--spot={config.borrow.spot.nodes}"] if config.borrow.spot.nodes else []
-    slurm += ["--planned"] if config.borrow.spot.nodes and config.planner.enabled else []
-    slurm += ["--requeue"] if config.slurm.preempted == "requeue" else []
-    slurm += ["--nodes", *(str(group.used) for group in groups)]
+    slurm = ["--slurm", "--nodes", *(str(group.used) for group in groups)]
     owner = shlex.join([python, "-m", "libra_hpc.owner.owner", *launch.owner_arguments, *slurm])
     ours = {OUTPUT: str(OUTPUT_FD)}
     ours |= {STAMP: code_stamp()} if in_container(config) else {}

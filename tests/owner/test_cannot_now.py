@@ -67,7 +67,9 @@ class Case:
     def __init__(self, folder: Path, met: bool, longest_s: float) -> None:
         self.run = RunDir.create(folder, "run")
         self.run.logs(1).mkdir(parents=True)
-        self.run.write_json(self.run.config, {"run": {"steps": 60}, "deadlines": {"cannot_now_s": longest_s}})
+        self.run.write_json(
+            self.run.config, {"run": {"steps": 60}, "slurm": {"restarts": 0}, "deadlines": {"cannot_now_s": longest_s}}
+        )
         if met:
             self.run.checkpoint(60).mkdir(parents=True)
             (self.run.checkpoint(60) / "state.json").write_text("{}")
@@ -75,7 +77,7 @@ class Case:
     def own(
         self, place: str = "start", numbers: Sequence[int] = (), unmet: int = 0, world: str = WORLD
     ) -> subprocess.Popen[str]:
-        owner = ["--run", str(self.run.path), "--attempt", "1", "--size", "2", "--restarts", "0", "--"]
+        owner = ["--run", str(self.run.path), "--attempt", "1", "--size", "2", "--"]
         argv = [sys.executable, "-c", OWNER, place, str(list(numbers)), *owner]
         ranks = ["sh", "-c", world, str(self.run.logs(1)), str(unmet)]
         return subprocess.Popen([*argv, *ranks], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

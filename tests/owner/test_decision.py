@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.owner.decision import START_TRIES, Limits, RanksEnded, SoFar, decide
+from libra_hpc.config.load import validate
+from libra_hpc.config.run import RunConfig
+from libra_hpc.owner.decision import START_TRIES, RanksEnded, SoFar, decide
 from libra_hpc.protocol.ranks_stop import RanksStop, Why
 
-LIMITS = Limits(restarts=3, requeues=5)
-ALLOWED = Limits(restarts=3, requeues=5, requeue=True)
+LIMITS = validate({"slurm": {"restarts": 3, "requeues": 5, "preempted": "stop"}})
+ALLOWED = validate({"slurm": {"restarts": 3, "requeues": 5}})
+NEVER = validate({"slurm": {"restarts": 3, "preempted": "stop"}})
 LOST = "node 1 was lost"
 DOWN = "Slurm set node a800-3 down: a broken fan, since 2026-11-24 09:26:36"
 SAID = {"lost": LOST, "defect": "node 3: MemoryError", "fatal": "node 2: engine r2.0 ended 5 times"}
@@ -24,7 +27,7 @@ def left(why: Why | None, step: int = 40, **seen: Any) -> RanksEnded:
     return RanksEnded(record, **{"step": step, **seen})
 
 
-CASES: dict[str, tuple[RanksEnded, SoFar, Limits, str, str]] = {
+CASES: dict[str, tuple[RanksEnded, SoFar, RunConfig, str, str]] = {
     "the last step": (left("completed"), SoFar(), LIMITS, "stop", "completed"),
     "the last step on a notice": (left("completed", signal="USR1"), SoFar(), LIMITS, "stop", "completed"),
     "nothing to go on with": (left("fatal"), SoFar(), LIMITS, "fail", "failed"),
@@ -46,14 +49,14 @@ CASES: dict[str, tuple[RanksEnded, SoFar, Limits, str, str]] = {
     "its last notice": (left("time_limit", signal="USR1"), SoFar(), LIMITS, "requeue", "time_limit"),
     "killed after the notice": (left(None, signal="USR1"), SoFar(), LIMITS, "requeue", "time_limit"),
     "cancelled at the time limit": (left("time_limit", signal="TERM"), SoFar(), LIMITS, "stop", "time_limit"),
-    "no requeue is allowed": (left("time_limit"), SoFar(), Limits(3), "stop", "time_limit"),
+    "no requeue is allowed": (left("time_limit"), SoFar(), NEVER, "stop", "time_limit"),
     "all requeues are used": (left("time_limit"), SoFar(requeued=5), LIMITS, "stop", "time_limit"),
     "one start without a step": (left("time_limit"), SoFar(idle=(20, 40)), LIMITS, "requeue", "time_limit"),
     "two starts without a step": (left("time_limit"), SoFar(idle=(20, 40, 40)), LIMITS, "fail", "failed"),
     "a step after two without": (left("time_limit", 41), SoFar(idle=(40, 40)), LIMITS, "requeue", "time_limit"),
-    "a preemption": (left("cancelled", signal="TERM", preempted=True), SoFar(), Limits(3), "requeue", "cancelled"),
-    "a preemption by its notice": (left("time_limit", preempted=True), SoFar(), Limits(3), "requeue", "time_limit"),
-    "killed by a preemption": (left(None, signal="TERM", preempted=True), SoFar(), Limits(3), "requeue", "cancelled"),
+    "a preemption": (left("cancelled", signal="TERM", preempted=True), SoFar(), NEVER, "requeue", "cancelled"),
+    "a preemption by its notice": (left("time_limit", preempted=True), SoFar(), NEVER, "requeue", "time_limit"),
+    "killed by a preemption": (left(None, signal="TERM", preempted=True), SoFar(), NEVER, "requeue", "cancelled"),
     "preempted and unwanted": (left("time_limit", preempted=True, asked=True), SoFar(), LIMITS, "stop", "time_limit"),
     # Starts inside the job.
     "a repartition": (left("repartition"), SoFar(restarts=3), LIMITS, "restart", ""),
@@ -120,8 +123,8 @@ def test_only_a_loss_uses_up_a_restart_and_a_meeting_ends_the_row_of_tries() -> 
 
 def test_who_gives_up_names_the_first_cause_what_is_saved_and_how_to_go_on() -> None:
     so_far = decide(left("unmet", met=False), SoFar(met=True), LIMITS).so_far
-    limits = LIMITS._replace(cannot_now_s=90.0, run="grpo-001")
-    given_up = decide(left(None, met=False, patient=False, cause="agent-0: killed"), so_far, limits)
+    limits = LIMITS.changed(deadlines={"cannot_now_s": 90.0})
+    given_up = decide(left(None, met=False, patient=False, cause="agent-0: killed", run="grpo-001"), so_far, limits)
     how = "for 90 s; step 40 is saved; continue with `libra-hpc submit --resume grpo-001`"
     assert given_up.reason == f"{so_far.first}, {how}"
     assert so_far.first.startswith("start 1: the agents did not meet; ")

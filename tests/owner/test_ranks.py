@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,6 +27,7 @@ from libra_hpc.slurm.queue.query import JobState
 
 pytestmark = pytest.mark.slow
 
+CONFIG: dict[str, Any] = {"slurm": {"restarts": 0}, "components": {"hybrid": {"nodes": 1}}}
 WORLD = """
 import json, os, pathlib, signal, sys, time
 if sys.argv[2] == "early" and not (pathlib.Path(sys.argv[1]) / "early").exists():
@@ -84,13 +86,15 @@ signal.pause()
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     (tmp_path / "world.py").write_text(WORLD)
-    return RunDir.create(tmp_path, "run")
+    made = RunDir.create(tmp_path, "run")
+    made.write_json(made.config, CONFIG)
+    return made
 
 
 def start(run: RunDir, *how: str) -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
-    config = validate({"slurm": {"restarts": 0}, "components": {"hybrid": {"nodes": 1}}})
+    config = validate(CONFIG)
     local.start(Launch(job_request(config), run, 1, arguments=[str(run.path.parent / "world.py"), str(run.path), *how]))
 
 

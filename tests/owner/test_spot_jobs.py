@@ -45,7 +45,7 @@ def test_jobs_that_bring_nothing_are_queued_ever_later_until_one_works() -> None
     spot.seen({"works": True}, now)
     spot.seen({}, now + LIVES_S)
     assert spot.due(now + LIVES_S) == 1
-    spot.refused(now + LIVES_S)
+    spot.retry.failed(now + LIVES_S)
     assert spot.due(now + LIVES_S + PAUSE_S) == 1
 
 

@@ -28,7 +28,9 @@ def executed(
     run.logs(1).mkdir(parents=True)
     for name, text in programs.items():
         program(folder / name, text)
-    text = het_script(Launch(job_request(validate(config)), run, 1))
+    checked = validate(config)
+    run.write_config(checked.as_data())
+    text = het_script(Launch(job_request(checked), run, 1))
     # torch sets one of the caches in the process of a test.
     outer = {name: value for name, value in os.environ.items() if "_CACHE" not in name}
     environment = {**outer, "PATH": f"{folder}:{os.environ['PATH']}", "RUN": str(run.path), **environ}

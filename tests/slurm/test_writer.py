@@ -320,5 +320,3 @@ def test_a_job_of_spot_nodes_joins_the_run_with_a_node_as_those_that_roll_out() 
     assert "export A=b" in lines
     assert lines[-2] == 'mkdir -pm 700 "$TMPDIR/cache-$UID"'
     assert lines[-1] == "exec /opt/env/bin/python -m libra_hpc_cli.app join '/data/my runs/demo-001' --spot"
-    assert "--spot=2" in het_script(launch)
-    assert "--spot" not in script(FULL)
