@@ -21,10 +21,9 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from operator import sub
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -44,7 +43,6 @@ from . import slurm_step
 from .claim import HeldLease, LeaseRefused, acquire
 from .decision import PLANNER_LOST, OwnerDecision, RanksEnded, SoFar, decide, gives_up
 from .owner_records import OwnerRecords, log_line, met_before, refuse, saved_step
-from .rank_links import RankLinks
 from .ranks import LocalRanks
 from .slurm_step import SlurmStep
 from .spot_jobs import SpotJobs
@@ -62,25 +60,8 @@ STATUS_S = 5.0
 """Between two status snapshots while no rank 0 lives."""
 LEASE_S = 30.0
 """For whoever submitted the job to release the lease."""
+Ranks = LocalRanks | SlurmStep
 ENDED = {"time_limit": "was stopped by the time limit", "cancelled": "was cancelled", "paused": "was paused"}
-
-
-class Ranks(Protocol):
-    """All ranks of a start."""
-
-    size: int
-    links: RankLinks
-
-    @property
-    def gone(self) -> Collection[int]: ...  # those that have ended
-
-    down: dict[str, str]
-    """Nodes that Slurm has set down, with the sentence that names the reason."""
-
-    def poll(self) -> bool: ...
-    def signal(self, name: str) -> None: ...
-    def kill(self) -> None: ...
-    def close(self) -> list[int]: ...
 
 
 class EndPatience:
@@ -91,12 +72,15 @@ class EndPatience:
         self.first = 0
         """The rank that ended before all had met; else rank 0."""
 
-    def ends(self, ranks: Ranks, met: bool, recorded: bool, now: float) -> bool:
+    def ends(self, ranks: Ranks, recorded: bool, now: float) -> bool:
         """Whether the ranks that live are to be killed; ``recorded``: rank 0 has left why it ends."""
-        if recorded or 0 in ranks.gone or len(ranks.gone) >= ranks.size - 1 > 0:
+        ended = ranks.links.ended
+        if recorded or 0 in ended or len(ended) >= ranks.size - 1 > 0:
             self._over_at = min(now, self._over_at)
-        if ranks.gone and not (met or recorded) and self._early_at == math.inf:
-            self._early_at, self.first = now, min(ranks.gone)
+        if ranks.links.met:
+            self._early_at, self.first = math.inf, 0
+        elif ended and not recorded and self._early_at == math.inf:
+            self._early_at, self.first = now, min(ended)
         return now - self._over_at > STRAGGLERS_S or now - self._early_at > EARLY_S
 
 
@@ -322,17 +306,17 @@ class RunOwner:
         """Until all ranks have ended; returns whether they met, and the one whose end explains most."""
         met, patience, passed_on, self._status_at = False, EndPatience(), 0, time.monotonic()
         while ranks.poll() and not self._gives_up(ranks):
-            now, self._alone = time.monotonic(), 0 in ranks.gone
+            now, self._alone = time.monotonic(), 0 in ranks.links.ended
             self._tracking.keep(now)
             for name in self._signals[passed_on:]:
                 ranks.signal(name)
                 passed_on += 1
             met = ranks.links.met
             recorded = self._records.has(self._run.ended(self._attempt))
-            if patience.ends(ranks, met, recorded, now) or self._lease.taken:
+            if patience.ends(ranks, recorded, now) or self._lease.taken:
                 ranks.kill()
             if (
-                (0 in ranks.gone or (self._message and not met))
+                (0 in ranks.links.ended or (self._message and not met))
                 and now - self._status_at > STATUS_S
                 and not self._lease.check()
             ):

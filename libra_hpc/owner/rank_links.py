@@ -35,6 +35,11 @@ class RankLinks:
         self.lost: dict[int, str] = {}
         """Ranks whose end was announced, and the reason."""
 
+    @property
+    def ended(self) -> set[int]:
+        """Ranks whose process has ended."""
+        return {*self.gone, *self.lost}
+
     def born(self, rank: int) -> tuple[socket.socket, str]:
         """The connection of a rank that this process starts, and the value of `LINK` for it."""
         ours, theirs = socket.socketpair()

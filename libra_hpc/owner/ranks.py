@@ -67,7 +67,7 @@ class LocalRanks:
     def __init__(self, size: int, logs: Path, argv: Sequence[str]) -> None:
         self._space = KeyValueSpace(size, f"local-{os.getpid()}-{time.time_ns()}", f"(vector,(0,1,{size}))")
         self.links = RankLinks()
-        self.size, self.gone, self.down = size, set[int](), dict[str, str]()
+        self.size, self.down = size, dict[str, str]()
         self._processes, self._connections = list[subprocess.Popen[bytes]](), list[socket.socket]()
         self._unread = [b""] * size
         try:
@@ -85,11 +85,10 @@ class LocalRanks:
     def poll(self) -> bool:
         """Serve the start-up for at most `POLL_S` and note new ends; returns whether any rank lives."""
         for rank, process in enumerate(self._processes):
-            if rank not in self.gone and process.poll() is not None:
-                self.gone.add(rank)
+            if process.poll() is not None:
                 self.links.announce(rank)
         # Until the processes have ended, not the connections: a rank's child may hold its connection open.
-        if len(self.gone) == self.size:
+        if len(self.links.lost) == self.size:
             return False
         self.links.wait(POLL_S)
         return True

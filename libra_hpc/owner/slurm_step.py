@@ -73,10 +73,6 @@ class SlurmStep:
                 self.links.announce(rank)
         return self._process.poll() is None
 
-    @property
-    def gone(self) -> set[int]:
-        return {*self.links.gone, *self.links.lost}
-
     def _note_failures(self) -> None:
         """Note the ranks of nodes that srun has reported as failed since the last call."""
         with contextlib.suppress(OSError), self._output.open("rb") as file:

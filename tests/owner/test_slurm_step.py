@@ -53,7 +53,7 @@ def test_the_ranks_of_a_node_that_srun_reports_are_gone_with_the_reason_that_slu
     why = "Slurm set node a800-1 down: a broken fan, since 2026-11-24 09:26:36"
     assert step.down == {"a800-1": why}, "what an earlier start printed is no news"
     assert step.links.lost == {1: why}
-    assert step.gone == {1}
+    assert step.links.ended == {1}
 
 
 def test_a_refusal_for_components_that_slurm_has_queued_itself_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
