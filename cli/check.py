@@ -23,9 +23,8 @@ from libra_hpc.preflight.train_worlds import describe_worlds
 from libra_hpc.slurm.submit import expected_start as job_start
 
 from .config_show import OverrideOption, RunFileArgument
-from .output import busy, narrow_table, print_json, print_line, print_note, show
+from .output import busy, narrow_table, playing, print_json, print_line, print_note, show
 from .runs import JsonOption
-from .split import show_split, simulating
 
 COLUMNS = 80
 """Width of the table: a terminal of usual width shows it whole."""
@@ -47,6 +46,8 @@ def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOp
         print_json({"run_file": str(run_file), "good": True, **facts, "split": split, "memory": records})
         return
     if made is not None:
+        from .plan_tables import show_split
+
         show_split(made)
     for line in (describe_worlds(config), *checked.facts):
         print_line(line)
@@ -61,7 +62,7 @@ def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOp
 def check_all(config: RunConfig, *, slurm_required: bool) -> CheckedRun:
     """`libra_hpc.preflight.checked_run.check` with a spinner."""
     with busy("planning" if config.components.split == "auto" else "checking") as status:
-        return checked_run.check(config, slurm_required=slurm_required, progress=partial(simulating, status))
+        return checked_run.check(config, slurm_required=slurm_required, progress=partial(playing, status))
 
 
 def memory_table(found: Sequence[MemoryNeed]) -> Table:

@@ -20,8 +20,9 @@ from libra_hpc.facts.columns import as_json, cell, compared
 from libra_hpc.facts.comparison import SEED, ComparedRun, Comparison, MetricCurve
 from libra_hpc.facts.comparison import compare as side_by_side
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.series import duration
 from libra_hpc.facts.status import dry_run
-from libra_hpc.facts.summary import duration, state_text
+from libra_hpc.facts.summary import state_text
 from libra_hpc.policies.learning.scaling import Sigmoid, fit_sigmoid
 
 from . import jobs

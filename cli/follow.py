@@ -21,8 +21,8 @@ from rich.text import Text
 from libra_hpc.facts import series
 from libra_hpc.facts.events import last_events
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.series import duration
 from libra_hpc.facts.status import Status, because
-from libra_hpc.facts.summary import duration
 from libra_hpc.facts.view import WIDTH, StatusScreen
 from libra_hpc.slurm.queue.query import JobInfo
 from libra_hpc.slurm.queue.run_state import NoAnswer, RunState

@@ -27,7 +27,6 @@ from libra_hpc.slurm.queue.job_record import JobRecord, read_job
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import SILENT_S, NoAnswer, RunRecords, RunState, run_end, run_state
 from libra_hpc.slurm.set_up import set_up_lines
-from libra_hpc.slurm.single import run_single
 from libra_hpc.slurm.site_commands import clean_environment, slurm_environment
 from libra_hpc.slurm.writer import het_script
 
@@ -254,6 +253,8 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
             "OUT", str(out), f"{out.parent} cannot be made ({error.strerror})", "a new folder in a writable place"
         ) from error
     shutil.rmtree(unfinished, ignore_errors=True)
+    from libra_hpc.slurm.single import run_single
+
     handle = run_single(
         make_tiny_policy,
         *(str(unfinished), task, seed, steps),

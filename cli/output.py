@@ -100,3 +100,8 @@ def console() -> Console:
 def print_json(value: Any) -> None:
     """Print one JSON document; raises for NaN and infinity, which JSON lacks."""
     print(json.dumps(value, indent=1, allow_nan=False), flush=True)
+
+
+def playing(status: Status, plays: int) -> None:
+    """Show in the spinner how many plans have been played."""
+    status.update(f"playing plans: {plays}")

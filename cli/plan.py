@@ -34,11 +34,10 @@ from libra_hpc.simulator.borrowing import Borrow, parse_borrow
 
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
-from .output import busy, picture_file, print_json, print_line, show
+from .output import busy, picture_file, playing, print_json, print_line, show
 from .plan_write import Options, Target, check_target, write_row
 from .runs import JsonOption
 from .simulate import show_borrowed_plan
-from .split import planned, show_split, simulating
 
 RANGE = re.compile(r"^(\d+)(?:\.\.(\d+))?$")
 ASSUMED = Assumed()
@@ -152,7 +151,7 @@ def plan(
     if low != high:
         show_sweep(asked, times, low, high, json=json, plot=plot)
         return
-    made = planned(given.over(config), rooms, quick=quick) if config.components.split == "auto" else None
+    made = plan_tables.planned(given.over(config), rooms, quick=quick) if config.components.split == "auto" else None
     # With a split to fill in, its plans are those that are searched.
     result, slow = best(asked, keep, times, quick=quick or made is not None)
     if plot is not None:
@@ -186,7 +185,7 @@ def best(
 ) -> tuple[PlanResult, RunPlan | None]:
     """The best plans, and the best one at half of an assumed training speed; None where it is measured."""
     with busy("searching") as status:
-        result = best_plans(asked, steps, quick=quick, progress=lambda plays: simulating(status, plays))
+        result = best_plans(asked, steps, quick=quick, progress=lambda plays: playing(status, plays))
         slower = msgspec.structs.replace(asked, train_factor=2.0, in_turn=())
         slow = None if asked.train_speed else best_plans(slower, steps, quick=True).plans[0]
     return msgspec.structs.replace(result, plans=result.plans[:keep]), slow
@@ -213,7 +212,7 @@ def played(
 def show_more(made: InitialPlan | None, with_lenders: Sequence[BorrowedPlan]) -> None:
     """The split that the job would choose, and what lenders bring."""
     if made is not None:
-        show_split(made)
+        plan_tables.show_split(made)
     for one in with_lenders:
         show_borrowed_plan(one)
 

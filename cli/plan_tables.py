@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.config.run_file_text import toml_value
+from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.models.memory import USABLE
 from libra_hpc.planning.in_turn import in_turn_of, keys
+from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.planning.request import PlanRequest
 from libra_hpc.planning.scaling_curve import ScalingPoint
 from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
 
-from .output import narrow_table, print_line, show
+from .output import WIDTH, PlainConsole, busy, console, narrow_table, playing, print_line, show
 
 NEAREST = 3
 """Excluded choices that are printed without ``--explain``."""
@@ -277,3 +282,30 @@ def short_s(seconds: float) -> str:
 def _gb(size: float) -> str:
     """Gigabytes with one digit after the point, or with two significant digits."""
     return f"{size / 1e9:.1f}" if size >= 1e9 else f"{size / 1e9:.2g}"
+
+
+def planned(config: RunConfig, rooms: Mapping[str, HostRoom], quick: bool = False) -> InitialPlan:
+    """The plan of a run file with ``components.split = "auto"``, with a spinner; raises `UserError`."""
+    with busy("planning") as status:
+        return initial_plan(config, quick=quick, progress=lambda plays: playing(status, plays), rooms=rooms)
+
+
+def show_split(made: InitialPlan, *, stderr: bool = False) -> None:
+    """Print the compared plans, best first, and the keys of the chosen one; ``stderr``: stdout has another result."""
+    (PlainConsole(file=sys.stderr, width=WIDTH, highlight=False) if stderr else console()).print(_screen(made))
+
+
+def words(made: InitialPlan) -> str:
+    """The filled-in keys in one line."""
+    return ", ".join(f"{key.removeprefix('components.')} = {value}" for key, value in made.chosen.items())
+
+
+def _screen(made: InitialPlan) -> RenderableType:
+    asked, best = made.asked, made.plan
+    head = f"split = auto: {title(asked)}; {asked.batch.trajectories:,} trajectories a batch, lengths: {asked.lengths}"
+    switches = f", switches {best.in_turn.switch_s:.1f}" if best.in_turn else ""
+    tail = (
+        f"chosen: {words(made)}; predicted {best.seconds:.1f} s a batch (train {best.train.time.total:.1f}, rollout"
+        f" {best.rollout_s:.1f}{switches})"
+    )
+    return Group(Text(head), plans(asked, made.result), Text(tail))

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.facts.summary import duration
+from libra_hpc.facts.series import duration
 from libra_hpc.models.shapes import KV_ELEMENT_BYTES
 from libra_hpc.planning.borrowed_plan import BorrowedPlan
 from libra_hpc.policies.scheduling.registry import policy_class, policy_names

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import msgspec
 import typer
 
 from libra_hpc.config.load import apply_override, load_resolved, validate, with_absolute_paths, with_values
@@ -22,10 +21,8 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, error_text, invalid
 from libra_hpc.facts import user_files
 from libra_hpc.facts.rundir import MODES, RunDir, readable
-from libra_hpc.facts.summary import render_summary, summarise
 from libra_hpc.files import OTHERS_WRITE, OWNER_ONLY, write_atomic
 from libra_hpc.owner.claim import HeldLease, LeaseRefused, acquire
-from libra_hpc.planning.initial import plan_record
 from libra_hpc.preflight.checked_run import CheckedRun
 from libra_hpc.slurm.queue.job_record import read_job
 from libra_hpc.slurm.submit import MaybeQueued
@@ -33,11 +30,8 @@ from libra_hpc.slurm.submit import MaybeQueued
 from . import jobs
 from .check import check_all, load, warn
 from .config_show import OverrideOption
-from .follow import follow, wait_silently
-from .output import print_json, print_line, print_note, show
+from .output import print_json, print_line, print_note
 from .runs import RUNS, JsonOption, attempt, find_run, is_own, job_id, run_names
-from .split import show_split
-from .summary import draw
 
 UNTIL_DONE = 1000
 """Requeues of ``--until-done``: no bound for a run that advances; one that does not is stopped after three starts."""
@@ -105,6 +99,8 @@ def submit(
     checked = check_all(config, slurm_required=not dry_run)
     warn(checked.warnings)
     if checked.plan is not None and not (parsable or json):
+        from .plan_tables import show_split
+
         show_split(checked.plan, stderr=dry_run)
     number = 1 if before is None else before.number + 1
     if dry_run:
@@ -251,7 +247,7 @@ def queue(checked: CheckedRun, run: RunDir, number: int, after: str = "", from_s
             for sentence in user_files.keep(run, checked.config, number):
                 print_note(f"warning: {sentence}")
             if checked.plan is not None:
-                run.write_json(run.plan, plan_record(checked.plan))
+                run.write_json(run.plan, checked.plan.record)
             return jobs.queue(checked.launch(run, number, after, from_step), checked.environment)
     except (UserError, OperationError, OSError) as error:
         if number == 1 and not isinstance(error, MaybeQueued):
@@ -348,6 +344,9 @@ def finish(run: RunDir, queued: str, *, quiet: bool, again: bool = False) -> Non
 
     ``again``: where Slurm broke the job, the next attempt follows, unless the one before saved nothing.
     """
+    from .follow import follow, wait_silently
+    from .summary import show_end
+
     follower, reached = wait_silently if quiet else follow, -1
     try:
         while (state := follower(run)).broken and again:
@@ -363,8 +362,7 @@ def finish(run: RunDir, queued: str, *, quiet: bool, again: bool = False) -> Non
         )
         raise typer.Exit(130) from None
     if not quiet:
-        draw(run)
-        show(render_summary(msgspec.structs.replace(summarise(run), state=state.state)))
+        show_end(run, state.state)
     if state.state != "completed":
         why = f": {state.reason.rstrip('.')}" if state.reason else ""
         further = f"; `libra-hpc submit --resume {run.name}` goes on"

@@ -20,8 +20,13 @@ from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run
 def summary(run: RunArgument = None, json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
     found = find_run(run, runs)
     found.resolved()
-    draw(found)
-    facts = msgspec.structs.replace(summarise(found), state=jobs.state(found).state)
+    show_end(found, jobs.state(found).state, json=json)
+
+
+def show_end(run: RunDir, state: str, *, json: bool = False) -> None:
+    """Draw a run and print its summary, with the state that its job has."""
+    draw(run)
+    facts = msgspec.structs.replace(summarise(run), state=state)
     if json:
         print_json(as_json(facts))
     else:

@@ -306,3 +306,12 @@ def phase_rewards(rows: Sequence[Record]) -> list[PhaseReward]:
         part = list(stretch)
         found.append(PhaseReward(name, len(part), *first_and_last(column(part, "reward"))))
     return found if len(found) > 1 else []
+
+
+def duration(seconds: float) -> str:
+    """Seconds as ``42 s``, ``3:07`` or ``1:02:03``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

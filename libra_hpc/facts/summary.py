@@ -24,7 +24,7 @@ from .columns import Value, declared, rows_of, values_of
 from .estimate import StepAccuracy, accuracy_line, step_accuracy
 from .failed import FailedAttempts, failed_in, failed_line
 from .rundir import RunDir, read_lines
-from .series import PhaseReward, first_and_last, phase_rewards, planned_steps
+from .series import PhaseReward, duration, first_and_last, phase_rewards, planned_steps
 from .status import because, dry_run, lenders_of
 
 STATE_STYLES = {"completed": "green", "running": "cyan", "failed": "red", "silent": "red"}
@@ -364,12 +364,3 @@ def _change(first: float | None, last: float | None) -> Text:
         return Text("-")
     style = "green" if last > first else "yellow"
     return Text.assemble(f"{first:.3f} → ", (f"{last:.3f}", f"bold {style}"), (f"  ({last - first:+.3f})", style))
-
-
-def duration(seconds: float) -> str:
-    """Seconds as ``42 s``, ``3:07`` or ``1:02:03``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

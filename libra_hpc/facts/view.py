@@ -27,9 +27,9 @@ from .columns import rows_of
 from .estimate import accuracy_line, estimate_line
 from .events import cause_of, in_words, place_of
 from .failed import failed_line
-from .series import Record, first_and_last
+from .series import Record, duration, first_and_last
 from .status import FINAL, LENDER_HEADS, LENDER_NUMBERS, NodeStatus, Status, as_ended, because, dry_run, lender_rows
-from .summary import duration, label_grid, state_text
+from .summary import label_grid, state_text
 
 WIDTH = 100
 """Columns the screen is designed for; wider terminals are not stretched."""

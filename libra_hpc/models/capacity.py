@@ -13,7 +13,7 @@ from libra_hpc.errors import invalid
 from .devices import Device
 from .shapes import ModelShape
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 """Bytes."""
 
 

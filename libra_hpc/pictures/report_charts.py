@@ -9,9 +9,8 @@ from pathlib import Path
 from libra_hpc.facts import series
 from libra_hpc.facts.events import in_words
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.series import drifts, first_and_last
+from libra_hpc.facts.series import drifts, duration, first_and_last
 from libra_hpc.facts.starts import RunStart, starts
-from libra_hpc.facts.summary import duration
 
 from .run_clock import RunClock
 from .svg_chart import Chart, Line, Mark, draw, stair

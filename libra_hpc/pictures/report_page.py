@@ -23,9 +23,10 @@ from libra_hpc.facts import series
 from libra_hpc.facts.columns import rows_of
 from libra_hpc.facts.failed import failed_line
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.series import duration
 from libra_hpc.facts.starts import RunStart, job_gpus, job_seconds, starts
 from libra_hpc.facts.status import dry_run
-from libra_hpc.facts.summary import Summary, duration, summarise
+from libra_hpc.facts.summary import Summary, summarise
 
 from .report_charts import charts
 from .report_tables import PageTable, attempts, changed_layouts, decisions, faults, lenders, moves, nodes

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from libra_hpc.facts import series
 from libra_hpc.facts.events import EVENTS, cause_of, in_words, place_of
+from libra_hpc.facts.series import duration
 from libra_hpc.facts.starts import RunStart
 from libra_hpc.facts.status import LENDER_HEADS, because, gone, lender_rows
-from libra_hpc.facts.summary import MOVE_HEADS, Summary, duration, move_rows, seconds_text
+from libra_hpc.facts.summary import MOVE_HEADS, Summary, move_rows, seconds_text
 
 MOST_ROWS = 300
 """Most rows of a table; the events of the run have the rest."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup, escape
 
-from libra_hpc.facts.summary import duration
+from libra_hpc.facts.series import duration
 from libra_hpc.files import write_result
 
 WIDTH, HEIGHT = 560, 240

@@ -14,18 +14,20 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
+from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.search.layout_space import LayoutSpace
 from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.play import Played, batches_of, play
 from libra_hpc.simulator.settings import Colocation, EngineSpec, SimulationSettings
 
-from .bound import Bound
 from .remembered import Remembered
 from .request import PlanRequest
 
@@ -44,6 +46,9 @@ BOUND_BATCHES = 4
 """Batches that the bound is of: the longest trajectory of one alone scatters."""
 STRIDES = 16
 """Steps from one end of a family to the other."""
+
+CHUNK = 8192
+"""Prompt tokens of a step that only prefills."""
 
 Progress = Callable[[int], None]
 """(plays so far) -> None."""
@@ -237,3 +242,57 @@ def _family(plan: RunPlan) -> tuple[object, ...]:
 
 def _rank(plan: RunPlan) -> tuple[float, ...]:
     return -plan.played, plan.seconds, plan.train.time.total
+
+
+class Bound:
+    """Seconds that no fleet is below: its work over full throughput, and the longest trajectory alone.
+
+    Of batches like those of ``size`` trajectories each in ``work``, whose groups compute a prompt once.
+
+    ``slots``: sequences that an engine decodes.
+    """
+
+    def __init__(self, work: Sequence[TrajectoryRecord], size: int, slots: int) -> None:
+        self._slots, self._batches = slots, len(work) // size
+        self._generated = sum(one.generated for one in work)
+        prompts = {one.prompt_id: one.prompt_tokens for one in work}
+        self._new = sum(prompts.values()) + sum(turn.new_tokens for one in work for turn in one.turns)
+        # A token's mean context is half of the last one's, weighted by generated tokens.
+        self._context = sum(one.generated * (one.prompt_tokens + one.context) / 2 for one in work) / self._generated
+        self._alone = [[alone(one) for one in work[at : at + size]] for at in range(0, len(work), size)]
+        self._known: dict[str, tuple[float, float]] = {}
+
+    def rollout_s(self, fleet: Sequence[tuple[StepTimes, int]]) -> tuple[float, float]:
+        """Seconds of a batch's work, and of the longest trajectory alone, on so many engines of each kind."""
+        rates = [(self._of(steps), count) for steps, count in fleet]
+        return 1.0 / sum(count / work_s for (work_s, _), count in rates), min(alone_s for (_, alone_s), _ in rates)
+
+    def _of(self, steps: StepTimes) -> tuple[float, float]:
+        """Seconds of all work on one engine, and of the longest trajectory."""
+        key = f"{steps.source} TP{steps.tp}"
+        if key not in self._known:
+            full = max(1, min(self._slots, int(steps.kv_capacity / self._context)))
+            token_s = min(steps.step_s(n, int(n * self._context)) / n for n in {full, max(1, full // 2)})
+            new_s = steps.step_s(0, 0, CHUNK, 0) / CHUNK
+            longest = fmean(max(one.seconds(steps, new_s) for one in batch) for batch in self._alone)
+            self._known[key] = (self._generated * token_s + self._new * new_s) / self._batches, longest
+        return self._known[key]
+
+
+class _Alone(NamedTuple):
+    """Where the seconds of a trajectory go when nothing runs beside it."""
+
+    generated: int
+    context: int
+    new: int
+    tool_s: float
+
+    def seconds(self, steps: StepTimes, new_s: float) -> float:
+        return self.generated * steps.step_s(1, self.context) + self.new * new_s + self.tool_s
+
+
+def alone(one: TrajectoryRecord) -> _Alone:
+    """The parts of a trajectory."""
+    new = one.prompt_tokens + sum(turn.new_tokens for turn in one.turns)
+    tool_s = sum(turn.tool_s for turn in one.turns)
+    return _Alone(one.generated, (one.prompt_tokens + one.context) // 2, new, tool_s)

@@ -57,6 +57,30 @@ class InitialPlan(msgspec.Struct, frozen=True):
     def plan(self) -> RunPlan:
         return self.result.plans[0]
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """`plan.json`: the question, the best plans, the choice, and the sources of the figures."""
+        asked, plan = self.asked, self.plan
+        return {
+            "chosen": self.chosen,
+            "predicted": {
+                "batch_s": plan.seconds,
+                "train_s": plan.train.time.total,
+                "rollout_s": plan.rollout_s,
+                "played_batches": plan.played,
+                "tokens_s": plan.tokens_s,
+                "hidden_s": plan.hidden_s,
+                "switch_s": plan.in_turn.switch_s if plan.in_turn else 0.0,
+            },
+            "plan": msgspec.to_builtins(plan),
+            "best": msgspec.to_builtins(self.result.plans),
+            "straggler_s": self.result.straggler,
+            "excluded": msgspec.to_builtins(self.result.excluded),
+            "sources": list(self.result.sources),
+            "train_factor": asked.train_factor,
+            "inputs": {**asked.facts(), "notes": list(asked.notes)},
+        }
+
 
 def initial_plan(
     config: RunConfig,
@@ -117,30 +141,6 @@ def planned_pools(config: RunConfig, merged: tuple[DevicePool, ...]) -> tuple[De
     if parts.hybrid.nodes and kind(parts.hybrid) != kind(parts.train):
         return merged
     return _pools(config, merged, kind(parts.train) == kind(parts.rollout))
-
-
-def plan_record(made: InitialPlan) -> dict[str, Any]:
-    """`plan.json`: the question, the best plans, the choice, and the sources of the figures."""
-    asked, plan = made.asked, made.plan
-    return {
-        "chosen": made.chosen,
-        "predicted": {
-            "batch_s": plan.seconds,
-            "train_s": plan.train.time.total,
-            "rollout_s": plan.rollout_s,
-            "played_batches": plan.played,
-            "tokens_s": plan.tokens_s,
-            "hidden_s": plan.hidden_s,
-            "switch_s": plan.in_turn.switch_s if plan.in_turn else 0.0,
-        },
-        "plan": msgspec.to_builtins(plan),
-        "best": msgspec.to_builtins(made.result.plans),
-        "straggler_s": made.result.straggler,
-        "excluded": msgspec.to_builtins(made.result.excluded),
-        "sources": list(made.result.sources),
-        "train_factor": asked.train_factor,
-        "inputs": {**asked.facts(), "notes": list(asked.notes)},
-    }
 
 
 def _check(config: RunConfig) -> None:

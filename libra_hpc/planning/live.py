@@ -18,8 +18,8 @@ from libra_hpc.policies.control.player import Player
 from libra_hpc.simulator.settings import SimulationSettings
 
 from .live_play import LivePlay
-from .measured_train_speed import core_layout
 from .other_layouts import OtherLayouts
+from .run_work import core_layout
 
 REPORT_S = 5.0
 """Seconds between two reports of a played engine: batches of large runs take many minutes."""

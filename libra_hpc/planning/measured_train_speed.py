@@ -15,7 +15,7 @@ import msgspec
 
 from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
+from libra_hpc.config.train_world import elastic_world
 from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.models.devices import Device
@@ -26,6 +26,7 @@ from libra_hpc.models.train_seconds import HybridWorlds, TrainCost, TrainTime, w
 from libra_hpc.models.update_time import UpdateTime, measured
 
 from .request import PlanRequest, as_planned, request
+from .run_work import core_layout
 
 WARM_UP_STEPS = 1
 """Steps of a run that are left out: the first one compiles kernels and fills caches."""
@@ -70,27 +71,6 @@ def speed_of(
         mfu=mfu,
         factor=median(sample.seconds / sample.predicted for sample in samples),
         samples=tuple(samples),
-    )
-
-
-def core_layout(config: RunConfig) -> TrainLayout:
-    """The layout of a run's core."""
-    return world_layout(config, core_world(config))
-
-
-def world_layout(config: RunConfig, world: TrainWorld, *, elastic: bool = False) -> TrainLayout:
-    """The layout of one of a run's worlds; ``elastic``: it has no optimizer."""
-    train = config.train
-    return TrainLayout(
-        tp=world.tp,
-        pp=world.pp,
-        cp=world.cp,
-        ep=world.ep,
-        dp=world.dp,
-        micro_tokens=train.micro_tokens,
-        recompute=train.recompute,
-        etp=world.etp,
-        elastic=elastic,
     )
 
 

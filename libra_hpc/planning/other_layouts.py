@@ -28,8 +28,8 @@ from libra_hpc.policies.search.run_plan import DevicePool, RunPlan
 from .best_plan import best_plans
 from .initial import hybrid_of, interchangeable, run_file_values
 from .live_play import MeasuredStepTimes, costs_of
-from .measured_train_speed import core_layout
 from .request import as_planned, request
+from .run_work import core_layout
 from .work import Assumed, Work
 
 

@@ -20,7 +20,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.devices import Device, device
-from libra_hpc.models.host_memory import HostRoom, HostUse, NodeWork
+from libra_hpc.models.host_memory import HostRoom, HostUse
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.update_time import CHANGED, UpdateTime, update_time
@@ -32,6 +32,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.traces.cut import Cut, cut_at
 from libra_hpc.traces.read import read_trace
 
+from .run_work import node_work
 from .work import Assumed, Work
 
 
@@ -114,7 +115,6 @@ class PlanRequest(msgspec.Struct, frozen=True):
         }
 
 
-MIB, GIB = 1 << 20, 1 << 30
 KIND = ("partition", "gpu_type", "gpus", "constraint")
 """Fields in which nodes of one kind agree."""
 
@@ -215,31 +215,6 @@ def request(
         seats=config.components.env.all_seats,
         notes=tuple(_notes(shape, cut, rollout.max_model_len)),
     )
-
-
-def node_work(config: RunConfig, name: str) -> NodeWork:
-    """What a node of a component does with its memory; ``kv_bytes`` are those of one GPU."""
-    task, environments = config.task, 0.0
-    # The address space is a limit, far above what most tools take: it counts where the user chose it.
-    if name == "rollout" and "task.tool_memory_mb" in config.given:
-        environments = float(task.hosts * task.tool_processes * task.tool_memory_mb * MIB)
-    return NodeWork(
-        reference=config.algorithm.has_reference and name != "rollout",
-        elastic_nodes=config.components.hybrid.nodes_per_replica,
-        rolls=name != "train",
-        engines=_engines(config, name),
-        snapshots=name == "train" and config.train.snapshot_every > 0,
-        core_nodes=config.components.train.nodes if name == "train" else 0,
-        kv_bytes=config.rollout.kv_host_gb_per_gpu * GIB,
-        environment_bytes=environments,
-    )
-
-
-def _engines(config: RunConfig, name: str) -> int:
-    """Most engines of a node of a component."""
-    first, parts = 0 if name == "hybrid" else config.components.hybrid.nodes, config.components
-    own = range(first, first + getattr(parts, name).nodes) if name != "train" else ()
-    return max((config.rollout.on_node(node)[1] for node in own), default=1)
 
 
 def _notes(shape: ModelShape, cut: Cut, longest: int) -> Iterator[str]:

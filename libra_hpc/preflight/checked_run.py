@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from libra_hpc.boxes.box_probe import TriedBox, tried
 from libra_hpc.config.node_groups import het_groups
@@ -22,8 +23,6 @@ from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import cache_folder
 from libra_hpc.models.host_memory import HostRoom
-from libra_hpc.planning.best_plan import Progress
-from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.slurm.fit import check_fit, with_resources
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.launch import JobRequest, Launch, job_request
@@ -41,6 +40,10 @@ from .host_memory_needs import check_hosts, has_hosts, host_needs, node_rooms
 from .job_checks import idle_seats
 from .row_overlap import check_overlap
 from .task_trial import try_task
+
+if TYPE_CHECKING:
+    from libra_hpc.planning.best_plan import Progress
+    from libra_hpc.planning.initial import InitialPlan
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,9 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     warnings, plan = [*check_python(config), *check_overlap(config.task)], None
     with try_task(config) as outcome:
         if config.components.split == "auto":
+            # With the simulator, which only this needs.
+            from libra_hpc.planning.initial import initial_plan
+
             with naming(config):
                 plan = initial_plan(config, progress=progress, cache=cache_folder(), rooms=known_rooms(config))
             config = plan.config

@@ -21,10 +21,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.shapes import ModelShape, model_shape, shape_from_config
 from libra_hpc.models.supported import most_positions, refusals
-from libra_hpc.planning.in_turn import ways
 from libra_hpc.policies.scheduling.registry import check_policy
-from libra_hpc.rollout.recovery.history import check_warm_start
-from libra_hpc.simulated.dry_run import check_simulated, modelled
 from libra_hpc.slurm.queue.query import slurm_seconds
 from libra_hpc.user_file import file_of
 
@@ -96,6 +93,8 @@ def check_files(config: RunConfig) -> None:
     with reading("run.dir", config.run.dir):
         check_run_dir(config)
     if path := config.rollout.warm_start:
+        from libra_hpc.rollout.recovery.history import check_warm_start
+
         with reading("rollout.warm_start", path):
             check_warm_start(path)
     check_function("algorithm.advantage", config.algorithm.advantage, ADVANTAGES)
@@ -137,9 +136,11 @@ def check_engines(config: RunConfig) -> None:
 def _check_model(config: RunConfig) -> ModelShape | None:
     """Shape of the policy, named after its folder; None in a dry run. Raises the first mistake of either."""
     if config.run.engine == "simulated":
+        from libra_hpc.simulated.dry_run import check_simulated
+
         with naming(config):
             check_simulated(config)
-        _raise_first(trains_simulated(config, model_shape(modelled(config, "train").model)))
+        _raise_first(trains_simulated(config, model_shape(config.modelled("model") or config.model.path)))
         return None
     model = read_model_config(config)
     _raise_first(model_problems(config, model))
@@ -225,7 +226,7 @@ def one_value_per_node(config: RunConfig) -> Iterator[UserError]:
 
 def nodes_can_share(config: RunConfig) -> Iterator[UserError]:
     """Nodes serve both stages of a step where this version can do so."""
-    if config.planner.time_sharing == "auto" and not any(way.runs for way in ways(config, 0.0)):
+    if config.planner.time_sharing == "auto" and config.algorithm.eta:
         why = f"with algorithm.eta = {config.algorithm.eta} the stages overlap, and no node serves both within a step"
         yield invalid("planner.time_sharing", "auto", why, '"off", or algorithm.eta = 0')
 

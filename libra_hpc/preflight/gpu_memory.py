@@ -24,18 +24,16 @@ from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.models.capacity import blocks_of, kv_capacity
+from libra_hpc.models.capacity import MIB, blocks_of, kv_capacity
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.memory import RECOMPUTE, USABLE, TrainMemory, memory_limit, train_memory
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.models.train_parallel import runs
-from libra_hpc.planning.measured_train_speed import world_layout
-from libra_hpc.simulated.dry_run import modelled
+from libra_hpc.planning.run_work import world_layout
 
 from .field_names import naming
 from .train_worlds import degrees_of, worlds
 
-MIB = 1 << 20
 UTIL = 0.9
 """Share of a GPU that an engine takes: vLLM's default."""
 
@@ -102,7 +100,7 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
                 None
             )
             continue
-        shape = model_shape(modelled(config, stage).model) if simulated or model is None else model
+        shape = model_shape(config.modelled("model") or config.model.path) if simulated or model is None else model
         shape = msgspec.structs.replace(
             shape.with_kv(config.rollout.kv_dtype), dtype_bytes=DTYPE_BYTES[config.model.dtype]
         )
@@ -121,16 +119,15 @@ def component_device(config: RunConfig, component: str) -> Device | None:
 
     Raises `UserError` for an unknown ``planner.device``.
     """
-    planner = config.planner
+    planner, own = config.planner, getattr(config.components, component).gpu_type
     if config.run.engine == "simulated":
-        simulated = modelled(config, component)
-        return device(simulated.device, simulated.devices or None)
+        return device(config.modelled("device") or own, config.modelled("devices") or None)
     file = Path(planner.devices) if planner.devices else None
     if planner.device:
         with naming(config):
             return device(planner.device, file)
     try:
-        return device(getattr(config.components, component).gpu_type, file)
+        return device(own, file)
     except UserError:
         if file is not None and not file.is_file():
             raise invalid(

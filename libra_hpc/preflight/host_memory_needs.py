@@ -23,9 +23,10 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.node_groups import memory_mb, stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
+from libra_hpc.models.capacity import GIB, MIB
 from libra_hpc.models.host_memory import WEIGHTS, HostRoom, NodeMemory, NodeWork, node_memory
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape
-from libra_hpc.planning.request import GIB, MIB, node_work
+from libra_hpc.planning.run_work import node_work
 from libra_hpc.slurm.fit import usable
 from libra_hpc.slurm.queue.query import Partition
 

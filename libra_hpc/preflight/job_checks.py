@@ -18,7 +18,7 @@ import msgspec
 from libra_hpc.config.node_groups import COMPONENTS, memory_mb
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.models.capacity import blocks_of
+from libra_hpc.models.capacity import MIB, blocks_of
 from libra_hpc.models.shapes import DTYPE_BYTES, shape_from_config
 from libra_hpc.models.supported import FAMILIES
 
@@ -34,7 +34,6 @@ FP8_CPU_HEADS = 32
 """vLLM 0.32 on CPUs reads FP8 caches for heads of multiples of so many channels, with AVX-512."""
 FP8_HEADS = (64, 128, 256, 512)
 """Channels of heads for which FlashInfer reads FP8 caches: in vLLM 0.32 the one backend for GPUs without FP8 units."""
-MIB = 2**20
 OWN = {
     "TMPDIR": "compute.local_dir",
     "CUDA_VISIBLE_DEVICES": "components.*.gpus",

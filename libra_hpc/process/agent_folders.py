@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import fcntl
@@ -161,6 +160,8 @@ def _kept_prefix(run: Path) -> str:
 
 async def hold(folder: Path) -> None:
     """Make a kept folder this agent's, and give signs of life until cancelled."""
+    import asyncio
+
     while True:
         # A full file system costs what would be kept, not the agent.
         with contextlib.suppress(OSError):

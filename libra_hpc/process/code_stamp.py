@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 STAMP = "LIBRA_HPC_CODE"
@@ -22,6 +21,8 @@ def code_stamp(root: Path = ROOT) -> str:
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    from importlib.metadata import version
+
     return f"{version('libra-hpc')}+{digest.hexdigest()[:12]}"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from libra_hpc_cli import app, output, split
+from libra_hpc_cli import app, output, plan_tables
 from libra_hpc_cli.follow import Follower
 from rich.console import Console
 
@@ -61,7 +61,7 @@ def words(site: Path, queue: Queue, cli: Cli, few_batches: None, screen: str) ->
 def test_a_screen_is_whole_in_80_columns(
     words: list[str], site: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (output, split):
+    for module in (output, plan_tables):
         monkeypatch.setattr(module, "WIDTH", COLUMNS)
     outcome = cli(*words)
     assert outcome.code in (0, 1), outcome.err

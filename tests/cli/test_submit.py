@@ -205,7 +205,7 @@ def test_interrupting_wait_leaves_the_job_alone_and_prints_how_to_cancel(
     def interrupt(run: RunDir) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(submit, "follow", interrupt)
+    monkeypatch.setattr(follow, "follow", interrupt)
     outcome = cli("submit", "run.toml", "--wait")
     assert outcome.code == 130
     assert "job 4711 goes on" in outcome.err

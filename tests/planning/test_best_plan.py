@@ -12,8 +12,7 @@ from libra_hpc.config.load import validate
 from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.planning import best_plan
-from libra_hpc.planning.best_plan import FINAL_ROUNDS, FINALISTS, QUICK, best_plans, scene
-from libra_hpc.planning.bound import Bound
+from libra_hpc.planning.best_plan import FINAL_ROUNDS, FINALISTS, QUICK, Bound, best_plans, scene
 from libra_hpc.planning.request import PlanRequest, request
 from libra_hpc.planning.work import Assumed
 from libra_hpc.policies.search.run_plan import RunPlan

@@ -12,7 +12,7 @@ from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.errors import UserError
-from libra_hpc.planning.initial import InitialPlan, initial_plan, plan_record
+from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.preflight.checks import problems
 from libra_hpc.preflight.train_worlds import degrees_of
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
@@ -95,7 +95,7 @@ def test_lengths_come_from_an_earlier_run(tmp_path: Path) -> None:
 
 def test_the_record_has_question_choice_and_prediction() -> None:
     made = planned(auto())
-    written = json.loads(json.dumps(plan_record(made), allow_nan=False))
+    written = json.loads(json.dumps(made.record, allow_nan=False))
     assert written["chosen"]["components.train.nodes"] == made.config.components.train.nodes
     assert written["best"][0] == written["plan"]
     assert written["predicted"]["batch_s"] == min(plan["seconds"] for plan in written["best"])

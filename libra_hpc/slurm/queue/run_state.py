@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from libra_hpc.facts.series import duration
 from libra_hpc.facts.status import FINAL, Status
-from libra_hpc.facts.summary import duration
 
 from .job_record import JobRecord
 from .query import JobInfo, JobState

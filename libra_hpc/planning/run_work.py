@@ -1,0 +1,55 @@
+"""What the nodes of a run file do, as the cost models take it: their memory, and layouts of training worlds."""
+
+from __future__ import annotations
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.config.train_world import TrainWorld, core_world
+from libra_hpc.models.capacity import GIB, MIB
+from libra_hpc.models.host_memory import NodeWork
+from libra_hpc.models.memory import TrainLayout
+
+
+def node_work(config: RunConfig, name: str) -> NodeWork:
+    """What a node of a component does with its memory; ``kv_bytes`` are those of one GPU."""
+    task, environments = config.task, 0.0
+    # The address space is a limit, far above what most tools take: it counts where the user chose it.
+    if name == "rollout" and "task.tool_memory_mb" in config.given:
+        environments = float(task.hosts * task.tool_processes * task.tool_memory_mb * MIB)
+    return NodeWork(
+        reference=config.algorithm.has_reference and name != "rollout",
+        elastic_nodes=config.components.hybrid.nodes_per_replica,
+        rolls=name != "train",
+        engines=_engines(config, name),
+        snapshots=name == "train" and config.train.snapshot_every > 0,
+        core_nodes=config.components.train.nodes if name == "train" else 0,
+        kv_bytes=config.rollout.kv_host_gb_per_gpu * GIB,
+        environment_bytes=environments,
+    )
+
+
+def _engines(config: RunConfig, name: str) -> int:
+    """Most engines of a node of a component."""
+    first, parts = 0 if name == "hybrid" else config.components.hybrid.nodes, config.components
+    own = range(first, first + getattr(parts, name).nodes) if name != "train" else ()
+    return max((config.rollout.on_node(node)[1] for node in own), default=1)
+
+
+def core_layout(config: RunConfig) -> TrainLayout:
+    """The layout of a run's core."""
+    return world_layout(config, core_world(config))
+
+
+def world_layout(config: RunConfig, world: TrainWorld, *, elastic: bool = False) -> TrainLayout:
+    """The layout of one of a run's worlds; ``elastic``: it has no optimizer."""
+    train = config.train
+    return TrainLayout(
+        tp=world.tp,
+        pp=world.pp,
+        cp=world.cp,
+        ep=world.ep,
+        dp=world.dp,
+        micro_tokens=train.micro_tokens,
+        recompute=train.recompute,
+        etp=world.etp,
+        elastic=elastic,
+    )
