@@ -26,9 +26,8 @@ from libra_hpc.slurm.queue.cause import with_cause
 from libra_hpc.slurm.queue.job_record import JobRecord, read_job
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import SILENT_S, NoAnswer, RunRecords, RunState, run_end, run_state
-from libra_hpc.slurm.set_up import set_up_lines
 from libra_hpc.slurm.site_commands import clean_environment, slurm_environment
-from libra_hpc.slurm.writer import het_script
+from libra_hpc.slurm.writer import het_script, set_up_lines
 
 from .output import busy, print_note
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from libra_hpc.config.train_world import core_world, elastic_world
+from libra_hpc.config.node_groups import core_world, elastic_world
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.retry import patiently
 from libra_hpc.state.store import NewestWhole, newest_whole, states

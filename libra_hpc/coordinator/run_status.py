@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from libra_hpc.config.train_world import replicas
+from libra_hpc.config.node_groups import replicas
 from libra_hpc.facts.columns import declared, values_of
 from libra_hpc.facts.estimate import BLOCK, StageEstimate, step_accuracy
 from libra_hpc.facts.failed import FailedAttempts

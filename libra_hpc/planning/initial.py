@@ -20,8 +20,8 @@ import msgspec
 
 from libra_hpc.config.job import Component, ComponentsSection
 from libra_hpc.config.load import with_values
+from libra_hpc.config.node_groups import core_world, elastic_world
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.errors import invalid
 from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.models.supported import TRAINED

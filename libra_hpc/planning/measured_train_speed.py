@@ -14,8 +14,8 @@ from statistics import median
 import msgspec
 
 from libra_hpc.config.load import validate
+from libra_hpc.config.node_groups import elastic_world
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import elastic_world
 from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.models.devices import Device

@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from libra_hpc.config.node_groups import elastic_world
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import elastic_world
 from libra_hpc.errors import UserError
 from libra_hpc.models.devices import Device
 from libra_hpc.models.memory import RECOMPUTE

@@ -8,10 +8,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from libra_hpc.config.edit import edited
 from libra_hpc.config.load import parse_override, with_values
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.run_file_text import as_toml
+from libra_hpc.config.run_file_text import as_toml, edited
 from libra_hpc.policies.search.run_plan import DevicePool, RunPlan
 
 from .initial import check_hybrid_kind, kind_of, run_file_values

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from libra_hpc.config.node_groups import TrainWorld, core_world
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import TrainWorld, core_world
 from libra_hpc.models.capacity import GIB, MIB
 from libra_hpc.models.host_memory import NodeWork
 from libra_hpc.models.memory import TrainLayout

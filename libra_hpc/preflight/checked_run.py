@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from libra_hpc.boxes.box_probe import TriedBox, tried
 from libra_hpc.config.node_groups import het_groups
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import SlurmUnreachable
@@ -24,9 +23,8 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import cache_folder
 from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.slurm.fit import check_fit, with_resources
-from libra_hpc.slurm.interpreter import check_python
+from libra_hpc.slurm.interpreter import check_plugin, check_python, mpi_plugins
 from libra_hpc.slurm.launch import JobRequest, Launch, job_request
-from libra_hpc.slurm.plugins import check_plugin, mpi_plugins
 from libra_hpc.slurm.queue.command import WAYS_OUT
 from libra_hpc.slurm.queue.query import Partition, partitions
 from libra_hpc.slurm.script.container import check_container
@@ -34,14 +32,14 @@ from libra_hpc.slurm.site_commands import slurm_environment
 from libra_hpc.slurm.writer import het_script
 
 from .checks import check_files, check_run
-from .field_names import naming
 from .gpu_memory import MemoryNeed
 from .host_memory_needs import check_hosts, has_hosts, host_needs, node_rooms
 from .job_checks import idle_seats
-from .row_overlap import check_overlap
-from .task_trial import try_task
+from .named_files import naming
+from .task_trial import check_overlap, try_task
 
 if TYPE_CHECKING:
+    from libra_hpc.boxes.box_probe import TriedBox
     from libra_hpc.planning.best_plan import Progress
     from libra_hpc.planning.initial import InitialPlan
 
@@ -111,8 +109,11 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
 
 def _boxes(config: RunConfig) -> list[TriedBox]:
     """The box of this machine, if an agent of the run is a program."""
-    programs = [table for _, table in config.task.tables.values() if table.command or table.agent]
-    return [tried(config.env)] if programs and config.run.engine == "real" else []
+    if config.run.engine != "real" or not any(one.command or one.agent for _, one in config.task.tables.values()):
+        return []
+    from libra_hpc.boxes.box_probe import tried
+
+    return [tried(config.env)]
 
 
 def known_rooms(config: RunConfig) -> Mapping[str, HostRoom]:

@@ -2,7 +2,7 @@
 
 * Each check is a small function that yields the mistakes it finds.
 * `problems` runs them in the order in which a user would fix them.
-* `check_files` reads the named files (`preflight.named_files`, `preflight.weight_files`).
+* `check_files` reads the named files (`preflight.named_files`).
 * `check_run` adds GPU memory and CPUs (`preflight.gpu_memory`).
 * What needs the cluster's answer: `preflight.checked_run`.
 """
@@ -25,7 +25,6 @@ from libra_hpc.policies.scheduling.registry import check_policy
 from libra_hpc.slurm.queue.query import slurm_seconds
 from libra_hpc.user_file import file_of
 
-from .field_names import naming, reading
 from .gpu_memory import GpuMemory, check_cpus, check_memory
 from .job_checks import (
     alerts_can_be_sent,
@@ -38,7 +37,18 @@ from .job_checks import (
     sane_sizes,
     set_up_parses,
 )
-from .named_files import check_function, check_run_dir, check_tasks, check_vocabulary, read_model_config
+from .named_files import (
+    REFERENCE,
+    check_function,
+    check_reference,
+    check_run_dir,
+    check_tasks,
+    check_vocabulary,
+    check_weights,
+    naming,
+    read_model_config,
+    reading,
+)
 from .train_worlds import (
     context_ranks_have_tokens,
     experts_fit,
@@ -46,7 +56,6 @@ from .train_worlds import (
     trains_simulated,
     worlds_are_whole,
 )
-from .weight_files import REFERENCE, check_reference, check_weights
 
 LEAST_NOTICE_S = 30.0
 """Seconds of ``slurm.notice_s``: Slurm looks at time limits twice a minute."""

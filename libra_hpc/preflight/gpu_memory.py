@@ -19,10 +19,9 @@ from typing import NamedTuple
 import msgspec
 
 from libra_hpc.config.job import Component
-from libra_hpc.config.node_groups import stages
+from libra_hpc.config.node_groups import core_world, elastic_world, stages
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.capacity import MIB, blocks_of, kv_capacity
 from libra_hpc.models.devices import Device, device
@@ -31,7 +30,7 @@ from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.models.train_parallel import runs
 from libra_hpc.planning.run_work import world_layout
 
-from .field_names import naming
+from .named_files import naming
 from .train_worlds import degrees_of, worlds
 
 UTIL = 0.9

@@ -6,20 +6,25 @@ import ast
 import importlib.util
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.config.learn import AGENT, GYM, MIXTURE, VERIFIERS, NamedTask, TaskSection, TaskTable
+import msgspec
+
+from libra_hpc.config.learn import AGENT, GYM, INITIAL, MIXTURE, VERIFIERS, NamedTask, TaskSection, TaskTable
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import UserError, invalid, nearest
+from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.facts.columns import COLUMNS
+from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.devices import device, devices
 from libra_hpc.models.shapes import model_shape, read_config
+from libra_hpc.models.tensors import TIED_HEAD, hf_shapes, predicts_ahead, tensor_fault
 from libra_hpc.tasks.task_registry import GYM_TASK, TASKS, unknown_task
 from libra_hpc.user_file import FORM, FUNCTION_FORM
-
-from .field_names import naming
+from libra_hpc.weights.weightfile import LENGTH, WeightFileError, folder_shapes
 
 DATA_FORM = "a JSONL or Parquet file, or a folder of one split"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -186,3 +191,120 @@ def _constructor_options(task: ast.ClassDef) -> list[str] | None:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__" and node.args.kwarg is None:
             return [argument.arg for argument in (*node.args.args[2:], *node.args.kwonlyargs)]
     return None
+
+
+@contextmanager
+def reading(field: str, path: str) -> Iterator[None]:
+    """What the file system refuses is a mistake in ``field``."""
+    try:
+        yield
+    except OSError as error:
+        raise invalid(field, path, error_text(error), "a path that you may read") from error
+
+
+@contextmanager
+def naming(config: RunConfig) -> Iterator[None]:
+    """``device = 'a80': ...`` becomes ``planner.device = 'a80': ...``, and a trace's path ``planner.trace = ...``."""
+    try:
+        yield
+    except UserError as error:
+        text, keys, traces = str(error), _keys(config), _traces(config)
+        kind, mark, rest = text.partition(" = ")
+        if mark and kind in keys:
+            raise UserError(f"{keys[kind]} = {rest}") from error
+        for key, path in traces.items():
+            if path and text.startswith(path):
+                raise UserError(f"{key} = {path!r}: {text.removeprefix(path).lstrip(': ,')}") from error
+        raise
+
+
+def _keys(config: RunConfig) -> dict[str, str]:
+    """Key of a run file by what the other rooms call its value."""
+    sections = ["simulated", "planner"] if config.run.engine == "simulated" else ["planner"]
+
+    def given(key: str, otherwise: str) -> str:
+        """The first section that has the key."""
+        return next((f"{name}.{key}" for name in sections if getattr(getattr(config, name), key)), otherwise)
+
+    return {
+        "device": given("device", "components.*.gpu_type"),
+        "device file": given("devices", "planner.devices"),
+        "model": given("model", "model.path"),
+        "calibration file": "simulated.calibration",
+        "preset": "simulated.presets",
+        "max_context": "rollout.max_model_len",
+    }
+
+
+def _traces(config: RunConfig) -> dict[str, str]:
+    return {"planner.trace": config.planner.trace, "simulated.trace": config.simulated.trace}
+
+
+INDEX = "model.safetensors.index.json"
+REFERENCE = "algorithm.reference"
+EMBEDDING = "model.embed_tokens.weight"
+VALID = "a folder whose *.safetensors are the weights of its config.json"
+
+
+def check_reference(path: str, model: str) -> None:
+    """Raise `UserError` unless the folder ``algorithm.reference`` has weights of the shape of ``model``."""
+    if not Path(path).is_dir():
+        raise invalid(REFERENCE, path, "no such folder", f"{INITIAL}, or {VALID}")
+    _check(REFERENCE, path, Path(model))
+
+
+def check_weights(path: str) -> None:
+    """Raise `UserError` unless the weight files of ``model.path`` are whole and those of its config.json."""
+    _check("model.path", path, Path(path))
+
+
+def _check(field: str, path: str, model: Path) -> None:
+    """Raise `UserError` unless the weight files of ``path`` are whole and those of the config.json of ``model``."""
+    folder = Path(path)
+    missing = [name for name in _indexed(field, folder / INDEX) if not (folder / name).is_file()]
+    if missing:
+        raise invalid(field, path, f"{INDEX} names {missing[0]}, which is not there", VALID)
+    try:
+        found = folder_shapes(folder)
+    except WeightFileError as error:
+        raise invalid(field, path, str(error).removeprefix(f"{folder}/").rstrip("."), VALID) from error
+    shape = read_shape(model)
+    if shape.kind.sigmoid_router or shape.delta_net:
+        found = {name: size for name, size in found.items() if not predicts_ahead(name, shape.layers)}
+    # A layer has tensors: with more layers than there are tensors some are missing anyway.
+    wanted = hf_shapes(msgspec.structs.replace(shape, layers=min(shape.layers, len(found))))
+    if fault := tensor_fault(found, wanted, shape.tied_embeddings):
+        keys = f"num_hidden_layers = {shape.layers}, hidden_size = {shape.hidden}, vocab_size = {shape.vocab}"
+        owner = "its config.json" if model == folder else "the config.json of model.path"
+        raise invalid(field, path, f"by {owner} ({keys}) {fault}", VALID)
+
+    if shape.tied_embeddings and TIED_HEAD in found and _data(folder, TIED_HEAD) != _data(folder, EMBEDDING):
+        why = f"{TIED_HEAD} is not {EMBEDDING}, and config.json has tie_word_embeddings = true"
+        raise invalid(field, path, why, "tie_word_embeddings = false there, if both are to be trained")
+
+
+def _data(folder: Path, name: str) -> memoryview:
+    """The bytes of a tensor that some file of the folder has."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            whole = mmap(file.fileno(), 0, access=ACCESS_READ)
+        start = LENGTH + int.from_bytes(whole[:LENGTH], "little")
+        if entry := msgspec.json.decode(whole[LENGTH:start]).get(name):
+            begin, end = entry["data_offsets"]
+            return memoryview(whole)[start + begin : start + end]
+    raise WeightFileError(f"{folder}: no file has {name}.")
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+    """Tensor -> file."""
+
+
+def _indexed(field: str, index: Path) -> list[str]:
+    """Files that an index names, in order; none without an index. Raises `UserError` for a malformed one."""
+    try:
+        return sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        raise invalid(field, str(index.parent), f"its {INDEX} cannot be read ({error_text(error)})") from error

@@ -15,9 +15,8 @@ from typing import Any
 import msgspec
 
 from libra_hpc.config.load import with_values
-from libra_hpc.config.node_groups import STAGES, stages
+from libra_hpc.config.node_groups import STAGES, TrainWorld, core_world, elastic_world, stages
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.planning.initial import SHARE, interchangeable
 from libra_hpc.planning.request import KIND

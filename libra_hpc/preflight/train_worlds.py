@@ -13,9 +13,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from libra_hpc.config.node_groups import stages
+from libra_hpc.config.node_groups import TrainWorld, core_world, elastic_world, stages
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.shapes import ModelShape, shape_from_config
 from libra_hpc.models.train_parallel import Degrees, cut_fault, expert_fault, world_fault

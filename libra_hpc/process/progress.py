@@ -99,13 +99,6 @@ class DeadlineLimits(Protocol):
     def storage_s(self) -> float: ...
 
 
-class DeadlineSettings(NamedTuple):
-    floor_s: float = 60.0
-    first_s: float = 900.0
-    factor: float = 10.0
-    storage_s: float = 900.0
-
-
 class Stall(NamedTuple):
     """A phase of somebody that is late or stalled, or its silence."""
 
@@ -141,7 +134,7 @@ class _Watched:
 class ProgressWatch:
     """What is watched, by key: a child by its reports, or a phase that begins and ends here."""
 
-    def __init__(self, settings: DeadlineLimits = DeadlineSettings()) -> None:  # noqa: B008 (an immutable tuple)
+    def __init__(self, settings: DeadlineLimits) -> None:
         self._settings = settings
         self._watched: dict[Hashable, _Watched] = {}
         self._durations: dict[str, deque[float]] = {}

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.config.train_world import core_world, elastic_world
+from libra_hpc.config.node_groups import core_world, elastic_world
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.process.dump import dump_on_request

@@ -19,8 +19,7 @@ from libra_hpc.slurm.queue.command import call
 from libra_hpc.slurm.queue.query import Partition, partitions, settings
 from libra_hpc.slurm.script.container import check_container
 
-from .interpreter import check_python, compute_python
-from .plugins import PYPI, mpi_plugins
+from .interpreter import PYPI, check_python, compute_python, mpi_plugins
 
 COMMANDS = ("sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 OLDEST = (20, 11)

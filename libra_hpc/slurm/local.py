@@ -22,8 +22,8 @@ from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import OWNER_LOST
 
 from .launch import Launch
-from .set_up import expanded
 from .site_commands import clean_environment
+from .writer import expanded
 
 GRACE_S = 20.0
 """Seconds between SIGTERM and SIGKILL, in which agents save and end their engines."""

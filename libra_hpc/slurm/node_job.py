@@ -17,9 +17,8 @@ from libra_hpc.slurm.script.container import start_command
 from .fit import with_resources
 from .interpreter import compute_python
 from .launch import agent_variables, check_lines, component_options, extra_options
-from .set_up import set_up_lines
 from .single import Handle, run_single
-from .writer import RANK_STARTER
+from .writer import RANK_STARTER, set_up_lines
 
 
 def answered(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:

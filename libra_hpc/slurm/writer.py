@@ -1,4 +1,4 @@
-"""The batch script of a run: a pure function of a `Launch`.
+"""The batch script of a run: a pure function of a `Launch`, and its template and set-up lines.
 
 The script is one job, heterogeneous with one component per kind of node, or plain (`het_groups`); one task per node.
 `srun` starts all node agents as one MPI world.  Options are checked (`launch`); other values are quoted here.
@@ -12,19 +12,26 @@ The script is one job, heterogeneous with one component per kind of node, or pla
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
+import jinja2
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import error_text, invalid
 from libra_hpc.process.code_stamp import STAMP, code_stamp
 from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD
+from libra_hpc.slurm.queue.cause import SET_UP_ENDED
 from libra_hpc.slurm.script.container import start_command
-from libra_hpc.slurm.script.template import script_text
 
 from .fit import notice_s
 from .interpreter import in_container
 from .launch import Launch, NodeRequest, agent_variables, spot_options
-from .set_up import CACHE_FOLDER, local_exports, set_up_lines
 
 STEP = "step"
 """File in the log folder with the number of the step that the ranks are."""
@@ -106,3 +113,114 @@ def step_parts(groups: Sequence[NodeRequest]) -> list[list[str]]:
     if groups[0].used in (1, groups[0].tasks):
         return [["--het-group=" + ",".join(everyone)]]
     return [["--het-group=0", *counts], ["--het-group=" + ",".join(everyone[1:])]]
+
+
+def script_text(site: str, **values: Any) -> str:
+    """The batch script, from the template at ``site``; empty: from the built-in one.
+
+    Raises `UserError` where the template cannot be read or rendered.
+    """
+    source = Path(site) if site else resources.files("libra_hpc_sbatch").joinpath("run.sbatch.j2")
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    try:
+        script = environment.from_string(source.read_text()).render(values)
+        if script.startswith("#!") and values["owner"] in script:
+            return script
+        why = "its script does not begin with '#!', or does not start {{ owner }}"
+    except (OSError, ValueError) as error:
+        why = f"it cannot be read ({error_text(error)})"
+    except Exception as error:  # an expression of the site's may raise anything
+        line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        why = f"{line}{error}".rstrip(".")
+    raise invalid("slurm.template", site, why, "a copy of sbatch/run.sbatch.j2 with further lines")
+
+
+_VARIABLE = re.compile(r"\$(?:(\$)|\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
+"""``$NAME``, ``${NAME}``, and ``$$`` for a dollar sign.  Every other dollar sign stands for itself."""
+CACHES = {
+    "CUDA_CACHE_PATH": "cuda",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "VLLM_CACHE_ROOT": "vllm",
+}
+"""Variables of compilers, and their folders on the node's own disk.  By default all nodes share those of the home."""
+CACHE_FOLDER = "$TMPDIR/cache-$UID"
+"""Made with mode 0700 before an agent starts, which looks whose it is (`libra_hpc.process.agent_folders`)."""
+STRICT = """\
+# The first command below that fails, or leaves the script, ends the start and is named as its cause.
+set -eo pipefail
+set_up_command=
+set_up_ended() {{
+  code=$?
+  trap - DEBUG EXIT
+  # By a signal: Slurm has the reason.
+  case $code in 138 | 143) exit "$code" ;; esac
+  cause="{failed} '$set_up_command' with exit code $code (compute.setup, compute.env)"
+  echo "$cause" >&2
+  {end}
+}}
+trap 'set_up_command=$BASH_COMMAND' DEBUG
+trap set_up_ended EXIT
+trap 'trap - EXIT; exit 143' TERM
+trap 'trap - EXIT; exit 138' USR1"""
+LOGIN_SHELL = 'shopt -q login_shell || exec bash -l "$0" "$@"  # It reads /etc/profile and the like.'
+BODY = """\
+# Without -u: `module` and `conda activate` read variables that are not set.
+set +u"""
+
+
+def set_up_lines(
+    config: RunConfig, variables: Mapping[str, str], end: str = "exit 1", first: Sequence[str] = ()
+) -> list[str]:
+    """Lines of bash: ``compute.setup``, then the exports ``first`` and those of ``variables``.
+
+    ``end``: a command that ends the script after a failure, whose cause is in ``$cause``: a line fails or leaves the
+    script, a variable is not set on the node, or a signal comes.
+    """
+    setup, login = config.compute.setup, [LOGIN_SHELL] if config.slurm.login_shell else []
+    exports = [*first, *(f"export {name}={shell_text(value)}" for name, value in sorted(variables.items()))]
+    if not setup and not any("$" in line for line in exports):
+        return [*login, *exports]
+    body = [*BODY.splitlines(), *setup, "set -u"] if setup else ["set -u"]
+    strict = STRICT.format(failed=SET_UP_ENDED, end=end).splitlines()
+    return [*login, *strict, *body, *exports, "trap - DEBUG EXIT TERM USR1"]
+
+
+def local_exports(config: RunConfig) -> list[str]:
+    """Lines that put temporary files and caches into ``compute.local_dir``; a cache that has a place keeps it.
+
+    Caches have code, so their folder is of one user (`CACHE_FOLDER`).
+    """
+    local = config.compute.local_dir
+    caches = (f'export {name}="${{{name}:-{CACHE_FOLDER}/{folder}}}"' for name, folder in CACHES.items())
+    return [f'export TMPDIR="{local}"', *caches] if local else []
+
+
+def shell_text(text: str) -> str:
+    """A value as bash reads it: its variables are expanded there, all else stands for itself."""
+    if not _VARIABLE.search(text):
+        quoted = shlex.quote(text)
+        # ``==`` looks like a test.
+        return f"'{text}'" if text.startswith("=") and quoted == text else quoted
+    made, place = [], 0
+    for found in _VARIABLE.finditer(text):
+        made.append(re.sub(r'([\\"$`])', r"\\\1", text[place : found.start()]))
+        made.append(r"\$" if found[1] else f"${{{found[2] or found[3]}}}")
+        place = found.end()
+    made.append(re.sub(r'([\\"$`])', r"\\\1", text[place:]))
+    return f'"{"".join(made)}"'
+
+
+def expanded(variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """``variables`` as `set_up_lines` exports them, for a start without a script; raises `UserError` for a variable
+    that is not set."""
+    known = dict(environ)
+    for name, text in sorted(variables.items()):
+        for found in _VARIABLE.finditer(text):
+            wanted = found[2] or found[3]
+            if wanted and wanted not in known:
+                raise invalid(f"compute.env.{name}", text, f"${wanted} is not set here", "variables that are set")
+        known[name] = _VARIABLE.sub(lambda found: "$" if found[1] else known[found[2] or found[3]], text)
+    return {name: known[name] for name in variables}

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
+from libra_hpc.config.node_groups import core_world, elastic_world, replicas
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import core_world, elastic_world, replicas
 from libra_hpc.protocol.agents import Batch, Group, GroupDone, MeshMessage, ToReplica
 from libra_hpc.protocol.trainer import PortionDone, Sample, StepDone, TrainPortion, TrainStep
 from libra_hpc.state.data_order import DataOrder

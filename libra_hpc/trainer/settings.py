@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from libra_hpc.config.node_groups import TrainWorld, core_world, elastic_world
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
 from libra_hpc.errors import UserError
 from libra_hpc.models.shapes import model_shape
 
@@ -18,7 +18,7 @@ from .shards import PLAIN, SampleWork
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One process of a run, and its place in a torch world (`libra_hpc.config.train_world`)."""
+    """One process of a run, and its place in a torch world (`libra_hpc.config.node_groups`)."""
 
     run: RunConfig
     world_rendezvous: str

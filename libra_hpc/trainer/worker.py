@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from libra_hpc.config.train_world import core_world, elastic_world
+from libra_hpc.config.node_groups import core_world, elastic_world
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave

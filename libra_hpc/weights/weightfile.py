@@ -1,6 +1,6 @@
 """Checks that safetensors files are the weights they should be: whole, and with the tensors of a model.
 
-Before a job is queued (`libra_hpc.preflight.weight_files`), before vLLM starts, and before an engine takes an image.
+Before a job is queued (`libra_hpc.preflight.named_files`), before vLLM starts, and before an engine takes an image.
 Headers alone: needs neither torch nor safetensors, which a login environment lacks.
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.preflight.weight_files import INDEX
+from libra_hpc.preflight.named_files import INDEX
 from tests.preflight.test_checks import MODEL, write_weights
 
 Damage = Callable[[Path], object]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.load import with_values
+from libra_hpc.config.node_groups import TrainWorld, core_world, elastic_world
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import TrainWorld, core_world, elastic_world
 from libra_hpc.models.train_parallel import world_fault
 from libra_hpc.preflight.train_worlds import degrees_of
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from libra_hpc.config.job import DeadlinesSection
 from libra_hpc.coordinator.ladder import Ladder, Movement, Rung
-from libra_hpc.process.progress import DeadlineSettings
 from libra_hpc.protocol.agents import Heartbeat, MemberJoined, RolloutReport, TrainReport
 from libra_hpc.protocol.engine_state import EngineState
 from tests.policies.pool.layout_orders import RankLost
@@ -18,7 +18,7 @@ from .test_lost_nodes import now
 
 __all__ = ["now"]
 IDLE = RolloutReport()
-SETTINGS = DeadlineSettings(floor_s=60.0, first_s=900.0, factor=10.0)
+SETTINGS = DeadlinesSection(floor_s=60.0, first_s=900.0, factor=10.0)
 STANDS = Movement("same", "same", False, 9, (5.0,), {}, waits_for="3 turns run")
 
 

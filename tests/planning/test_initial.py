@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.load import validate
+from libra_hpc.config.node_groups import core_world, elastic_world
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import core_world, elastic_world
 from libra_hpc.errors import UserError
 from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.preflight.checks import problems

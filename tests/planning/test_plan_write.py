@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from libra_hpc_cli import plan as command
 
-from libra_hpc.config.edit import edited
 from libra_hpc.config.load import load_run_file, validate, with_values
+from libra_hpc.config.run_file_text import edited
 from libra_hpc.errors import UserError
 from libra_hpc.models.host_memory import HostRoom, NodeWork, node_memory
 from libra_hpc.models.shapes import model_shape

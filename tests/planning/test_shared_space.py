@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.load import validate, with_values
+from libra_hpc.config.node_groups import core_world
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.train_world import core_world
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.train_seconds import TrainCost
 from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace

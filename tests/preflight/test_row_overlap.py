@@ -13,7 +13,7 @@ import pytest
 from libra_hpc.config.learn import TaskSection
 from libra_hpc.config.load import validate
 from libra_hpc.errors import UserError
-from libra_hpc.preflight.row_overlap import check_overlap
+from libra_hpc.preflight.task_trial import check_overlap
 from tests.example_files import KEYCHAIN_TASK
 
 TRAINED: list[dict[str, Any]] = [{"prompt": f"p{number}"} for number in range(5)]

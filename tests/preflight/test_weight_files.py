@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
-from libra_hpc.preflight.weight_files import check_weights
+from libra_hpc.preflight.named_files import check_weights
 from libra_hpc.weights.weightfile import folder_shapes
 
 from .test_checks import MODEL, write_model, write_weights

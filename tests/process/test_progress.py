@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from libra_hpc.config.job import DeadlinesSection
 from libra_hpc.process import progress as module
-from libra_hpc.process.progress import ABORTED, TURN, DeadlineSettings, ProgressWatch, Pulse, Stall, stall_of
+from libra_hpc.process.progress import ABORTED, TURN, ProgressWatch, Pulse, Stall, stall_of
 from libra_hpc.process.retry import RestartBudget
 from libra_hpc.protocol.engine_state import (
     CHECKPOINT,
@@ -27,7 +28,7 @@ from libra_hpc.protocol.engine_state import (
 )
 
 FLOOR, FIRST, STORAGE = 60.0, 600.0, 300.0
-SETTINGS = DeadlineSettings(FLOOR, FIRST, 10.0, STORAGE)
+SETTINGS = DeadlinesSection(floor_s=FLOOR, first_s=FIRST, factor=10.0, storage_s=STORAGE)
 
 
 def first_stall(progress: ProgressWatch, phase: str, **fields: Any) -> tuple[Stall, int]:

@@ -9,7 +9,7 @@ import pytest
 from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
-from libra_hpc.slurm.plugins import check_plugin, mpi_plugins, parse_plugins
+from libra_hpc.slurm.interpreter import check_plugin, mpi_plugins, parse_plugins
 from tests.slurm.scripts import program
 
 PRESENT = """MPI plugin types are...

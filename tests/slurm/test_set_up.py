@@ -15,7 +15,7 @@ from libra_hpc.config.load import validate
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm.queue.cause import SET_UP_ENDED, with_cause
-from libra_hpc.slurm.set_up import expanded, set_up_lines, shell_text
+from libra_hpc.slurm.writer import expanded, set_up_lines, shell_text
 from tests.slurm.scripts import executed
 
 SRUN = """env >"$RUN/environment"
