@@ -18,8 +18,8 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.preflight import checked_run
 from libra_hpc.preflight.checked_run import CheckedRun
 from libra_hpc.preflight.gpu_memory import MemoryNeed
+from libra_hpc.preflight.job_checks import describe_worlds
 from libra_hpc.preflight.named_files import check_planner_files
-from libra_hpc.preflight.train_worlds import describe_worlds
 from libra_hpc.slurm.submit import expected_start as job_start
 
 from .config_show import OverrideOption, RunFileArgument

@@ -12,7 +12,7 @@ from libra_hpc.annexes.devcluster.cluster import Cluster, ClusterInfo
 from libra_hpc.annexes.devcluster.packages import runs_from
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.files import cache_folder
-from libra_hpc.slurm.site_commands import slurm_environment
+from libra_hpc.slurm.queue.command import slurm_environment
 
 from .output import busy, print_json, print_line, print_note
 from .runs import JsonOption

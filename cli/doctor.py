@@ -14,7 +14,7 @@ from libra_hpc.config.site import places
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.slurm.doctor import Finding, examine
 from libra_hpc.slurm.node_job import submit_on_nodes
-from libra_hpc.slurm.site_commands import slurm_environment
+from libra_hpc.slurm.queue.command import slurm_environment
 
 from . import jobs
 from .check import site_config

@@ -13,8 +13,8 @@ from libra_hpc.errors import invalid
 from libra_hpc.files import write_atomic
 from libra_hpc.slurm.interpreter import PYPI, mpi_plugins
 from libra_hpc.slurm.profile import profile_text
+from libra_hpc.slurm.queue.command import slurm_environment
 from libra_hpc.slurm.queue.query import partitions
-from libra_hpc.slurm.site_commands import slurm_environment
 
 from .output import print_line, print_note
 

@@ -23,10 +23,10 @@ from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.queue import query
 from libra_hpc.slurm.queue.cause import with_cause
+from libra_hpc.slurm.queue.command import clean_environment, slurm_environment
 from libra_hpc.slurm.queue.job_record import JobRecord, read_job
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import SILENT_S, NoAnswer, RunRecords, RunState, run_end, run_state
-from libra_hpc.slurm.site_commands import clean_environment, slurm_environment
 from libra_hpc.slurm.writer import het_script, set_up_lines
 
 from .output import busy, print_note

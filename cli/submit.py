@@ -19,8 +19,7 @@ import typer
 from libra_hpc.config.load import apply_override, load_resolved, validate, with_absolute_paths, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, error_text, invalid
-from libra_hpc.facts import user_files
-from libra_hpc.facts.rundir import MODES, RunDir, readable
+from libra_hpc.facts.rundir import MODES, RunDir, keep_user_files, readable
 from libra_hpc.files import OTHERS_WRITE, OWNER_ONLY, write_atomic
 from libra_hpc.owner.claim import HeldLease, LeaseRefused, acquire
 from libra_hpc.preflight.checked_run import CheckedRun
@@ -244,7 +243,7 @@ def queue(checked: CheckedRun, run: RunDir, number: int, after: str = "", from_s
         with readable(checked.config.run.share):
             run.toml.chmod(OWNER_ONLY)
             run.write_config(checked.config.as_data())
-            for sentence in user_files.keep(run, checked.config, number):
+            for sentence in keep_user_files(run, checked.config.as_data(), number):
                 print_note(f"warning: {sentence}")
             if checked.plan is not None:
                 run.write_json(run.plan, checked.plan.record)

@@ -22,7 +22,7 @@ from libra_hpc.annexes.devcluster.cluster import Cluster, ClusterInfo
 from libra_hpc.annexes.devcluster.packages import ensure_packages
 from libra_hpc.errors import OperationError
 from libra_hpc.planning import best_plan
-from libra_hpc.slurm.site_commands import clean_environment
+from libra_hpc.slurm.queue.command import clean_environment
 
 # How long an example takes says how busy the machine is, not whether the code is right.
 settings.register_profile("libra", deadline=None)

@@ -19,8 +19,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.retry import Retry
-from libra_hpc.slurm.queue.command import call
-from libra_hpc.slurm.site_commands import clean_environment
+from libra_hpc.slurm.queue.command import call, clean_environment
 
 from .owner_records import log_line
 

@@ -29,13 +29,17 @@ from .gpu_memory import GpuMemory, check_cpus, check_memory
 from .job_checks import (
     alerts_can_be_sent,
     cache_fits,
-    cache_type_runs,
+    context_ranks_have_tokens,
     delta_nets_run,
     environment_nodes,
+    experts_fit,
     local_folder,
     own_variables,
+    processes_have_gpus,
     sane_sizes,
     set_up_parses,
+    trains_simulated,
+    worlds_are_whole,
 )
 from .named_files import (
     REFERENCE,
@@ -48,13 +52,6 @@ from .named_files import (
     naming,
     read_model_config,
     reading,
-)
-from .train_worlds import (
-    context_ranks_have_tokens,
-    experts_fit,
-    processes_have_gpus,
-    trains_simulated,
-    worlds_are_whole,
 )
 
 LEAST_NOTICE_S = 30.0
@@ -376,7 +373,6 @@ MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]
     stages_have_layers,
     experts_fit,
     context_fits,
-    cache_type_runs,
     cache_fits,
     delta_nets_run,
 )

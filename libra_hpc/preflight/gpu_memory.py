@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,12 +26,17 @@ from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.capacity import MIB, blocks_of, kv_capacity
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.memory import RECOMPUTE, USABLE, TrainMemory, memory_limit, train_memory
-from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
+from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape, shape_from_config
 from libra_hpc.models.train_parallel import runs
 from libra_hpc.planning.run_work import world_layout
 
+from .job_checks import degrees_of, worlds
 from .named_files import naming
-from .train_worlds import degrees_of, worlds
+
+FP8_CPU_HEADS = 32
+"""vLLM 0.32 on CPUs reads FP8 caches for heads of multiples of so many channels, with AVX-512."""
+FP8_HEADS = (64, 128, 256, 512)
+"""Channels of heads for which FlashInfer reads FP8 caches: in vLLM 0.32 the one backend for GPUs without FP8 units."""
 
 UTIL = 0.9
 """Share of a GPU that an engine takes: vLLM's default."""
@@ -256,3 +261,26 @@ def _check_rollout(config: RunConfig, own: StageGpu) -> None:
             fewer = f"a shorter rollout.max_model_len: no TP of the {gpus} GPUs of a node fits"
             valid = f"rollout.tp = {larger[0]}" if larger else fewer
             raise invalid("rollout.tp", tp, f"{why}, and {has / 1e9:.0f} GB of one {gpu.name} can be used", valid)
+
+
+def cache_type_runs(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
+    """vLLM has a kernel that reads the KV caches of ``rollout.kv_dtype`` on the run's devices."""
+    value = config.rollout.kv_dtype
+    if value == "auto":
+        return
+    head = shape_from_config(dict(model), "model.path").head_dim
+    if config.slurm.device == "cpu":
+        why = ""
+        if head % FP8_CPU_HEADS:
+            why = f"vLLM on CPUs needs heads of multiples of {FP8_CPU_HEADS} channels, and the model's have {head}"
+        elif config.slurm.executor == "local" and "avx512f" not in Path("/proc/cpuinfo").read_text():
+            why = "vLLM on CPUs needs AVX-512, and this machine has none"
+        if why:
+            yield invalid("rollout.kv_dtype", value, why, ["auto"])
+        return
+    for name in ("hybrid", "rollout"):
+        gpu = component_device(config, name) if config.rollout_nodes(name) else None
+        if gpu is not None and not gpu.fp8_units and head not in FP8_HEADS:
+            heads = ", ".join(map(str, FP8_HEADS))
+            why = f"on {gpu.name} vLLM reads such caches for heads of {heads} channels, and the model's have {head}"
+            yield invalid("rollout.kv_dtype", value, why, ["auto"])

@@ -5,6 +5,7 @@ A value beyond a bound is a slip of the pen.  The queue would take it, and the r
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -15,14 +16,13 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.config.node_groups import COMPONENTS, memory_mb
+from libra_hpc.config.node_groups import COMPONENTS, TrainWorld, core_world, elastic_world, memory_mb, stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.capacity import MIB, blocks_of
-from libra_hpc.models.shapes import DTYPE_BYTES, shape_from_config
+from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, shape_from_config
 from libra_hpc.models.supported import FAMILIES
-
-from .gpu_memory import component_device
+from libra_hpc.models.train_parallel import Degrees, cut_fault, expert_fault, world_fault
 
 MOST_TRAJECTORIES = 1_000_000
 """Most trajectories of a step; one takes at least a kilobyte of the rollout leader's memory."""
@@ -30,10 +30,6 @@ LEAST_MEM_MB = 100.0
 """An agent alone takes 100 MB."""
 BLOCK, USUAL_BLOCK = 16, 128
 """Tokens; attention reads the KV cache in pieces of the first, and engines have blocks up to the second."""
-FP8_CPU_HEADS = 32
-"""vLLM 0.32 on CPUs reads FP8 caches for heads of multiples of so many channels, with AVX-512."""
-FP8_HEADS = (64, 128, 256, 512)
-"""Channels of heads for which FlashInfer reads FP8 caches: in vLLM 0.32 the one backend for GPUs without FP8 units."""
 OWN = {
     "TMPDIR": "compute.local_dir",
     "CUDA_VISIBLE_DEVICES": "components.*.gpus",
@@ -136,29 +132,6 @@ def cache_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserErro
             yield invalid("rollout.kv_cache_mb", given, f"components.{name}.mem = {mem!r} is less", valid)
 
 
-def cache_type_runs(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """vLLM has a kernel that reads the KV caches of ``rollout.kv_dtype`` on the run's devices."""
-    value = config.rollout.kv_dtype
-    if value == "auto":
-        return
-    head = shape_from_config(dict(model), "model.path").head_dim
-    if config.slurm.device == "cpu":
-        why = ""
-        if head % FP8_CPU_HEADS:
-            why = f"vLLM on CPUs needs heads of multiples of {FP8_CPU_HEADS} channels, and the model's have {head}"
-        elif config.slurm.executor == "local" and "avx512f" not in Path("/proc/cpuinfo").read_text():
-            why = "vLLM on CPUs needs AVX-512, and this machine has none"
-        if why:
-            yield invalid("rollout.kv_dtype", value, why, ["auto"])
-        return
-    for name in ("hybrid", "rollout"):
-        gpu = component_device(config, name) if config.rollout_nodes(name) else None
-        if gpu is not None and not gpu.fp8_units and head not in FP8_HEADS:
-            heads = ", ".join(map(str, FP8_HEADS))
-            why = f"on {gpu.name} vLLM reads such caches for heads of {heads} channels, and the model's have {head}"
-            yield invalid("rollout.kv_dtype", value, why, ["auto"])
-
-
 def delta_nets_run(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
     """vLLM has kernels for the model's gated delta nets."""
     kind = model.get("model_type")
@@ -213,3 +186,97 @@ def alerts_can_be_sent(config: RunConfig) -> Iterator[UserError]:
     if command and config.compute.container == "none" and shutil.which(command[0]) is None:
         why = "no executable file" if os.sep in command[0] else "no such command"
         yield invalid("notify.command", command[0], why, "a list: an executable file or command, and its arguments")
+
+
+def degrees_of(world: TrainWorld) -> Degrees:
+    """How a world of a run file cuts the model."""
+    return Degrees(world.tp, world.pp, world.cp, world.ep, world.etp)
+
+
+def worlds(config: RunConfig) -> dict[str, TrainWorld]:
+    """The core's world, and that of a hybrid node where there are any, by component."""
+    hybrid = {"hybrid": elastic_world(config)} if config.components.hybrid.nodes else {}
+    return {"train": core_world(config), **hybrid}
+
+
+def processes_have_gpus(config: RunConfig) -> Iterator[UserError]:
+    """On real or simulated GPUs, every training process of a node has its own."""
+    if config.slurm.device != "cuda" and config.run.engine == "real":
+        return
+    all_worlds = worlds(config)
+    for name, part in stages(config).items():
+        if name not in all_worlds:
+            continue
+        count, gpus = all_worlds[name].processes, part.gpus
+        if not gpus:
+            why = f"each of a node's {count} training processes needs one" if count > 1 else "training needs one"
+            yield invalid(f"components.{name}.gpus", 0, why, f"an integer >= {count}")
+        elif count > gpus:
+            why = f"each of them needs a GPU, and components.{name} has {gpus} per node"
+            yield invalid("train.processes", count, why, f"0 to {gpus}")
+
+
+def worlds_are_whole(config: RunConfig) -> Iterator[UserError]:
+    """The core and the worlds of hybrid nodes are whole numbers of replicas, whose tensor ranks share a node."""
+    core, hybrid = core_world(config), config.components.hybrid
+    fault = world_fault(degrees_of(core), core.nodes, core.processes)
+    if fault is not None:
+        yield fault.error()
+    elif hybrid.nodes:
+        own, field = elastic_world(config), "components.hybrid.nodes_per_replica"
+        if world_fault(degrees_of(own), own.nodes, own.processes) is not None:
+            have = (
+                f"a hybrid node has {own.processes}" if own.nodes == 1 else f"{own.nodes} hybrid nodes have {own.ranks}"
+            )
+            why = f"a replica of {degrees_of(own)} needs {own.replica} processes, and {have}"
+            least = own.replica // math.gcd(own.replica, own.processes)
+            yield invalid(field, own.nodes, why, f"multiples of {least}, or components.hybrid.nodes = 0")
+        elif hybrid.nodes % own.nodes:
+            why = f"so many hybrid nodes move together, and there are {hybrid.nodes}"
+            yield invalid(field, own.nodes, why, f"divisors of {hybrid.nodes}")
+
+
+def context_ranks_have_tokens(config: RunConfig) -> Iterator[UserError]:
+    """The longest micro-batch has a token for every piece of every context rank."""
+    longest = max(config.train.micro_tokens, config.rollout.max_model_len)
+    fault = cut_fault(degrees_of(core_world(config)), longest)
+    if fault is not None:
+        yield fault.error()
+
+
+def experts_fit(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
+    """Expert ranks divide the model's experts, and the processes of a stage of both worlds."""
+    yield from _experts_of(config, shape_from_config(dict(model), "model.path"))
+
+
+def trains_simulated(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
+    """The model of a dry run has layers for all stages and experts for all expert ranks."""
+    if shape.layers < config.train.pp:
+        yield invalid("train.pp", config.train.pp, f"the model has only {shape.layers} layers", f"1 to {shape.layers}")
+    yield from _experts_of(config, shape)
+
+
+def _experts_of(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
+    for name, world in worlds(config).items():
+        fault = expert_fault(shape.experts, shape.expert_columns, degrees_of(world), world.ranks // world.pp)
+        if fault is not None:
+            where = "on hybrid nodes, " if name == "hybrid" else ""
+            yield fault._replace(why=where + fault.why).error()
+            return
+
+
+def describe_worlds(config: RunConfig) -> str:
+    """``core: 4 nodes x 8 GPUs, TP8 PP2, 2 replicas; hybrid: 1 node x 8 GPUs, 1 replica``."""
+    has_gpus, found = config.slurm.device == "cuda" or config.run.engine == "simulated", []
+    for name, world in worlds(config).items():
+        nodes = getattr(config.components, name).nodes
+        parts = [f"{_count(nodes, 'node')} x {_count(world.processes, 'GPU' if has_gpus else 'process')}"]
+        parts += [str(degrees_of(world))] if name == "train" else []
+        each = " each" if name == "hybrid" and nodes > 1 else ""
+        each = f" on each {world.nodes}" if name == "hybrid" and world.nodes > 1 else each
+        found.append(f"{'core' if name == 'train' else name}: {', '.join(parts)}, {_count(world.dp, 'replica')}{each}")
+    return "; ".join(found)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('s') else 's'}"

@@ -22,7 +22,7 @@ from libra_hpc.planning.initial import SHARE, interchangeable
 from libra_hpc.planning.request import KIND
 
 from .checks import check_engines
-from .train_worlds import degrees_of
+from .job_checks import degrees_of
 
 NODES = tuple(f"components.{stage}.nodes" for stage in STAGES)
 KEYS = (

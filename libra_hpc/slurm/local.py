@@ -22,7 +22,7 @@ from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import OWNER_LOST
 
 from .launch import Launch
-from .site_commands import clean_environment
+from .queue.command import clean_environment
 from .writer import expanded
 
 GRACE_S = 20.0

@@ -29,7 +29,7 @@ from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.slurm.queue.command import complaint
 from libra_hpc.slurm.queue.query import JobState, job, slurm_seconds
 
-from .site_commands import clean_environment
+from .queue.command import clean_environment
 
 POLL_S = 0.5
 RESULT_WAIT_S = 5

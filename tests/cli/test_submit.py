@@ -13,7 +13,6 @@ import pytest
 from libra_hpc_cli import follow, jobs, submit
 
 from libra_hpc.errors import OperationError, SlurmUnreachable
-from libra_hpc.facts import user_files
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.owner.claim import acquire
 from libra_hpc.preflight import checked_run
@@ -59,17 +58,17 @@ def test_a_refused_submission_leaves_nothing_behind(
     assert list((site / "runs").iterdir()) == []
 
 
-@pytest.mark.parametrize("where", ["write_atomic", "keep", "queue"])
+@pytest.mark.parametrize("where", ["write_atomic", "keep_user_files", "queue"])
 def test_a_full_disk_while_a_run_is_queued_is_one_sentence_and_leaves_nothing_behind(
     site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     def full(*_: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device", "/runs/quick-001/files/my.py")
 
-    module = {"keep": user_files, "queue": jobs, "write_atomic": submit}[where]
+    module = jobs if where == "queue" else submit
     monkeypatch.setattr(module, where, full)
     line = one_line(cli("submit", "run.toml"))
-    made = "no run directory can be made there" if module is submit else "/runs/quick-001/files/my.py cannot be"
+    made = "no run directory can be made there" if where == "write_atomic" else "/runs/quick-001/files/my.py cannot be"
     assert f"{made} " in line
     assert "(No space left on device); valid: a writable folder" in line
     assert line.startswith(f"error: run.dir = '{site / 'runs'}': ")

@@ -16,9 +16,8 @@ import pytest
 
 from libra_hpc.annexes.devcluster.cluster import Cluster, ClusterInfo
 from libra_hpc.annexes.devcluster.daemons import command_line
-from libra_hpc.slurm.queue.command import call
+from libra_hpc.slurm.queue.command import call, clean_environment, slurm_environment
 from libra_hpc.slurm.queue.query import JobState, job, partitions
-from libra_hpc.slurm.site_commands import clean_environment, slurm_environment
 
 pytestmark = pytest.mark.cluster
 

@@ -10,7 +10,7 @@ from libra_hpc.config.load import with_values
 from libra_hpc.config.node_groups import TrainWorld, core_world, elastic_world
 from libra_hpc.config.run import RunConfig
 from libra_hpc.models.train_parallel import world_fault
-from libra_hpc.preflight.train_worlds import degrees_of
+from libra_hpc.preflight.job_checks import degrees_of
 
 EIGHT_GPUS = {"slurm.device": "cuda", "components.train.gpus": 8}
 

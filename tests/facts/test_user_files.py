@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from libra_hpc.config.load import validate
-from libra_hpc.facts import user_files
-from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.rundir import RunDir, keep_user_files
 
 
 def test_a_changed_file_is_named_and_both_versions_are_kept(tmp_path: Path) -> None:
@@ -15,10 +14,10 @@ def test_a_changed_file_is_named_and_both_versions_are_kept(tmp_path: Path) -> N
     loss.write_text("def mine(): ...\n")
     config = validate({"task": {"name": f"{task}:Repair"}, "algorithm": {"loss": f"{loss}:mine"}})
     run = RunDir.create(tmp_path, "quick")
-    assert user_files.keep(run, config, 1) == []
-    assert user_files.keep(run, config, 2) == []
+    assert keep_user_files(run, config.as_data(), 1) == []
+    assert keep_user_files(run, config.as_data(), 2) == []
     task.write_text("class Repair: other = 1\n")
-    (sentence,) = user_files.keep(run, config, 3)
+    (sentence,) = keep_user_files(run, config.as_data(), 3)
     assert sentence.startswith(f"task.name: {task} is not what attempt 2 ran")
     kept = [(run.user_files(number) / "task.name" / "repair.py").read_text() for number in (2, 3)]
     assert kept == ["class Repair: ...\n", "class Repair: other = 1\n"]

@@ -14,7 +14,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.preflight.checks import problems
-from libra_hpc.preflight.train_worlds import degrees_of
+from libra_hpc.preflight.job_checks import degrees_of
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.traces.read import write_trace
 from tests.models.support import device_file

@@ -16,7 +16,7 @@ from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.train_seconds import TrainCost
 from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace
 from libra_hpc.preflight.checks import problems
-from libra_hpc.preflight.train_worlds import degrees_of
+from libra_hpc.preflight.job_checks import degrees_of
 from tests.policies.control.plant_costs import A800, agentic
 from tests.slurm.test_examples import model_folder
 

@@ -9,7 +9,7 @@ import pytest
 from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.preflight.checks import problems
-from libra_hpc.preflight.train_worlds import describe_worlds
+from libra_hpc.preflight.job_checks import describe_worlds
 
 from .test_checks import MODEL
 

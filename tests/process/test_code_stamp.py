@@ -9,7 +9,7 @@ from pathlib import Path
 
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.code_stamp import STAMP, code_stamp, other_code
-from libra_hpc.slurm.site_commands import clean_environment
+from libra_hpc.slurm.queue.command import clean_environment
 
 
 def test_a_stamp_changes_with_any_source_and_with_nothing_else(tmp_path: Path) -> None:

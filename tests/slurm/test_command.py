@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.errors import SlurmUnreachable
-from libra_hpc.slurm import site_commands as site
 from libra_hpc.slurm.queue import command
 from libra_hpc.slurm.queue.query import JobState, job, job_script
 from tests.slurm.scripts import program
@@ -84,7 +83,7 @@ def test_site_slurm_is_preferred(fake: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("SBATCH_PARTITION", "x")
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("SLURM_CONF", "/etc/x.conf")
-    found = site.slurm_environment(fake / "none")
+    found = command.slurm_environment(fake / "none")
     assert found["SLURM_CONF"] == "/etc/x.conf"
     assert not {"SLURM_JOB_ID", "SQUEUE_FORMAT", "SBATCH_PARTITION", "PMI_RANK"} & found.keys()
 
@@ -95,9 +94,9 @@ def test_a_dead_controller_of_slurm_conf_is_named_and_no_other_slurm_is_used(
     env = install(fake, "scontrol", 'echo "Slurmctld(primary) at head is DOWN"; exit 1')
     monkeypatch.setenv("PATH", env["PATH"])
     monkeypatch.setenv("SLURM_CONF", "/etc/x.conf")
-    monkeypatch.setattr(site, "embedded_environment", lambda *_: pytest.fail("the embedded Slurm was looked for"))
+    monkeypatch.setattr(command, "embedded_environment", lambda *_: pytest.fail("the embedded Slurm was looked for"))
     with pytest.raises(SlurmUnreachable, match=r"SLURM_CONF = '/etc/x\.conf': no Slurm controller answers there"):
-        site.slurm_environment(fake / "none")
+        command.slurm_environment(fake / "none")
 
 
 def test_the_script_of_a_job_is_read_from_the_controller_or_from_the_accounts(fake: Path) -> None:
@@ -114,4 +113,4 @@ def test_no_slurm_at_all_names_both_ways_out(fake: Path, monkeypatch: pytest.Mon
     env = install(fake, "scontrol", 'echo "Slurmctld(primary) at head is DOWN"; exit 1')
     monkeypatch.setenv("PATH", env["PATH"])
     with pytest.raises(SlurmUnreachable, match=r"Slurm module.*libra-hpc cluster up"):
-        site.slurm_environment(fake / "none")
+        command.slurm_environment(fake / "none")

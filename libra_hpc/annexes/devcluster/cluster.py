@@ -26,7 +26,7 @@ import msgspec
 
 from libra_hpc.errors import OperationError, invalid
 from libra_hpc.files import write_atomic
-from libra_hpc.slurm.site_commands import CLIENTS, embedded_home
+from libra_hpc.slurm.queue.command import CLIENTS, embedded_home
 
 from .conf import GPU_NODES, LONGEST_HOME, NODES, PARTITIONS, ClusterFacts, gres_conf, munge_socket, slurm_conf
 from .daemons import Daemon, job_processes, last_line, send, step_daemons, stop
