@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from .errors import UserError, error_text
 
@@ -118,3 +122,11 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: {what} is not a JSON object.")
     return value
+
+
+def digest(asked: object, files: Iterable[Path] = ()) -> str:
+    """Return a digest of a question, this library and files: an answer to an equal one is the same."""
+    library = Path(__file__).parent
+    found = (*sorted(library.rglob("*.py")), *sorted(library.rglob("*.json")), *files)
+    stamps = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in found if path.is_file()]
+    return hashlib.sha256(msgspec.json.encode((asked, stamps))).hexdigest()

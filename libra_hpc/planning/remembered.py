@@ -7,14 +7,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from libra_hpc import errors
-from libra_hpc.files import write_atomic
+from libra_hpc.files import digest, write_atomic
 from libra_hpc.policies.search.run_plan import PlanResult
 
 
@@ -36,11 +33,3 @@ class Remembered:
             with contextlib.suppress(OSError):
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(self._file, msgspec.json.encode(result))
-
-
-def digest(asked: object, files: Iterable[Path] = ()) -> str:
-    """Return a digest of a question, this library and files: an answer to an equal one is the same."""
-    library = Path(errors.__file__).parent
-    found = (*sorted(library.rglob("*.py")), *sorted(library.rglob("*.json")), *files)
-    stamps = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in found if path.is_file()]
-    return hashlib.sha256(msgspec.json.encode((asked, stamps))).hexdigest()

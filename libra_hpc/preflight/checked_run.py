@@ -23,11 +23,10 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import cache_folder
 from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.slurm.fit import check_fit, with_resources
-from libra_hpc.slurm.interpreter import check_plugin, check_python, mpi_plugins
+from libra_hpc.slurm.interpreter import check_container, check_plugin, check_python, mpi_plugins
 from libra_hpc.slurm.launch import JobRequest, Launch, job_request
 from libra_hpc.slurm.queue.command import WAYS_OUT, slurm_environment
 from libra_hpc.slurm.queue.query import Partition, partitions
-from libra_hpc.slurm.script.container import check_container
 from libra_hpc.slurm.writer import het_script
 
 from .checks import check_files, check_run

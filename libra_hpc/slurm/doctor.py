@@ -15,9 +15,9 @@ from typing import Literal, NamedTuple
 from libra_hpc.config.node_groups import COMPONENTS
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
+from libra_hpc.slurm.interpreter import check_container
 from libra_hpc.slurm.queue.command import call
 from libra_hpc.slurm.queue.query import Partition, partitions, settings
-from libra_hpc.slurm.script.container import check_container
 
 from .interpreter import PYPI, check_python, compute_python, mpi_plugins
 

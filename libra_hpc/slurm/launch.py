@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from libra_hpc.config.job import Component
+from libra_hpc.config.load import flat
 from libra_hpc.config.node_groups import SHARED, HetGroup, differing, het_groups, rank_components
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.run_file_text import values
 from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir
 
 from .fit import with_resources
 from .interpreter import compute_python
-from .sbatch_options import joined
 
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """Would end a line of a script, or hide a part of it from who reads it."""
@@ -104,7 +103,7 @@ def _check_spare(config: RunConfig) -> None:
 def check_lines(config: RunConfig) -> None:
     """Raise `UserError` for a text that can be no part of a line of a script."""
     parts = ("slurm.", "compute.", "components.")
-    named = [(key, value) for key, value in values(config).items() if key.startswith(parts)]
+    named = [(key, value) for key, value in flat(config.as_data(), ("compute.env",)).items() if key.startswith(parts)]
     for key, text in _texts([*named, ("run.dir", str(Path(config.run.dir).absolute()))]):
         if _CONTROL.search(text):
             raise invalid(key, text, "a control character cannot stand in a batch script", "one line of text")
@@ -266,3 +265,82 @@ def _word(field: str, value: str) -> str:
     if any(character.isspace() or character in "\"'\\#" or not character.isprintable() for character in value):
         raise invalid(field, value, "not usable in an sbatch option", "a name without spaces or quotes")
     return value
+
+
+_KEYS = {
+    "run.name": "--job-name -J",
+    "components.*.nodes": "--nodes -N",
+    "components.*.cpus": "--cpus-per-task -c",
+    "components.*.gpus": "--gpus -G --gpus-per-node --gpus-per-task --gpus-per-socket",
+    "components.*.mem": "--mem --mem-per-cpu --mem-per-gpu",
+    "components.*.partition": "--partition -p",
+    "slurm.time_limit": "--time -t",
+    "slurm.preempted": "--requeue --no-requeue",
+    "no such option": "--signal --output -o --error -e --open-mode --ntasks -n --ntasks-per-node --array -a --parsable"
+    " --wrap --wait -W --test-only --kill-on-invalid-dep --no-kill -k --chdir -D --help -h --usage --version -V",
+}
+RESERVED = {option: key for key, options in _KEYS.items() for option in options.split()}
+"""Options that the script needs as they are, or that keep sbatch from queueing, and the key that sets them."""
+_BARE = re.compile("[HIOQVWhksv]")
+"""Short options without a value; all others of sbatch have one."""
+_FLAGS = {
+    *("contiguous", "exclusive", "get-user-env", "hold", "ignore-pbs", "nice", "no-bell", "oversubscribe"),
+    *("overcommit", "quiet", "reboot", "share", "spread-job", "stepmgr", "use-min-nodes", "verbose"),
+}
+"""Long options whose value, if they take one, stands behind an equals sign."""
+
+
+def joined(field: str, words: Sequence[str]) -> list[str]:
+    """``words`` as one text an option: ``["-x", "a800-3"]`` becomes ``["-xa800-3"]``.
+
+    Raises `UserError` for a word that belongs to no option, and for one of `RESERVED`.
+    """
+    found: list[str] = []
+    open_option = False
+    for index, word in enumerate(words):
+        place = f"{field}[{index}]"
+        if not word.startswith("-") and open_option and word.isprintable() and not word.startswith("="):
+            found[-1] += f"={_one_word(place, word)}" if found[-1].startswith("--") else _one_word(place, word)
+            open_option = False
+            continue
+        name, *_ = [*re.split(r"[=\s]", word, maxsplit=1), ""]
+        if not re.fullmatch(r"-[A-Za-z].*|--[A-Za-z].*", name) or not word.isprintable():
+            raise invalid(place, word, "not an sbatch option", "one option such as '--exclusive'")
+        if any(character.isspace() for character in word):
+            raise invalid(place, word, "it has a space", f"{name}=VALUE")
+        names, open_option = _long(word) if word.startswith("--") else _short(word)
+        for option in names:
+            _refuse_reserved(place, word, option)
+        found.append(word)
+    return found
+
+
+def _one_word(field: str, word: str) -> str:
+    if any(character.isspace() for character in word):
+        raise invalid(field, word, "it has a space", "a value without one")
+    return word
+
+
+def _refuse_reserved(field: str, word: str, option: str) -> None:
+    # getopt takes a beginning of a long option for it; one of several options is not for a script to try.
+    begun = [name for name in RESERVED if option.startswith("--") and name.startswith(option)]
+    own = option if option in RESERVED else begun[0] if begun and option[2:] not in _FLAGS else ""
+    if own:
+        why = f"libra-hpc sets {own} itself"
+        raise invalid(field, word, why if own == option else f"short for {own}, and {why}", RESERVED[own])
+
+
+def _long(word: str) -> tuple[list[str], bool]:
+    """Name of a long option, and whether the next word may be its value."""
+    name, equals, _ = word.partition("=")
+    return [name], not equals and name.removeprefix("--") not in _FLAGS
+
+
+def _short(word: str) -> tuple[list[str], bool]:
+    """Names of the short options that stand together in a word, and whether the next word may be a value."""
+    names = []
+    for place, letter in enumerate(word[1:], start=2):
+        names.append(f"-{letter}")
+        if not _BARE.match(letter):
+            return names, place == len(word)
+    return names, False

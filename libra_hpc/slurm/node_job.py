@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
+from libra_hpc.slurm.interpreter import start_command
 from libra_hpc.slurm.queue.query import partitions
-from libra_hpc.slurm.script.container import start_command
 
 from .fit import with_resources
 from .interpreter import compute_python

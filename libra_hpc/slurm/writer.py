@@ -26,8 +26,8 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import error_text, invalid
 from libra_hpc.process.code_stamp import STAMP, code_stamp
 from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD
+from libra_hpc.slurm.interpreter import start_command
 from libra_hpc.slurm.queue.cause import SET_UP_ENDED
-from libra_hpc.slurm.script.container import start_command
 
 from .fit import notice_s
 from .interpreter import in_container

@@ -15,8 +15,8 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.code_stamp import code_stamp
+from libra_hpc.slurm.interpreter import binds, check_container, start_command
 from libra_hpc.slurm.launch import Launch, job_request
-from libra_hpc.slurm.script.container import binds, check_container, start_command
 from libra_hpc.slurm.writer import het_script
 
 from .scripts import program
