@@ -15,6 +15,7 @@ import contextlib
 import json
 import subprocess
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -94,7 +95,7 @@ class VerifiersProcess:
         self._child = cast(Any, subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, process_group=0))
         self._reading: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Queue[dict[str, Any]]] = {}
-        self._played = 0
+        self._numbers = count()
         self._order(**asked)
         found = json.loads(self._child.stdout.readline() or b"{}")
         if "tasks" not in found:
@@ -110,8 +111,7 @@ class VerifiersProcess:
     async def play(self, index: int, url: str) -> dict[str, Any]:
         """Play a task with the policy at ``url``; returns its numbers, or an ``error``."""
         self._reading = self._reading or asyncio.create_task(self._read())
-        self._played += 1
-        number, answer = self._played, asyncio.Queue[dict[str, Any]]()
+        number, answer = next(self._numbers), asyncio.Queue[dict[str, Any]]()
         self._answers[number] = answer
         self._order(run=number, index=index, url=url)
         try:

@@ -140,9 +140,6 @@ def test_mistakes_are_sentences(made: Made, tmp_path: Path, tokenizer: TaskToken
         made("toyz")
     with pytest.raises(UserError, match=r"task.verifiers.taskset = 'toys': TypeError: .*'most'"):
         made(select={"most": 2})
-    (tmp_path / "endless.py").write_text("TASKS, ENDS = [], False")
-    with pytest.raises(UserError, match=r"it has no end; limit its rows"):
-        made(f"{tmp_path}/endless.py")
     (tmp_path / "broken.py").write_text("import os; os._exit(7)")
     with pytest.raises(UserError, match=r"its process ended with exit code 7"):
         made(f"{tmp_path}/broken.py")

@@ -13,9 +13,14 @@ import os
 import sys
 import types
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections import namedtuple
+from collections.abc import AsyncIterator
+from types import SimpleNamespace as Of
 from typing import Any
+
+AgentConfig = namedtuple("AgentConfig", "runtime client given", defaults=(Of(type="prime"), None, None))
+ModelContext = namedtuple("ModelContext", "model client")
+SelectConfig = namedtuple("SelectConfig", "skip limit", defaults=(0, None))
 
 
 class HarnessError(Exception):
@@ -24,78 +29,19 @@ class HarnessError(Exception):
 
 class Harness:
     async def _check_result(self, trace: Any, runtime: Any, result: str) -> None:
-        if result:
-            raise HarnessError(result)
+        raise HarnessError(result)
 
 
-class SubprocessRuntime:
-    pass
+class Taskset(list[str]):
+    bounded = True
 
-
-@dataclass
-class AgentConfig:
-    runtime: Any = field(default_factory=lambda: types.SimpleNamespace(type="prime"))
-    client: Any = None
-    given: Any = None
-
-
-@dataclass
-class EnvConfig:
-    model_fields = {"agent": types.SimpleNamespace(default=AgentConfig())}
-    agent: AgentConfig
-    taskset: str
-
-
-@dataclass
-class SelectConfig:
-    skip: int = 0
-    limit: int | None = None
-
-
-@dataclass
-class EvalClientConfig:
-    base_url: str
-
-
-@dataclass
-class ModelContext:
-    model: str
-    client: EvalClientConfig
-
-
-@dataclass
-class Taskset:
-    tasks: list[str]
-    bounded: bool = True
-
-    def select(self, config: SelectConfig) -> Taskset:
-        return Taskset(self.tasks[config.skip :][: config.limit], self.bounded)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tasks)
-
-
-@dataclass
-class Trace:
-    agent: Any = field(default_factory=lambda: types.SimpleNamespace(name="agent"))
-    calls: list[Any] = field(default_factory=list)
-    errors: list[Any] = field(default_factory=list)
-    metrics: dict[str, Any] = field(default_factory=lambda: {"long": 2.0, "unknown": None})
-    stop_condition: str | None = None
-    reward = 0.5
-
-    @property
-    def rewards(self) -> dict[str, Any]:
-        return {"right": types.SimpleNamespace(score=1.0), "skipped": None}
-
-    def stop(self, why: str) -> None:
-        self.stop_condition = why
+    def select(self, config: Any) -> Taskset:
+        return Taskset(self[config.skip :][: config.limit])
 
 
 class Env:
-    def __init__(self, config: EnvConfig) -> None:
-        module = importlib.import_module(config.taskset)
-        self.given, self.taskset = config.agent.given, Taskset(module.TASKS, getattr(module, "ENDS", True))
+    def __init__(self, config: Any) -> None:
+        self.given, self.taskset = config.agent.given, Taskset(importlib.import_module(config.taskset).TASKS)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -105,50 +51,50 @@ class Env:
     def slots(self, task: str) -> list[str]:
         return [task]
 
-    async def run_slot(self, task: str, context: ModelContext) -> Any:
-        trace, ok = Trace(stop_condition=self.given["runtime"]["type"]), True
+    async def run_slot(self, task: str, context: Any) -> Any:
+        trace = Of(agent=Of(name="agent"), calls=[], errors=[], metrics={"long": 2.0, "unknown": None}, reward=0.5)
+        trace.rewards, trace.stop_condition = {"right": Of(score=1.0), "skipped": None}, self.given["runtime"]["type"]
+        trace.stop = lambda why: setattr(trace, "stop_condition", why)
         messages = [{"role": "user", "content": task}]
         for _ in range(2):
-            messages.append(await asyncio.to_thread(self.ask, context, messages))
-            messages.append({"role": "user", "content": "go on"})
-        if task == "dies":
-            os._exit(3)
-        if task == "hangs":
-            await asyncio.sleep(60)
-        if task == "crashes":
-            await Harness()._check_result(trace, None, "it has crashed")
-        if task == "is long":
-            trace.stop("max_turns")
-        if task == "is slow":
-            trace.stop("agent_timeout")
-        if task == "is not scored":
-            ok, trace.errors = False, [types.SimpleNamespace(type="TaskError", message="no such answer")]
-        return types.SimpleNamespace(ok=ok, traces=[trace], errors=[])
-
-    def ask(self, context: ModelContext, messages: list[Any]) -> Any:
-        body = json.dumps({"model": context.model, "messages": messages}).encode()
-        with urllib.request.urlopen(f"{context.client.base_url}/chat/completions", body) as answer:
-            return json.load(answer)["choices"][0]["message"]
+            messages += [await asyncio.to_thread(ask, context, messages), {"role": "user", "content": "go on"}]
+        match task:
+            case "dies":
+                os._exit(3)
+            case "hangs":
+                await asyncio.sleep(60)
+            case "crashes":
+                await Harness()._check_result(trace, None, "it has crashed")
+            case "is long":
+                trace.stop("max_turns")
+            case "is slow":
+                trace.stop("agent_timeout")
+            case "is not scored":
+                trace.errors.append(Of(type="TaskError", message="no such answer"))
+        return Of(ok=not trace.errors, traces=[trace], errors=[])
 
 
-def resolve(data: dict[str, Any]) -> EnvConfig:
-    return EnvConfig(AgentConfig(given=data["agent"]), data["taskset"]["id"])
+def ask(context: Any, messages: list[Any]) -> Any:
+    body = json.dumps({"model": context.model, "messages": messages}).encode()
+    with urllib.request.urlopen(f"{context.client.base_url}/chat/completions", body) as answer:
+        return json.load(answer)["choices"][0]["message"]
 
 
+LOADERS = Of(
+    env_config_type=lambda taskset, env: Of(model_fields={"agent": Of(default=AgentConfig())}),
+    resolve_env_config=lambda env: Of(agent=AgentConfig(given=env["agent"]), taskset=env["taskset"]["id"]),
+    load_environment=Env,
+)
 MODULES: dict[str, dict[str, Any]] = {
     "v1": {},
     "v1.errors": {"HarnessError": HarnessError},
     "v1.harness": {"Harness": Harness},
-    "v1.clients": {"EvalClientConfig": EvalClientConfig, "ModelContext": ModelContext},
-    "v1.runtimes": {"subprocess": types.SimpleNamespace(SubprocessRuntime=SubprocessRuntime)},
+    "v1.clients": {"EvalClientConfig": Of, "ModelContext": ModelContext},
+    "v1.runtimes": {"subprocess": Of(SubprocessRuntime=Of())},
     "v1.configs": {},
-    "v1.configs.agent": {"AgentConfig": AgentConfig, "agent_config_fields": lambda config: {"agent": config.agent}},
+    "v1.configs.agent": {"AgentConfig": AgentConfig, "agent_config_fields": lambda env: {"agent": env.agent}},
     "v1.configs.select": {"SelectConfig": SelectConfig},
-    "v1.utils": {
-        "loaders": types.SimpleNamespace(
-            env_config_type=lambda taskset, env: EnvConfig, resolve_env_config=resolve, load_environment=Env
-        )
-    },
+    "v1.utils": {"loaders": LOADERS},
 }
 for name, content in MODULES.items():
     module = sys.modules[f"{__name__}.{name}"] = types.ModuleType(name)
