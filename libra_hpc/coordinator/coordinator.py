@@ -136,6 +136,8 @@ class Coordinator:
             case wire.RolloutReport():
                 self._observations.on_rollout(message, self._nodes.receivers, time.time())
                 self._share()
+            case EngineState(kind="env", state="lost"):
+                self._nodes.lose(LostNode(message.rank, message.reason, 0.0), node.seen)
             case EngineState() | wire.TurnsDrained():
                 self._nodes.apply(message)
             case wire.TrainReport():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,14 @@ import pytest
 
 from libra_hpc.agent import supervised
 from libra_hpc.agent.hosting import hosts as module
+from libra_hpc.agent.hosting.env_node import EnvNode
 from libra_hpc.agent.hosting.hosts import Hosts
 from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.protocol.agents import Fatal, Log
-from libra_hpc.protocol.engine_state import SERVING, Doing
+from libra_hpc.protocol.agents import EnvHostLost, Fatal, FromEnvHost, Log
+from libra_hpc.protocol.engine_state import SERVING, Doing, EngineState
 from libra_hpc.protocol.env import ChatChoice, CloseEpisode, HostReady
 from libra_hpc.protocol.layout import ResumePoint
 from tests.mesh.test_links import until
@@ -53,7 +55,7 @@ class FakeChild:
     def _send(self, message: Any) -> None:
         self.got.append(message)
 
-    async def stop(self) -> None:
+    async def stop(self, leave_s: float = 0.0) -> None:
         pass
 
     async def end_hung(self) -> None:
@@ -193,3 +195,31 @@ async def test_hosts_that_keep_ending_fail_the_run_and_single_ends_never_do(scen
         await until(lambda number=number: len(scene.downs) > 20 + number or scene.failed)
     assert len(scene.failed) == 1
     assert "environment host 0 ended 6 times in 300 s, the last time because process host0" in scene.failed[0]
+
+
+async def test_an_environment_node_whose_hosts_keep_ending_is_given_up_alone(scene: Scene) -> None:
+    layout = RankLayout(("planner", "train", "rollout", "env"))
+    scene.hosts = node = EnvNode(replace(scene.hosts._context, rank=3, layout=layout))
+    await node.start()
+    ended = lambda: [m for m in scene.sent if isinstance(m, EnvHostLost)]  # noqa: E731
+    states = lambda: [m for m in scene.sent if isinstance(m, EngineState)]  # noqa: E731
+    for number in range(6):
+        scene.send(HostReady("toy"), float(number))
+        scene.child.exited(scene.child, 1)
+        await until(lambda number=number: len(ended()) > number or len(states()) > 1)
+    ready, lost = states()
+    assert (ready.rank, ready.kind, ready.state, lost.rank, lost.kind, lost.state) == (
+        3,
+        "env",
+        "ready",
+        3,
+        "env",
+        "lost",
+    )
+    assert lost.reason.startswith("e3.0 ended 6 times in 300 s, the last time because process e3.0 ended with 1")
+    assert (scene.failed, [m.rank for m in ended()]) == ([], [3] * 5)
+    assert FromEnvHost(3, 0, HostReady("toy")) in scene.sent
+    await node.reset()
+    await node.start()
+    scene.send(HostReady("toy"), 10.0)
+    assert states()[-1].state == "ready"
