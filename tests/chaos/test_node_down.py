@@ -97,12 +97,6 @@ class OnNodes(Chaos):
         assert self.run is not None
         return query.job(self.env, str(self.run.read_json(self.run.job)["job_id"]))
 
-    def node(self, rank: int) -> str:
-        """The node of a rank; a negative one counts from the last."""
-        assert self.run is not None
-        hosts = {event["rank"]: event["host"] for event in self.events("agent_joined")}
-        return str(hosts[range(len(hosts))[rank]])
-
     def set_down(self, node: str) -> None:
         call(["scontrol", "update", f"NodeName={node}", "State=DOWN", f"Reason={REASON}"], self.env)
         self.fault_at = time.time()

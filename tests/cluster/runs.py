@@ -146,9 +146,9 @@ class Case:
         return found[0]
 
     def node(self, rank: int) -> str:
-        """The node of a rank of the first attempt."""
-        assert self.run is not None
-        return (self.run.logs(1) / f"at-{rank}").read_text().split()[0]
+        """The node of a rank; a negative one counts from the last."""
+        hosts = {event["rank"]: event["host"] for event in self.events("agent_joined")}
+        return str(hosts[range(len(hosts))[rank]])
 
     def kill(self, rank: int, module: str) -> None:
         """Freeze, then SIGKILL a child, so that it certainly dies with work in hand."""
