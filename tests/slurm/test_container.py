@@ -164,7 +164,9 @@ def test_a_rank_starts_through_the_runtime_where_nothing_is_exported_and_set_up_
         program(tmp_path / name, text)
     compute = {"image": str(image), "setup": ["set -u"], "local_dir": f"{tmp_path}/local/$USER"}
     compute |= {"env": {"IMAGE": str(image)}, "python": sys.executable}
-    text = het_script(Launch(job_request(configured(compute=compute)), run, 1, arguments=["-c", RANK]))
+    config = configured(compute=compute)
+    run.write_config(config.as_data())
+    text = het_script(Launch(job_request(config), run, 1, arguments=["-c", RANK]))
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(run.path), "USER": "ada"}
     done = subprocess.run(
         ["bash", "-c", f"ulimit -S -n 256\n{text}"], env=environment, capture_output=True, text=True, timeout=60
