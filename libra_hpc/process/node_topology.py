@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-import psutil
-
 HCA = "NCCL_IB_HCA"
 TIMEOUT_S = 20.0
 """Without a persistent driver the first answer takes several seconds."""
@@ -98,6 +96,9 @@ def loopback() -> str:
 
 def own_addresses(interface: str = "") -> list[str]:
     """Addresses of this machine, or of one ``interface``, that others may reach; the one its name resolves to first."""
+    # A login node has none.
+    import psutil
+
     found = []
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     for name, entries in psutil.net_if_addrs().items():

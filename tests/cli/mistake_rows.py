@@ -195,12 +195,12 @@ PRIVATE = [
     ("check run.toml -o planner.trace=secret/x", "planner.trace = 'secret/x': no such file"),
     ("check run.toml -o model.path=secret", "model.path = 'secret': Permission denied; valid: a folder that you may"),
     ("check secret/run.toml", "secret/run.toml: the run file cannot be read: Permission denied."),
-    ("list --runs secret", "--runs = 'secret': path 'secret' is not readable."),
+    ("list --runs secret", "--runs = 'secret': Permission denied; valid: a folder that you may read."),
     ("status --runs secret/x", "--runs = 'secret/x': Permission denied; valid: a folder that you may read."),
     ("status secret", "RUN = 'secret': this folder is private to its owner"),
     ("config show secret/x", "RUN = 'secret/x': no run of that name"),
     ("simulate secret/x", "secret/x cannot be read (Permission denied)"),
-    ("simulate secret", "FILE: path 'secret' is not readable."),
+    ("simulate secret", "secret cannot be read (Permission denied)"),
 ]
 """Command lines that name the folder ``secret`` of another user."""
 

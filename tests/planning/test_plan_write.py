@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from libra_hpc_cli import plan as command
+from libra_hpc_cli import plan_tables
 
 from libra_hpc.config.load import load_run_file, validate, with_values
 from libra_hpc.config.run_file_text import edited
@@ -39,8 +40,8 @@ def rows(call: Call, *arguments: str) -> int:
 @pytest.fixture
 def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command of a test asks for the same plans."""
-    for name in ("best", "planned"):
-        monkeypatch.setattr(command, name, once(getattr(command, name)))
+    for module, name in ((command, "best"), (plan_tables, "planned")):
+        monkeypatch.setattr(module, name, once(getattr(module, name)))
 
 
 def once(function: Callable[..., Any]) -> Callable[..., Any]:

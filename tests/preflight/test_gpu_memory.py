@@ -14,8 +14,8 @@ from libra_hpc.models.memory import USABLE, TrainLayout, train_memory
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.planning.initial import initial_plan
 from libra_hpc.preflight.checks import problems
-from libra_hpc.preflight.gpu_memory import check_cpus, check_memory
-from libra_hpc.preflight.job_checks import cache_type_runs, delta_nets_run
+from libra_hpc.preflight.gpu_memory import cache_type_runs, check_cpus, check_memory
+from libra_hpc.preflight.job_checks import delta_nets_run
 
 NODE = {"nodes": 1, "gpus": 8, "gpu_type": "a800", "cpus": 16, "mem": "256G"}
 

@@ -13,8 +13,7 @@ import msgspec
 from libra_hpc.config.job import Component, EnvComponent
 from libra_hpc.config.learn import EvalPart
 from libra_hpc.config.run import RunConfig
-from libra_hpc.policies.scheduling.board import Board
-from libra_hpc.policies.scheduling.protocol import Decision, Finished, Policy, TurnView
+from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.agents import Batch, Group, Turns
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
@@ -36,42 +35,12 @@ from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import decision_line
 from libra_hpc.rollout.trajectory import Trajectory
 
+from .emptiest import Emptiest
+
 STOP = 9
 TRAIN_LEADER = 1
 Broken = Callable[[Any], str | None]
 """What an environment answers a message with instead: the error, if any."""
-
-
-class Emptiest:
-    """First come, first served, to the engine with the fewest tokens in flight."""
-
-    name = "emptiest"
-
-    def __init__(self) -> None:
-        self.learned: list[Finished] = []
-        self.given_up: list[str] = []
-
-    def key(self, turn: TurnView, now: float) -> float:
-        return turn.ready_at
-
-    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        free = [engine for engine in board.engines.values() if engine.free]
-        if not free:
-            return Decision(engine="", priority=0, level=0, template="all full", numbers={})
-        best = min(free, key=lambda engine: engine.inflight_tokens)
-        return Decision(
-            engine=best.engine,
-            priority=3,
-            level=best.level,
-            template="{tokens:.0f} tokens at {engine}",
-            numbers={"tokens": best.inflight_tokens, "engine": best.engine},
-        )
-
-    def finished(self, record: Finished, now: float) -> None:
-        self.learned.append(record)
-
-    def forget(self, trajectory: str) -> None:
-        self.given_up.append(trajectory)
 
 
 def generated(

@@ -13,7 +13,8 @@ from libra_hpc.protocol.agents import Turns
 from libra_hpc.protocol.codec import pack_f32, unpack_i32
 from libra_hpc.protocol.engine import Generate
 from libra_hpc.protocol.env import EpisodeFailed, HostReady, OpenEpisode, StepEpisode, TruncateEpisode
-from tests.rollout.plant import STOP, Emptiest, Plant, engine_stats, sampling
+from tests.rollout.emptiest import Emptiest
+from tests.rollout.plant import STOP, Plant, engine_stats, sampling
 
 
 class Probing(Emptiest):

@@ -34,6 +34,7 @@ def test_a_rank_listens_on_the_named_interface_alone(tmp_path: Path) -> None:
     (tmp_path / "world.py").write_text(WORLD)
     run = RunDir.create(tmp_path, "run")
     config = validate({"components": {"hybrid": {"nodes": 0}, "rollout": {"nodes": 0}}, "slurm": {"interface": "lo"}})
+    run.write_config(config.as_data())
     local.start(Launch(job_request(config), run, 1, arguments=[str(tmp_path / "world.py"), str(run.path)]))
     while not submit.state(run).state.ended:
         time.sleep(0.05)
