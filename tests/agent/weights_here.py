@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from libra_hpc.protocol.carriers import Peer, PolicySaved, Publish, SavePolicy
+from libra_hpc.protocol.engine import VersionFiles
 from libra_hpc.simulated.state import image_shapes, offer
 from libra_hpc.weights.image import IMAGE_FILE, Image, pin, write_pinned
 from libra_hpc.weights.pieces import WHOLE, offer_path, payload_path, read_offer
@@ -16,6 +17,7 @@ class WrittenImage:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.version = folder, -1
+        self.changes: tuple[VersionFiles, ...] = ()
         self.told: list[int | None] = []
         """Versions that all live engines were said to have."""
         self.wire_s = self.image_s = 0.0
