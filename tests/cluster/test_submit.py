@@ -91,15 +91,10 @@ def queue(
     run: RunDir, env: dict[str, str], how: str, attempt: int = 1, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> str:
     arguments = [str(run.path.parent.parent / "world.py"), str(run.path), how]
+    config = validate({**CONFIG, **changes})
+    run.write_config(config.as_data())
     return submit.submit(
-        Launch(
-            job_request(validate({**CONFIG, **changes})),
-            run,
-            attempt,
-            environment={"NOTE": "it's 100%"},
-            arguments=arguments,
-        ),
-        env,
+        Launch(job_request(config), run, attempt, environment={"NOTE": "it's 100%"}, arguments=arguments), env
     )
 
 
