@@ -25,7 +25,7 @@ from libra_hpc.policies.scheduling.registry import check_policy
 from libra_hpc.slurm.queue.query import slurm_seconds
 from libra_hpc.user_file import file_of
 
-from .gpu_memory import GpuMemory, check_cpus, check_memory
+from .gpu_memory import GpuMemory, cache_type_runs, check_cpus, check_memory
 from .job_checks import (
     alerts_can_be_sent,
     cache_fits,
@@ -373,6 +373,7 @@ MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]
     stages_have_layers,
     experts_fit,
     context_fits,
+    cache_type_runs,
     cache_fits,
     delta_nets_run,
 )

@@ -13,7 +13,7 @@ from libra_hpc.models.devices import device
 from libra_hpc.models.memory import USABLE, TrainLayout, train_memory
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.planning.initial import initial_plan
-from libra_hpc.preflight.checks import problems
+from libra_hpc.preflight.checks import MODEL_CHECKS, problems
 from libra_hpc.preflight.gpu_memory import cache_type_runs, check_cpus, check_memory
 from libra_hpc.preflight.job_checks import delta_nets_run
 
@@ -200,7 +200,12 @@ def test_caches_in_host_memory_need_gpus() -> None:
 def test_caches_in_fp8_need_a_kernel_that_reads_them(head: int, sections: dict[str, Any], sentence: str) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 512}
     model = {"model_type": "llama", "num_attention_heads": 8, "head_dim": head, **sizes}
-    found = list(cache_type_runs(configured(rollout={"kv_dtype": "fp8"}, **sections), model))
+    found = [
+        error
+        for check in MODEL_CHECKS
+        if check is cache_type_runs
+        for error in check(configured(rollout={"kv_dtype": "fp8"}, **sections), model)
+    ]
     assert all(sentence in str(error) and str(error).endswith("valid: auto.") for error in found)
     assert len(found) == bool(sentence)
 
