@@ -31,7 +31,6 @@ from libra_hpc.process.child import Child
 from libra_hpc.process.progress import ProgressWatch
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import (
-    CarrierConfig,
     CarrierReady,
     Engines,
     ImageHere,
@@ -53,6 +52,7 @@ from libra_hpc.protocol.engine import VersionFiles
 from libra_hpc.protocol.engine_state import WRITE
 from libra_hpc.protocol.trainer import OfferFailed
 from libra_hpc.simulated.state import image_shapes
+from libra_hpc.weights.carrier import CarrierConfig
 from libra_hpc.weights.image import IMAGE_FILE
 from libra_hpc.weights.served_weights import reading_secret
 
@@ -73,6 +73,18 @@ class NodeCarrier(EngineNode[Supervised]):
     def __init__(self, context: AgentContext, changed: Callable[[], None]) -> None:
         """``changed`` is called when the image has a newer version."""
         super().__init__(context, [f"c{context.rank}"])
+        self._config = CarrierConfig(
+            run=context.config,
+            rank=context.rank,
+            folder=str(context.shared_memory),
+            address=context.addresses[0] if len(context.addresses) == 1 else "",
+            secret=context.secret,
+            shapes=image_shapes() if context.config.run.engine == "simulated" else {},
+            outside=context.rank == context.layout.train_leader,
+            parts=str(context.snapshots) if context.has_parts else "",
+            guest=context.component == "guest",
+            pull_mb_s=context.pull_mb_s,
+        )
         (self._carrier,) = self._engines.values()
         self._changed = changed
         self._stopping = False
@@ -109,7 +121,7 @@ class NodeCarrier(EngineNode[Supervised]):
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             self._carrier.state = "starting"
             try:
-                path.write_bytes(msgspec.json.encode(_settings(context)))
+                path.write_bytes(msgspec.json.encode(self._config))
                 await self._carrier.start([ChildCommand(name, argv, environment)])
             except OSError as error:
                 self._ended(f"carrier cannot be started: {error_text(error)}", NO_START_S)
@@ -208,14 +220,14 @@ class NodeCarrier(EngineNode[Supervised]):
             # First: the train leader publishes the newest version to it.
             carrier.send(self._policy.order)
         context.send(context.layout.train_leader, wire.WeightsHere(context.rank, carrier=peer))
-        if _transport(context) != "tcp":
+        if self._config.transport != "tcp":
             transport = "tcp" if by_tcp else "nixl"
             context.log("weights_transport", rank=context.rank, transport=transport, reason=by_tcp)
-        if _outside_port(context):
+        if self._config.http_port:
             self._serves_outside(fault)
 
     def _serves_outside(self, fault: str) -> None:
-        context, port = self._context, _outside_port(self._context)
+        context, port = self._context, self._config.http_port
         address = {"addresses": context.addresses, "port": port, "secret": reading_secret(context.secret).hex()}
         try:
             if not fault:
@@ -251,33 +263,3 @@ class NodeCarrier(EngineNode[Supervised]):
     def discount(self, stall: float) -> None:
         super().discount(stall)
         self._saves.discount(stall)
-
-
-def _outside_port(context: AgentContext) -> int:
-    """Where this node serves weights to another cluster; 0: nowhere."""
-    return context.config.rollout.weights_port if context.rank == context.layout.train_leader else 0
-
-
-def _transport(context: AgentContext) -> str:
-    """What its carrier tries; other nodes let no guest read their memory."""
-    guest = context.component == "guest"
-    return "tcp" if guest or context.config.run.engine == "simulated" else context.config.rollout.weights_transport
-
-
-def _settings(context: AgentContext) -> CarrierConfig:
-    config = context.config
-    simulated = config.run.engine == "simulated"
-    return CarrierConfig(
-        rank=context.rank,
-        folder=str(context.shared_memory),
-        address=context.addresses[0] if len(context.addresses) == 1 else "",
-        secret=context.secret,
-        model="" if simulated else config.model.path,
-        shapes=image_shapes() if simulated else {},
-        dtype="F32" if simulated or config.model.dtype == "float32" else "BF16",
-        http_port=_outside_port(context),
-        parts=str(context.snapshots) if context.has_parts else "",
-        http_bytes_per_s=config.rollout.weights_mb_s * 1e6,
-        pull_bytes_per_s=context.pull_mb_s * 1e6,
-        transport=_transport(context),
-    )

@@ -17,33 +17,6 @@ NIXL_WHEEL = "nixl_cu12"
 """Its CUDA is not used, so it fits any; the package ``nixl`` itself imports torch to choose among such wheels."""
 
 
-class CarrierConfig(msgspec.Struct, frozen=True):
-    """What a carrier is started with."""
-
-    rank: int
-    folder: str
-    """The node's shared memory."""
-    address: str
-    """To listen at; empty: all addresses."""
-    secret: bytes
-    """Secret of the run; other nodes prove that they have it."""
-    model: str
-    """Folder of the model, which has the shapes of the image's tensors; empty: they are ``shapes``."""
-    shapes: dict[str, tuple[int, ...]]
-    dtype: str
-    """Type of an element, in the words of safetensors files."""
-    http_port: int = 0
-    """Where it serves weights to another cluster; 0: nowhere."""
-    http_bytes_per_s: float = 0.0
-    """Its budget for that."""
-    parts: str = ""
-    """Folder of the node's snapshots, which other nodes may pull; empty: it has none."""
-    pull_bytes_per_s: float = 0.0
-    """Its budget for what it gets from other nodes; 0: no limit."""
-    transport: str = "tcp"
-    """See `rollout.weights_transport`."""
-
-
 class Peer(msgspec.Struct, frozen=True):
     """The carrier of a node: addresses in order of trial, all with one port."""
 

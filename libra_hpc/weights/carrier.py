@@ -33,6 +33,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from libra_hpc.checksum import crc32
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import error_text
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
@@ -40,7 +41,6 @@ from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
 from libra_hpc.process.progress import Pulse
 from libra_hpc.protocol.carriers import (
-    CarrierConfig,
     CarrierReady,
     Engines,
     ImageHere,
@@ -76,6 +76,48 @@ CALLERS = 64
 log = logging.getLogger("libra_hpc.carrier")
 
 
+class CarrierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The carrier of a node in a run."""
+
+    run: RunConfig
+    rank: int
+    folder: str
+    """The node's shared memory."""
+    address: str = ""
+    """To listen at; empty: all addresses."""
+    secret: bytes
+    """Secret of the run; other nodes prove that they have it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    """Shapes of the image's tensors; empty: those of the model's folder."""
+    outside: bool = False
+    """Whether it serves weights to another cluster, too, if the run file names a port."""
+    parts: str = ""
+    """Folder of the node's snapshots, which other nodes may pull; empty: it has none."""
+    guest: bool = False
+    """Other nodes let no guest read their memory."""
+    pull_mb_s: float = 0.0
+    """Most MB/s that it gets from other nodes; 0: no limit."""
+
+    @property
+    def simulated(self) -> bool:
+        return self.run.run.engine == "simulated"
+
+    @property
+    def dtype(self) -> str:
+        """Type of an element, in the words of safetensors files."""
+        return "F32" if self.simulated or self.run.model.dtype == "float32" else "BF16"
+
+    @property
+    def transport(self) -> str:
+        """See `rollout.weights_transport`."""
+        return "tcp" if self.guest or self.simulated else self.run.rollout.weights_transport
+
+    @property
+    def http_port(self) -> int:
+        """Where it serves weights to another cluster; 0: nowhere."""
+        return self.run.rollout.weights_port if self.outside else 0
+
+
 class NodeImage:
     """The node's image: versions are written into it in order, by one thread, while other nodes may read it.
 
@@ -84,7 +126,7 @@ class NodeImage:
 
     def __init__(self, config: CarrierConfig) -> None:
         self._config = config
-        self.shapes = hf_shapes(read_shape(Path(config.model))) if config.model else config.shapes
+        self.shapes = config.shapes or hf_shapes(read_shape(Path(config.run.model.path)))
         self._image: Image | None = None
         self._offered: tuple[int, StoredOffer] | None = None
         self._describing = threading.Lock()
@@ -147,26 +189,21 @@ class Carrier:
         self._agent, self._pulse = agent, Pulse(agent.send)
         self._image = NodeImage(config)
         self._store = OfferStore(cap_bytes=self._image.size)
-        self._adopt(Path(config.folder))
+        folder, parts = Path(config.folder), Path(config.parts) if config.parts else None
+        self._adopt(folder)
         listener = _listener(config.address, 0)
         self._port = listener.getsockname()[1]
-        parts = Path(config.parts) if config.parts else None
         direct, self._by_tcp = probe(config.transport, config.rank)
         log.info("weights travel by %s", "NIXL" if direct else f"TCP: {self._by_tcp}")
         self._server = CarrierServer(listener, config.secret, self._store, self._image, parts, direct, agent.send)
-        self._caller = Caller(config.rank, config.secret, config.pull_bytes_per_s, direct, agent.send)
-        self._outside = ServedWeights(Path(config.folder), self._image.shapes, config.dtype, self._store)
+        self._caller = Caller(config.rank, config.secret, config.pull_mb_s * 1e6, direct, agent.send)
+        self._outside = ServedWeights(folder, self._image.shapes, config.dtype, self._store)
         self._outside_fault = _serve_outside(config, self._outside) if config.http_port else ""
         self._whole: queue.SimpleQueue[tuple[Publish, list[StoredOffer]] | SavePolicy] = queue.SimpleQueue()
         self._wanted: SavePolicy | None = None
         """Its version is not in the image yet."""
         self._puller = Puller(
-            Path(config.folder),
-            config.rank,
-            self._caller,
-            store=self._store,
-            complete=self._on_whole,
-            report=agent.send,
+            folder, config.rank, self._caller, store=self._store, complete=self._on_whole, report=agent.send
         )
         self._engines: int | None = None
         """See `Engines`."""
@@ -293,7 +330,7 @@ def _serve_outside(config: CarrierConfig, weights: ServedWeights) -> str:
         listener = _listener(config.address, config.http_port)
     except OSError as error:
         return f"rollout.weights_port = {config.http_port}: {os.strerror(error.errno or 0)}"
-    HttpServer(listener, reading_secret(config.secret), weights.read, config.http_bytes_per_s).start()
+    HttpServer(listener, reading_secret(config.secret), weights.read, config.run.rollout.weights_mb_s * 1e6).start()
     return ""
 
 

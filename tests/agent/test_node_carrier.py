@@ -18,7 +18,7 @@ from libra_hpc.facts.events import EVENTS
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.protocol.agents import FromReplica, WeightsHere
+from libra_hpc.protocol.agents import FromReplica, Log, WeightsHere
 from libra_hpc.protocol.carriers import Peer, PieceRefused, PolicySaved, Publish, SavePolicy, WeightsByTcp
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trainer import OfferFailed
@@ -140,44 +140,36 @@ def test_a_policy_that_does_not_come_is_answered_once(tmp_path: Path, monkeypatc
     assert scene.answers[-1].reason.startswith("late: write of a saved state has not ended after 90")
 
 
-class Context:
-    """Stands for `AgentContext`."""
-
-    def __init__(self) -> None:
-        self.rank, self.config = 1, validate({})
-        self.layout = RankLayout(("planner", "train"))
-        self.sent: list[Any] = []
-        self.logged: list[str] = []
-
-    def send(self, rank: int, message: Any) -> None:
-        self.sent.append((rank, message))
-
-    def log(self, kind: str, **fields: Any) -> None:
-        self.logged.append(kind)
+def carrier_alone(folder: Path, sent: list[Any]) -> NodeCarrier:
+    """A carrier without a process, whose agent's messages are ``sent``."""
+    layout, point = RankLayout(("planner", "train")), ResumePoint(0, "", 0, ())
+    context = AgentContext(
+        1, layout, validate({}), RunDir(folder), 1, lambda rank, message: sent.append(message), point, folder, folder
+    )
+    return NodeCarrier(context, lambda: None)
 
 
-def test_an_own_offer_that_is_not_whole_is_told_to_the_train_leader_once_for_each_publication() -> None:
-    context = Context()
-    carrier = NodeCarrier(cast(AgentContext, context), lambda: None)
+def test_an_own_offer_that_is_not_whole_is_told_to_the_train_leader_once_for_each_publication(tmp_path: Path) -> None:
+    sent: list[Any] = []
+    carrier = carrier_alone(tmp_path, sent)
 
     def refused(own: bool) -> None:
         carrier.received(cast(Any, None), 0, PieceRefused(3, "t0", "torn", own))
 
     refused(own=False)
-    assert not context.sent, "it comes again from its writer"
+    assert [message.kind for message in sent] == ["weights_corrupt"], "it comes again from its writer"
     for _ in range(3):
         refused(own=True)
-    assert context.sent == [(1, FromReplica(1, OfferFailed(3, "torn")))]
+    assert [message for message in sent if not isinstance(message, Log)] == [FromReplica(1, OfferFailed(3, "torn"))]
     carrier.publish(Publish(3, -1, (("t0", 1),), ()))
     refused(own=True)
-    assert len(context.sent) == 2
-    assert set(context.logged) == {"weights_corrupt"}
+    assert sum(isinstance(message, FromReplica) for message in sent) == 2
 
 
-def test_nixl_that_fails_again_and_again_is_one_event_for_each_pair_of_nodes() -> None:
-    context = Context()
-    carrier = NodeCarrier(cast(AgentContext, context), lambda: None)
+def test_nixl_that_fails_again_and_again_is_one_event_for_each_pair_of_nodes(tmp_path: Path) -> None:
+    sent: list[Any] = []
+    carrier = carrier_alone(tmp_path, sent)
     for peer in (2, 3, 2, 3, 2):
         carrier.received(cast(Any, None), 0, WeightsByTcp(peer, "NIXL: a READ failed"))
-    assert context.logged == ["weights_by_tcp", "weights_by_tcp"]
+    assert [message.kind for message in sent] == ["weights_by_tcp", "weights_by_tcp"]
     assert EVENTS["weights_by_tcp"].notice, "status shows its reason"

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from libra_hpc.agent import node_carrier
 from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
@@ -40,12 +39,11 @@ def ready(folder: Path, rank: int, message: CarrierReady, engine: str = "simulat
         folder,
         secret=SECRET,
     )
-    settings = node_carrier._settings(context)
+    carrier = NodeCarrier(context, lambda: None)
+    settings = carrier._config
     assert settings.http_port == (rollout.get("weights_port", 0) if rank == 1 else 0)
     by_tcp = engine == "simulated" or is_guest(rank)
     assert settings.transport == ("tcp" if by_tcp else config.rollout.weights_transport)
-    assert settings.http_bytes_per_s == config.rollout.weights_mb_s * 1e6
-    carrier = NodeCarrier(context, lambda: None)
     carrier.received(carrier._carrier, 0, message)
     return [message for message in sent if isinstance(message, Log)]
 

@@ -18,8 +18,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from libra_hpc.protocol.carriers import CarrierConfig, CarrierReady, Peer, from_carrier, to_carrier
+from libra_hpc.config.run import RunConfig
+from libra_hpc.protocol.carriers import CarrierReady, Peer, from_carrier, to_carrier
 from libra_hpc.protocol.codec import FrameBuffer
+from libra_hpc.weights.carrier import CarrierConfig
 
 SECRET = secrets.token_bytes(32)
 WAIT_S = 60.0
@@ -36,15 +38,25 @@ class CarrierNode:
         secret: bytes = SECRET,
         http_port: int = 0,
         parts: str = "",
-        pull_bytes_per_s: float = 0.0,
+        pull_mb_s: float = 0.0,
         transport: str = "tcp",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """In a folder that has files of an earlier one it goes on with them, as an agent's next carrier does."""
         self.rank, self.folder = rank, folder
         folder.mkdir(exist_ok=True)
-        own = (rank, str(folder), "127.0.0.1", secret, "", dict(shapes), "BF16")
-        config = CarrierConfig(*own, http_port, 1e9, parts, pull_bytes_per_s, transport)
+        rollout = {"weights_port": http_port, "weights_mb_s": 1e3, "weights_transport": transport}
+        config = CarrierConfig(
+            run=RunConfig().changed(model={"dtype": "bfloat16"}, rollout=rollout),
+            rank=rank,
+            folder=str(folder),
+            address="127.0.0.1",
+            secret=secret,
+            shapes=dict(shapes),
+            outside=True,
+            parts=parts,
+            pull_mb_s=pull_mb_s,
+        )
         (folder / "carrier.json").write_bytes(msgspec.json.encode(config))
         path = folder / "socket"
         path.unlink(missing_ok=True)

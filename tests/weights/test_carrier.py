@@ -127,7 +127,7 @@ def test_a_flipped_bit_is_refused_by_name_and_comes_again_from_the_writer(chain:
 
 @pytest.mark.parametrize("bytes_per_s", [4e6, 32e6])
 def test_a_pull_takes_at_least_the_time_of_its_budget(chain: Chain, bytes_per_s: float) -> None:
-    chain.nodes.append(guest := chain.node(3, pull_bytes_per_s=bytes_per_s))
+    chain.nodes.append(guest := chain.node(3, pull_mb_s=bytes_per_s / 1e6))
     chain.write(0, -1)
     came = guest.wait(VersionHere)
     assert came.wire_s >= came.bytes / bytes_per_s - BURST_S

@@ -78,7 +78,7 @@ def test_whole_tensors_and_changes_come_bit_for_bit_and_not_by_tcp(nodes: Nodes,
 
 def test_a_source_killed_in_mid_read_is_replaced_by_another_node(nodes: Nodes, environment: dict[str, str]) -> None:
     chain = nodes(2, environment)
-    chain.nodes.append(receiver := chain.node(2, pull_bytes_per_s=8e6))
+    chain.nodes.append(receiver := chain.node(2, pull_mb_s=8))
     chain.write(0, -1)
     target = payload_path(offer_path(receiver.folder, 0, WRITER))
     wait_until(lambda: target.exists() and any(np.fromfile(target, np.uint8)[: 1 << 20]))
@@ -131,7 +131,7 @@ def test_a_guest_gets_no_place_in_memory(nodes: Nodes, environment: dict[str, st
 
 def test_a_read_takes_at_least_the_time_of_its_budget(nodes: Nodes, environment: dict[str, str]) -> None:
     chain = nodes(1, environment)
-    chain.nodes.append(receiver := chain.node(1, pull_bytes_per_s=16e6))
+    chain.nodes.append(receiver := chain.node(1, pull_mb_s=16))
     chain.write(0, -1)
     came = receiver.wait(VersionHere)
     assert came.wire_s >= came.bytes / 16e6 - BURST_S
