@@ -184,7 +184,8 @@ class NodeCarrier(EngineNode[Supervised]):
                 self._carrier_ready(carrier, port, fault, reason)
             case VersionHere(version=version, bytes=size, wire_s=wire_s):
                 self.wire_s = wire_s
-                self.changes.append(VersionFiles(version, message.base, message.files))
+                if message.files:
+                    self.changes.append(VersionFiles(version, message.base, message.files))
                 context.send(context.layout.train_leader, wire.WeightsHere(context.rank, version, size, wire_s))
             case ImageHere(version=version, seconds=seconds):
                 self.version, self.image_s = version, seconds

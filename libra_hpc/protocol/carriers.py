@@ -76,7 +76,10 @@ class CarrierReady(msgspec.Struct, tag=True, frozen=True):
 
 
 class VersionHere(msgspec.Struct, tag=True, frozen=True):
-    """Carrier -> agent: all pieces of ``version`` are on this node and intact; ``files`` are the manifests."""
+    """Carrier -> agent: all pieces of ``version`` are on this node and intact; ``files`` are the manifests.
+
+    Without files it is an image of other nodes, whose blocks may have newer versions, too.
+    """
 
     version: int
     base: int

@@ -5,6 +5,7 @@
 - A version was published -> its offers are pulled (`weights/pull.py`) and served on (`weights/server.py`).
 - Another cluster may pull weights, too, if the run file names a port (`weights/served_weights.py`).
 - A version is whole on this node -> the agent gets `VersionHere`, and the image is brought up to it.
+- Others copy blocks of the image -> its writer waits for one of them at most, whatever their links do.
 - A checkpoint's policy is asked for -> at its version the image is copied aside, before it gets a newer one; a thread
   writes the copy.
 - A copy of another node's part of a snapshot is wanted -> a thread pulls it (`weights/parts.py`).
@@ -24,15 +25,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
-from mmap import PROT_READ, mmap
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
-from libra_hpc.checksum import crc32
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import error_text
 from libra_hpc.models.architecture import read_shape
@@ -59,14 +58,15 @@ from libra_hpc.protocol.engine_state import WRITE_IMAGE
 from .image import IMAGE_FILE, Image, pin, reading, write_pinned
 from .offers import OfferStore, StoredOffer
 from .parts import pull_part
-from .pieces import WHOLE, Offer, TensorBlock, WeightPiece, read_offer
-from .pull import Puller
+from .pieces import WHOLE, read_offer
+from .pull import Landed, Puller
+from .receiver import ArrivingImage
 from .served_weights import ServedDelta, ServedWeights, reading_secret
-from .server import IMAGE, CarrierServer
+from .server import CarrierServer
 from .transport.http_server import HttpServer
 from .transport.nixl import probe
 from .weightfile import FLOATS, WeightFileError
-from .wire import Absent, Caller
+from .wire import WAITING_S, Absent, Caller
 
 RETRY_S, RETRY_MAX_S = 1.0, 10.0
 """Pauses after an image that could not be written: somebody makes room in seconds at best."""
@@ -128,8 +128,7 @@ class NodeImage:
         self._config = config
         self.shapes = config.shapes or hf_shapes(read_shape(Path(config.run.model.path)))
         self._image: Image | None = None
-        self._offered: tuple[int, StoredOffer] | None = None
-        self._describing = threading.Lock()
+        self._copying, self._writes = threading.Lock(), False
         if (Path(config.folder) / IMAGE_FILE).exists():
             self._open()
 
@@ -151,11 +150,34 @@ class NodeImage:
             return True
         return False
 
-    def write(self, version: int, offers: list[StoredOffer]) -> None:
+    def write(self, version: int, landed: Sequence[Landed]) -> None:
         """Bring the image to ``version``; raises `WeightFileError`, also where there is no room."""
         image = self._open()
-        if version > image.version:
-            image.apply(version, [(stored.offer, stored.payload) for stored in offers], verify=False)
+        if version <= image.version:
+            return
+        self._writes = True
+        try:
+            with self._copying:
+                match landed:
+                    case [ArrivingImage() as blocks]:
+                        image.fill(version, blocks.newest, blocks.view)
+                    case _:
+                        offers = [(one.offer, one.payload) for one in landed if isinstance(one, StoredOffer)]
+                        image.apply(version, offers, verify=False)
+        finally:
+            self._writes = False
+
+    def block(self, version: int, begin: int, end: int) -> tuple[int, bytes] | None:
+        if self._image is None or self._image.version < 0:
+            raise Absent("there is no image yet")
+        # A writer goes first, and callers are not silent for as long as it works.
+        if self._writes or not self._copying.acquire(timeout=WAITING_S):
+            return None
+        try:
+            found = self._image.block(begin, end)
+        finally:
+            self._copying.release()
+        return found if found is not None and found[0] >= version else None
 
     def pinned(self, version: int) -> BinaryIO:
         """A copy of it; raises `WeightFileError` when it is not at ``version``, `OSError` where there is no room."""
@@ -167,21 +189,6 @@ class NodeImage:
         if self._image is None:
             self._image = Image(Path(self._config.folder), self.shapes, self._config.dtype)
         return self._image
-
-    @contextlib.contextmanager
-    def offered(self, version: int) -> Iterator[StoredOffer]:
-        if self._image is None or self._image.version < 0:
-            raise Absent("there is no image yet")
-        try:
-            with reading(self._image.path) as now:
-                if version not in (-1, now):
-                    raise Absent(f"the image has version {now}")
-                with self._describing:
-                    if self._offered is None or self._offered[0] != now:
-                        self._offered = now, _as_offer(self._image, now)
-                yield self._offered[1]
-        except WeightFileError as error:
-            raise Absent(str(error)) from error
 
 
 class Carrier:
@@ -199,11 +206,17 @@ class Carrier:
         self._caller = Caller(config.rank, config.secret, config.pull_mb_s * 1e6, direct, agent.send)
         self._outside = ServedWeights(folder, self._image.shapes, config.dtype, self._store)
         self._outside_fault = _serve_outside(config, self._outside) if config.http_port else ""
-        self._whole: queue.SimpleQueue[tuple[Publish, list[StoredOffer]] | SavePolicy] = queue.SimpleQueue()
+        self._whole: queue.SimpleQueue[tuple[Publish, Sequence[Landed]] | SavePolicy] = queue.SimpleQueue()
         self._wanted: SavePolicy | None = None
         """Its version is not in the image yet."""
         self._puller = Puller(
-            folder, config.rank, self._caller, store=self._store, complete=self._on_whole, report=agent.send
+            folder,
+            config.rank,
+            self._caller,
+            image_bytes=self._image.size,
+            store=self._store,
+            complete=self._on_whole,
+            report=agent.send,
         )
         self._engines: int | None = None
         """See `Engines`."""
@@ -238,12 +251,12 @@ class Carrier:
             with contextlib.suppress(OSError, WeightFileError):
                 self._store.add(StoredOffer(read_offer(path), path.read_bytes(), path))
 
-    def _on_whole(self, message: Publish, offers: list[StoredOffer]) -> None:
+    def _on_whole(self, message: Publish, offers: Sequence[Landed]) -> None:
         self._outside.add(ServedDelta(message.version, message.base, tuple(offer.writer for offer in offers)))
         self._whole.put((message, offers))
 
     def _write_image(self) -> None:
-        pending: deque[tuple[Publish, list[StoredOffer]]] = deque()
+        pending: deque[tuple[Publish, Sequence[Landed]]] = deque()
         pause_s = RETRY_S
         while True:
             while not pending or not self._whole.empty():
@@ -271,7 +284,8 @@ class Carrier:
                 continue
             pending.popleft()
             pause_s = RETRY_S
-            self._agent.send(ImageHere(message.version, time.monotonic() - began))
+            if self._image.whole:
+                self._agent.send(ImageHere(message.version, time.monotonic() - began))
             self._pin()
             self._prune()
 
@@ -332,24 +346,6 @@ def _serve_outside(config: CarrierConfig, weights: ServedWeights) -> str:
         return f"rollout.weights_port = {config.http_port}: {os.strerror(error.errno or 0)}"
     HttpServer(listener, reading_secret(config.secret), weights.read, config.run.rollout.weights_mb_s * 1e6).start()
     return ""
-
-
-def _as_offer(image: Image, version: int) -> StoredOffer:
-    """The image as whole tensors; they lie one behind the other."""
-    pieces, at = [], 0
-    with image.path.open("rb") as file, mmap(file.fileno(), 0, prot=PROT_READ) as memory, memoryview(memory) as view:
-        for name, shape in image.shapes.items():
-            count = math.prod(shape)
-            size = count * FLOATS[image.dtype]
-            with view[image.offset + at : image.offset + at + size] as data:
-                pieces.append(
-                    WeightPiece(
-                        TensorBlock(name, 0, 1, count, count), image.dtype, "dense", count, at, size, crc32(data)
-                    )
-                )
-            at += size
-    offer = Offer(version, WHOLE, IMAGE, tuple(pieces), at)
-    return StoredOffer(offer, msgspec.msgpack.encode(offer), image.path, offset=image.offset)
 
 
 def _or_end(work: Any) -> None:

@@ -1,8 +1,9 @@
 """The image of a node: the newest weights as one safetensors file in shared memory, brought up to date in place.
 
 - `Image.apply` -> offers of one version are written into it, under an exclusive lock of the file.
+- `Image.fill` -> all of it is replaced by blocks of several versions; the changes up to the newest of them follow.
 - A writer was killed half-way -> the same version again ends what it began: values overwrite.  Until then no reader
-  finds a version.
+  finds a version, as between blocks and the last of their changes.
 - `reading` -> its version, which stays the same within the block; the kernel frees the lock of a dead reader.
 - `pin` -> a copy of one version, beside an image that goes on; `write_pinned` -> a checkpoint's file of it.
 
@@ -40,7 +41,7 @@ COPY_BYTES = 16 << 20
 class _State(msgspec.Struct, frozen=True):
     version: int = WHOLE
     changing: int = WHOLE
-    """The version that is being written; as ``version``: none."""
+    """The newest version of which it may have a part; as ``version``: none."""
 
     @property
     def whole(self) -> bool:
@@ -86,6 +87,8 @@ class Image:
         """
         state = _state(self.path)
         self._check(version, offers, state)
+        whole = any(offer.base == WHOLE for offer, _ in offers)
+        newest = version if whole else max(version, state.changing)
         with _locked(self._file, fcntl.LOCK_EX), contextlib.ExitStack() as maps:
             payloads = [(offer, maps.enter_context(_mapped(path, offer))) for offer, path in offers]
             for offer, payload in payloads:
@@ -93,11 +96,25 @@ class Image:
                     if crc32(payload[piece.at : piece.at + piece.size]) != piece.crc32:
                         where = f"version {version} of {offer.writer}"
                         raise WeightFileError(f"A piece of {piece.block.tensor} in {where} has another checksum.")
-            self._note(_State(state.version, version))
+            self._note(_State(state.version, max(newest, state.changing)))
             for offer, payload in payloads:
                 for piece in offer.pieces:
                     self._write(piece, payload)
-            self._note(_State(version, version))
+            self._note(_State(version, newest))
+
+    def fill(self, version: int, newest: int, tensors: memoryview) -> None:
+        """Replace it by blocks of versions from ``version`` to ``newest``; changes overwrite, so they make it whole."""
+        state, at = _state(self.path), self.offset
+        with _locked(self._file, fcntl.LOCK_EX):
+            self._note(_State(state.version, max(newest, state.changing)))
+            for part in _parts(tensors):
+                at += os.pwrite(self._file.fileno(), part, at)
+            self._note(_State(version, newest))
+
+    def block(self, begin: int, end: int) -> tuple[int, bytes] | None:
+        """Its version, and a copy of these bytes of its tensors; None: it is not whole.  For who keeps writers away."""
+        state = _state(self.path)
+        return (state.version, os.pread(self._file.fileno(), end - begin, self.offset + begin)) if state.whole else None
 
     def _create(self, header: bytes) -> None:
         whole = self.offset + self._bytes
@@ -124,7 +141,7 @@ class Image:
             found = sum(elements(piece.block) for offer, _ in offers for piece in offer.pieces)
             if found * FLOATS[self.dtype] != self._bytes:
                 raise WeightFileError(f"Version {version} has {found:,} elements, and the model another number.")
-        elif base != state.version or state.changing not in (state.version, version):
+        elif base != state.version or state.version < state.changing < version:
             has = state.version if state.version == state.changing else f"a part of {state.changing}"
             raise WeightFileError(f"{self.path}: it has {has}, and version {version} changes {base}.")
 

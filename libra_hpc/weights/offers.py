@@ -99,15 +99,11 @@ class StoredOffer:
 
     file, removed = -1, False
 
-    def __init__(self, offer: Offer, manifest: bytes, path: Path, *, offset: int = 0) -> None:
-        """``manifest``: of the offer, as it is served; ``path``: that of the manifest, or of the image.
-
-        ``offset``: where the payload begins in its file.
-        """
+    def __init__(self, offer: Offer, manifest: bytes, path: Path) -> None:
+        """``manifest``: of the offer, as it is served; ``path``: that of the manifest."""
         self.offer, self.manifest, self.path = offer, manifest, path
         self.version, self.writer, self.size = offer.version, offer.writer, offer.size
-        self.payload = path if offset else payload_path(path)
-        self.offset = offset
+        self.payload = payload_path(path)
         self.file = self._open()
         self.stripes = [(0, offer.size)]
         self._have = [offer.size]
@@ -124,7 +120,7 @@ class StoredOffer:
     @cached_property
     def view(self) -> memoryview:
         """Its payload."""
-        return memoryview(mmap(self.file, self.offset + self.size))[self.offset :]
+        return memoryview(mmap(self.file, self.size))
 
     @property
     def received(self) -> int:

@@ -43,8 +43,6 @@ class SentBytes(Protocol):
 
     manifest: bytes
     file: int
-    offset: int
-    """Where the bytes begin in ``file``."""
     size: int
     removed: bool
 
@@ -55,7 +53,7 @@ class SentBytes(Protocol):
 class _Part:
     """The listing of a part (``file`` -1), or one of its files."""
 
-    offset, removed = 0, False
+    removed = False
 
     def __init__(self, manifest: bytes, file: int, size: int) -> None:
         self.manifest, self.file, self.size = manifest, file, size
@@ -116,7 +114,7 @@ def _listing(caller: Caller, peer: Peer, writer: str) -> bytes:
 def _pull_file(caller: Caller, peer: Peer, writer: str, path: Path, size: int) -> None:
     since = time.monotonic()
 
-    def arrived(begin: int, end: int) -> None:
+    def arrived(begin: int, end: int, version: int) -> None:
         nonlocal since
         since = time.monotonic()
 

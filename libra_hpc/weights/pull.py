@@ -4,7 +4,8 @@
 - A connection broke, is silent for `SILENT_S`, or brings nothing for `IDLE_S` -> the node before that one (`Route`).
 - No node sends more -> `Stalled`; they are asked again after a pause, `RETRY_S` and then longer.
 - An offer of this node is not whole -> `PieceRefused`; the trainers offer the version again, with whole tensors.
-- The base is not here, or no node has the version any more -> the whole image of another node.
+- The base is not here, or no node has the version any more -> blocks of other nodes' images, at that version or newer
+  ones, and then what changed. A block that came is not asked for again.
 - A version was published that needs nothing of those before it -> those that have not begun to arrive are left out.
   One that has is finished, unless no node sends more of it.
 """
@@ -19,16 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 from libra_hpc.protocol.carriers import NotStored, Peer, PieceRefused, Publish, Stalled, VersionHere
 
 from .offers import ArrivingOffer, OfferStore, Spares, StoredOffer
 from .pieces import Offer, decode_offer, offer_path, read_offer
-from .receiver import KnownNodes, OfferReceiver, PassedOver, Route, nodes_before, nodes_with
-from .server import IMAGE
+from .receiver import ArrivingImage, KnownNodes, OfferReceiver, PassedOver, Route, nodes_before, nodes_with
 from .weightfile import WeightFileError
-from .wire import Absent, Caller, DamagedError, Fetch, WireError
+from .wire import IMAGE, Absent, Caller, DamagedError, Fetch, WireError
 
 RETRY_S, RETRY_MAX_S = 0.2, 5.0
 """Pauses after all nodes were asked in vain."""
@@ -38,6 +40,7 @@ MOST_THREADS = 1024
 """Never reached: work that waits for other work must not wait for a thread. Threads begin when they are needed."""
 
 Report = Callable[[Any], None]
+Landed = StoredOffer | ArrivingImage
 
 
 class Puller:
@@ -49,12 +52,15 @@ class Puller:
         rank: int,
         caller: Caller,
         *,
+        image_bytes: int,
         store: OfferStore,
-        complete: Callable[[Publish, list[StoredOffer]], None],
+        complete: Callable[[Publish, Sequence[Landed]], None],
         report: Report,
     ) -> None:
-        """``complete`` gets every version, in order, with its offers."""
-        self._folder, self._rank, self._caller = folder, rank, caller
+        """``image_bytes``: of the model's tensors; ``complete`` gets every version, in order, with its offers."""
+        self._folder, self._rank, self._caller, self._image_bytes = folder, rank, caller, image_bytes
+        self._arriving: ArrivingImage | None = None
+        """An image of which not every block is here."""
         self._spares = Spares(folder)
         self._store, self._complete, self._report = store, complete, report
         self._queue: deque[Publish] = deque()
@@ -99,7 +105,7 @@ class Puller:
         while message.version > self.have:
             try:
                 if message.base > self.have:
-                    self._take(message, [(IMAGE, self._sources(message))])
+                    self._take_image(message, message.base)
                 else:
                     self._take(
                         message, [(writer, nodes_with(message, rank, self._rank)) for writer, rank in message.writers]
@@ -118,7 +124,7 @@ class Puller:
     def _image_instead(self, message: Publish) -> bool:
         """Try for another node's image once; whether this node now has the version."""
         try:
-            self._take(message, [(IMAGE, self._sources(message))])
+            self._take_image(message, message.version)
         except (PassedOver, OSError):
             return False
         return message.version <= self.have
@@ -135,36 +141,36 @@ class Puller:
                 failure = error
         if failure is not None:
             raise failure
-        remote = any(peers for _, peers in offers)
-        version, base = stored[0].version, message.base
-        if offers[0][0] == IMAGE:
-            base = -1
-            if version <= self.have:
-                self._store.drop(stored[0])
-                raise PassedOver
-        self.have = version
-        self._store.whole(version)
-        found = Publish(version, base, message.writers, message.chain)
-        self._report(
-            VersionHere(
-                version,
-                base,
-                tuple(str(offer.path) for offer in stored),
-                sum(offer.size for offer in stored),
-                time.monotonic() - began if remote else 0.0,
-            )
-        )
-        self._complete(found, stored)
+        self._here(message, stored, time.monotonic() - began if any(peers for _, peers in offers) else 0.0)
+
+    def _take_image(self, message: Publish, version: int) -> None:
+        """Pull an image at ``version`` or later; what comes goes on where it was.  Raises as `_take`."""
+        began, peers = time.monotonic(), self._sources(message)
+        if not peers:
+            self._report(Stalled(message.version, IMAGE, 0, "no other node has an image"))
+            raise PassedOver
+        image = self._arriving = self._arriving or ArrivingImage(self._folder, self._image_bytes)
+        routes = [self._route(message, IMAGE, peers) for _ in range(STRIPES)]
+        try:
+            image.receive(self._caller, version, routes, self._threads, self._report)
+        except PassedOver:
+            self._report(Stalled(message.version, IMAGE, image.received, routes[0].reason))
+            raise
+        self._here(structs.replace(message, version=image.version, base=-1), [image], time.monotonic() - began)
+
+    def _here(self, message: Publish, stored: Sequence[Landed], wire_s: float) -> None:
+        self._arriving = None
+        self.have = message.version
+        self._store.whole(self.have)
+        files = tuple(str(offer.path) for offer in stored if isinstance(offer, StoredOffer))
+        self._report(VersionHere(self.have, message.base, files, sum(offer.size for offer in stored), wire_s))
+        self._complete(message, stored)
 
     def _offer(self, message: Publish, writer: str, peers: list[Peer]) -> StoredOffer:
         """One offer, whole and intact."""
-        version = -1 if writer == IMAGE else message.version
         if not peers:
-            if writer == IMAGE:
-                self._report(Stalled(message.version, writer, 0, "no other node has an image"))
-                raise PassedOver
             return self._own(message, writer)
-        manifest, offer = self._manifest(message, Fetch(version, writer), peers)
+        manifest, offer = self._manifest(message, Fetch(message.version, writer), peers)
         path = offer_path(self._folder, offer.version, writer)
         stripes = max(1, STRIPES // len(message.writers))
         stored = ArrivingOffer(offer, manifest, path, spares=self._spares, stripes=stripes)
@@ -200,11 +206,9 @@ class Puller:
 
     def _check(self, offer: Offer, fetch: Fetch, message: Publish) -> None:
         """Raise `WeightFileError` for the manifest of anything but what was asked for."""
-        base = -1 if fetch.writer == IMAGE else message.base
-        version = fetch.version if fetch.version >= 0 else offer.version
-        if (offer.version, offer.writer) != (version, fetch.writer) or offer.base > base:
-            found = f"version {offer.version} of {offer.writer} on {offer.base}"
-            raise WeightFileError(f"A manifest of {found} came for version {version} of {fetch.writer} on {base}.")
+        if (offer.version, offer.writer) != (fetch.version, fetch.writer) or offer.base > message.base:
+            found, asked = f"version {offer.version} of {offer.writer}", f"version {fetch.version} of {fetch.writer}"
+            raise WeightFileError(f"A manifest of {found} on {offer.base} came for {asked} on {message.base}.")
 
     def _manifest(self, message: Publish, fetch: Fetch, peers: list[Peer]) -> tuple[bytes, Offer]:
         """The manifest and its content, from the first node that has it; raises `PassedOver`."""
@@ -224,8 +228,8 @@ class Puller:
     def _route(self, message: Publish, writer: str, peers: list[Peer], stored: StoredOffer | None = None) -> Route:
         def exhausted(route: Route) -> None:
             """Give up a version that no node has, or that another one replaces."""
-            if not route.nowhere or writer == IMAGE:
-                # An offer that no node has any more comes as a part of an image.
+            if not route.nowhere and writer != IMAGE:
+                # An offer that no node has any more comes as a part of an image, which reports itself.
                 self._report(Stalled(message.version, writer, stored.received if stored else 0, route.reason))
             if route.nowhere or writer == IMAGE or self._replaced(message):
                 raise PassedOver

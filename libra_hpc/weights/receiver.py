@@ -1,36 +1,41 @@
-"""Receives the payload of one offer in stripes side by side, and sums every byte once, as it comes.
+"""Receives the payload of one offer, or an image, in stripes side by side, and sums every byte once, as it comes.
 
 - Bytes came -> they are served on at once, and count towards the checksum of their piece.
 - A connection failed -> the rest comes from the node before that one in the chain, at the end from the writer. A node
   that was given up is asked last for `AVOID_S`.
+- A block of an image has a newer version than the one before it -> it is kept: changes make all of them one version.
 - A piece is whole, and its checksum is wrong -> `PieceRefused`, and it comes again from its writer alone.
 """
 
 from __future__ import annotations
 
 import bisect
+import os
+import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from mmap import mmap
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from libra_hpc.checksum import crc32, crc32_combine
 from libra_hpc.errors import error_text
 from libra_hpc.protocol.carriers import Peer, PieceRefused, Publish
 
 from .offers import ArrivingOffer
-from .pieces import WeightPiece
-from .server import IMAGE
-from .wire import Absent, Caller, Fetch
+from .pieces import WHOLE, WeightPiece
+from .wire import BLOCK_BYTES, IMAGE, Absent, Caller, Came, DamagedError, Fetch, WireError
 
 AVOID_S = 30.0
 """For which a node that was given up is asked last. Half: a hung node costs every other version a pause."""
 REFUSALS = 2
 """Checksums of a piece that may be wrong: on the way, and at its writer; then the whole image is taken."""
 
-Came = Callable[[int, int], None]
 Parts = dict[int, tuple[int, int]]
 """By their end in the payload: begin and checksum."""
 
@@ -95,6 +100,64 @@ class Route:
             self._exhausted(self)
 
 
+class ArrivingImage:
+    """Blocks of other nodes' images, in a file without a name, each at the version of when it was copied."""
+
+    writer = IMAGE
+
+    def __init__(self, folder: Path, size: int) -> None:
+        """Raises `OSError` where there is no room."""
+        self.size, self._file = size, tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        os.posix_fallocate(self._file.fileno(), 0, size)
+        self.view = memoryview(mmap(self._file.fileno(), size))
+        self.versions = np.full(-(-size // BLOCK_BYTES), WHOLE)
+
+    @property
+    def version(self) -> int:
+        """The oldest of its blocks; -1: not all have come."""
+        return int(self.versions.min())
+
+    @property
+    def newest(self) -> int:
+        return int(self.versions.max())
+
+    @property
+    def received(self) -> int:
+        """Bytes."""
+        return int(np.count_nonzero(self.versions >= 0)) * BLOCK_BYTES
+
+    def arrived(self, begin: int, end: int, version: int) -> None:
+        if begin % BLOCK_BYTES or end != min(begin + BLOCK_BYTES, self.size):
+            raise WireError(f"bytes {begin} to {end} are no block of the image")
+        self.versions[begin // BLOCK_BYTES] = version
+
+    def receive(
+        self, caller: Caller, version: int, routes: Sequence[Route], threads: Executor, report: Callable[[Any], None]
+    ) -> None:
+        """Get the blocks that are not at ``version`` or a newer one; raises `PassedOver`."""
+
+        def run(blocks: np.ndarray, route: Route) -> None:
+            def failed(error: Exception) -> None:
+                if isinstance(error, DamagedError):
+                    report(PieceRefused(version, IMAGE, f"of rank {route.peer.rank}: {error}"))
+                route.failed(error)
+
+            def came(begin: int, end: int, version: int) -> None:
+                self.arrived(begin, end, version)
+                route.came()
+
+            for part in np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1) if len(blocks) else ():
+                begin, end = int(part[0]) * BLOCK_BYTES, min(self.size, (int(part[-1]) + 1) * BLOCK_BYTES)
+                caller.receive(lambda: route.peer, Fetch(version, IMAGE, begin, end), self.view, came, failed)
+
+        parts = np.array_split(np.flatnonzero(self.versions < version), len(routes))
+        pulls = [threads.submit(run, *one) for one in zip(parts, routes, strict=True)]
+        # All have ended before the next try: no other thread writes a block then.
+        for error in [pull.exception() for pull in pulls]:
+            if error is not None:
+                raise error
+
+
 class OfferReceiver:
     def __init__(
         self, caller: Caller, offer: ArrivingOffer, route: Callable[[bool], Route], report: Callable[[Any], None]
@@ -120,7 +183,7 @@ class OfferReceiver:
             raise failure
 
     def _stripe(self, number: int) -> None:
-        def came(begin: int, end: int) -> None:
+        def came(begin: int, end: int, version: int) -> None:
             self._offer.arrived(number, end)
             self._sum(begin, end)
 
@@ -135,16 +198,12 @@ class OfferReceiver:
                 raise PassedOver
             return route.peer
 
-        def arrived(begin: int, end: int) -> None:
+        def arrived(begin: int, end: int, version: int) -> None:
             route.came()
-            came(begin, end)
+            came(begin, end, version)
 
-        def failed(error: Exception) -> None:
-            if offer.writer == IMAGE and isinstance(error, Absent):
-                raise PassedOver from error  # the image has a newer version
-            route.failed(error)
-
-        self._caller.receive(nearest, Fetch(offer.version, offer.writer, begin, end), offer.view, arrived, failed)
+        fetch = Fetch(offer.version, offer.writer, begin, end)
+        self._caller.receive(nearest, fetch, offer.view, arrived, route.failed)
 
     def _sum(self, begin: int, end: int) -> None:
         pieces = self._offer.offer.pieces
@@ -178,9 +237,9 @@ class OfferReceiver:
         for refusals in range(1, REFUSALS + 1):
             reason = f"{piece.block.tensor} has another checksum"
             self._report(PieceRefused(offer.version, offer.writer, reason))
-            if refusals == REFUSALS or offer.writer == IMAGE:
+            if refusals == REFUSALS:
                 raise PassedOver
-            self._receive(piece.at, end, self._route(True), lambda begin, end: None)
+            self._receive(piece.at, end, self._route(True), lambda begin, end, version: None)
             if crc32(offer.view[piece.at : end]) == piece.crc32:
                 return
 

@@ -1,6 +1,7 @@
 """Serves the offers and the image of a node to other carriers: a thread for every caller.
 
 - The offer is arriving -> what there is of it is sent on, then what comes.
+- The image is asked for -> a copy of one block after the other, each with its version: the image goes on meanwhile.
 - It is not here yet, or no more of it -> a sign of life every `WAITING_S`.
 - It will not be here -> ABSENT with the reason; the caller asks another node.
 - A node of the run can read by NIXL -> it gets the place of the payload, which stays until it has read; a guest does
@@ -19,7 +20,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -35,10 +35,14 @@ from .parts import PART, SentBytes, served_part
 from .transport.nixl import DirectError, DirectReads, Place
 from .wire import (
     ABSENT,
+    BLOCK_BYTES,
     CRC32,
     DATA,
     FRAME_BYTES,
     HEADER,
+    IMAGE,
+    LEASE,
+    LEASED,
     LENGTH,
     MANIFEST,
     PLACED,
@@ -58,17 +62,19 @@ UNREAD_S = 10.0
 """For a caller to take any byte: a network that drops packets pauses for up to a few seconds."""
 UNKNOWN_S = 2.0
 """For a version to be published here that a caller already asks for: both messages are sent at the same time."""
-IMAGE = "image"
-"""Writer of the offer that is a node's image, as whole tensors."""
 
 log = logging.getLogger("libra_hpc.carrier")
 
 
 class ImageSource(Protocol):
-    """The node's image as an offer."""
+    """The node's image."""
 
-    def offered(self, version: int) -> AbstractContextManager[StoredOffer]:
-        """The image at ``version`` (-1: at any), unchanged within the block; raises `Absent`."""
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+
+    def block(self, version: int, begin: int, end: int) -> tuple[int, bytes] | None:
+        """Bytes of its tensors, and their version, ``version`` or a newer one; None: not yet.  Raises `Absent`."""
 
 
 class CarrierServer:
@@ -121,6 +127,9 @@ class CarrierServer:
 
     def _answer(self, stream: socket.socket, rank: int, fetch: Fetch) -> SentBytes | None:
         try:
+            if fetch.writer == IMAGE:
+                self._send_blocks(stream, fetch)
+                return None
             with self._found(stream, rank, fetch) as offer:
                 if fetch.end < 0:
                     manifest = CRC32.pack(crc32(offer.manifest)) + offer.manifest
@@ -146,10 +155,6 @@ class CarrierServer:
             with served_part(self._parts, fetch.writer) as part:
                 yield part
             return
-        if fetch.writer == IMAGE:
-            with self._image.offered(fetch.version) as offer:
-                yield offer
-            return
         began = time.monotonic()
         while True:
             unknown_s = began + UNKNOWN_S - time.monotonic()
@@ -160,6 +165,22 @@ class CarrierServer:
                 raise Absent(found)
             stream.sendall(HEADER.pack(WAITING, 0))
         yield found
+
+    def _send_blocks(self, stream: socket.socket, fetch: Fetch) -> None:
+        begin = fetch.begin
+        if not 0 <= begin <= fetch.end <= self._image.size:
+            raise WireError(f"bytes {begin} to {fetch.end} of an image of {self._image.size}")
+        while begin < fetch.end:
+            block = self._image.block(fetch.version, begin, min(fetch.end, begin - begin % BLOCK_BYTES + BLOCK_BYTES))
+            if block is None:
+                stream.sendall(HEADER.pack(WAITING, 0))
+                time.sleep(WAITING_S)
+                continue
+            version, data = block
+            lease = HEADER.pack(LEASED, LEASE.size) + LEASE.pack(version, crc32(data))
+            stream.sendall(lease + HEADER.pack(DATA, len(data)), socket.MSG_MORE)
+            stream.sendall(data)
+            begin += len(data)
 
     def _place(self, rank: int, offer: SentBytes) -> Place | None:
         """Where the payload is; None: it is sent."""
@@ -189,7 +210,7 @@ class CarrierServer:
                 count = min(available - begin, FRAME_BYTES)
                 stream.sendall(HEADER.pack(DATA, count), socket.MSG_MORE if itself else 0)
                 if itself:
-                    _send_file(stream, offer.file, offer.offset + begin, count)
+                    _send_file(stream, offer.file, begin, count)
                 begin += count
             elif offer.removed:
                 raise Absent("it was removed")

@@ -5,6 +5,7 @@ server answers with frames of `HEADER` and bytes:
 
 - MANIFEST: the manifest, whole, after its CRC32; DATA: the next bytes of the range that was asked for.
 - WAITING: it has no more yet, and lives; ABSENT: it does not have the offer, and why.
+- LEASED: version and CRC32 of the next bytes, which are a block of an image: the next block may have another version.
 - PLACED, if the caller is ``direct``: where the payload is. A DATA frame then has no bytes; the caller reads them out
   of the server's memory (`weights/transport/nixl.py`), and confirms with `LENGTH` how many it has read.
 
@@ -34,10 +35,13 @@ from libra_hpc.protocol.joining import guest_secret, is_guest
 from .transport.nixl import DirectError, DirectReads, Place, Read
 from .transport.token_bucket import BandwidthPace
 
-MANIFEST, DATA, WAITING, ABSENT, PLACED = range(5)
+MANIFEST, DATA, WAITING, ABSENT, PLACED, LEASED = range(6)
 HEADER = struct.Struct("<BI")
 RANK = struct.Struct("<I")
 LENGTH = CRC32 = struct.Struct("<I")
+LEASE = struct.Struct("<iI")
+IMAGE = "image"
+"""Writer of what is a node's image: its tensors, one behind the other."""
 NONCE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
 MOST_FETCH = 4096
@@ -54,12 +58,14 @@ CONNECT_S = 1.5
 """For one address to answer; within a cluster it takes a millisecond."""
 FRAME_BYTES = 4 << 20
 """Most bytes of a frame: a millisecond of a fast network, and 80 ms of a slow one between two looks at the rest."""
-READ_BYTES = 1 << 20
-"""Received at a time: what is done with them next finds them in the processor's cache."""
+READ_BYTES = BLOCK_BYTES = 1 << 20
+"""Received at a time: what is done with them next finds them in the processor's cache.  A block of an image: its copy
+keeps a writer waiting for a fifth of a millisecond."""
 TCP_S = 30.0
 """For which a node sends by TCP after NIXL failed. Half: a hung one costs every other version `nixl.READ_S`."""
 
 Message = TypeVar("Message", "Fetch", Place)
+Came = Callable[[int, int, int], None]
 ByTcp = Callable[[WeightsByTcp], None]
 """Takes the news that NIXL failed."""
 
@@ -79,7 +85,10 @@ class Absent(Exception):
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes [begin, end) of an offer's payload; ``end`` = -1: its manifest."""
+    """Bytes [begin, end) of an offer's payload; ``end`` = -1: its manifest.
+
+    Those of an image have ``version`` or a newer one.
+    """
 
     version: int
     writer: str
@@ -127,20 +136,20 @@ class Caller:
         peer: Callable[[], Peer],
         fetch: Fetch,
         payload: memoryview,
-        arrived: Callable[[int, int], None],
+        arrived: Came,
         failed: Callable[[Exception], None],
     ) -> None:
         """The range of ``fetch`` into its place in ``payload``, from whom ``peer`` names before each try.
 
-        ``arrived`` gets [begin, end) of what came; ``failed`` gets why a try ended, as `manifest` raises it, and may
-        raise that.
+        ``arrived`` gets [begin, end) of what came, and its version; ``failed`` gets why a try ended, as `manifest`
+        raises it, and may raise that.
         """
         at = fetch.begin
 
-        def came(end: int) -> None:
+        def came(end: int, version: int) -> None:
             nonlocal at
-            begin, at = at, end
-            arrived(begin, end)
+            arrived(at, end, version)
+            at = end
 
         while at < fetch.end:
             try:
@@ -150,28 +159,38 @@ class Caller:
             except (OSError, WireError, Absent) as error:
                 failed(error)
 
-    def _receive(self, peer: Peer, fetch: Fetch, payload: memoryview, arrived: Callable[[int], None]) -> None:
+    def _receive(self, peer: Peer, fetch: Fetch, payload: memoryview, arrived: Callable[[int, int], None]) -> None:
         direct = self._direct is not None and time.monotonic() >= self._by_tcp.get(peer.rank, 0.0)
         at, came = fetch.begin, time.monotonic()
         with call(peer, self._rank, self._secret) as stream, contextlib.ExitStack() as reads:
             send_fetch(stream, msgspec.structs.replace(fetch, direct=direct))
             take, step = _received(stream, payload), READ_BYTES
+            lease: tuple[int, int] | None = None
             for kind, length in frames(stream):
                 if kind == PLACED and direct:
                     place = _decoded(read(stream, length), Place)
                     take, step = reads.enter_context(self._reading(peer, stream, place, payload)), FRAME_BYTES
+                    continue
+                if kind == LEASED:
+                    lease = LEASE.unpack(read(stream, LEASE.size))
                     continue
                 if kind in (MANIFEST, PLACED) or at + length > fetch.end:
                     raise WireError("more came than was asked for")
                 if kind == WAITING:
                     _end_idle(came)
                     continue
-                end = at + length
+                begin, end = at, at + length
                 while at < end:
                     last = int(min(at + min(step, self._pace.most), end))
                     self._pace.wait(last - at)
                     take(at, last)
-                    arrived(at := last)
+                    at = last
+                    if lease is None:
+                        arrived(at, fetch.version)
+                if lease is not None:
+                    if crc32(payload[begin:end]) != lease[1]:
+                        raise DamagedError("A block of the image has another checksum.")
+                    arrived(end, lease[0])
                 came = time.monotonic()
                 if at == fetch.end:
                     return
@@ -283,7 +302,7 @@ def frames(stream: socket.socket) -> Iterator[tuple[int, int]]:
         kind, length = HEADER.unpack(read(stream, HEADER.size))
         if kind == ABSENT:
             raise Absent(read(stream, min(length, MOST_FETCH)).decode(errors="replace"))
-        if kind not in (MANIFEST, DATA, WAITING, PLACED) or length > (
+        if kind not in (MANIFEST, DATA, WAITING, PLACED, LEASED) or length > (
             MOST_MANIFEST if kind == MANIFEST else FRAME_BYTES
         ):
             raise WireError(f"a frame of kind {kind} and {length} bytes")

@@ -5,18 +5,23 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import time
 
 import numpy as np
 import pytest
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.carriers import Engines, ImageHere, NotStored, PieceRefused, Publish, Stalled, VersionHere
-from libra_hpc.weights.image import IMAGE_FILE
+from libra_hpc.weights.carrier import CarrierConfig, NodeImage
+from libra_hpc.weights.image import IMAGE_FILE, Image
 from libra_hpc.weights.offers import SPARE
 from libra_hpc.weights.pieces import offer_path, payload_path
+from libra_hpc.weights.receiver import ArrivingImage
 from libra_hpc.weights.transport.token_bucket import BURST_S
-from libra_hpc.weights.wire import IDLE_S, WireError, call
+from libra_hpc.weights.wire import BLOCK_BYTES, IDLE_S, WireError, call
 from tests.weights.chain import WRITER, Chain, here, passed, wait_until
+from tests.weights.nodes import node_folders
 
 pytestmark = pytest.mark.slow
 
@@ -228,6 +233,72 @@ def test_a_node_that_joins_takes_the_image_of_another_and_then_what_changed(chai
     chain.nodes[1].wait(ImageHere, here(2))
     images = [np.fromfile(node.folder / "image.safetensors", np.int16) for node in (chain.nodes[1], joined)]
     assert np.array_equal(images[0], images[1])
+
+
+def test_no_image_waits_for_a_node_that_joins_over_a_slow_link(chain: Chain) -> None:
+    chain.write(0, -1)
+    chain.write(1, 0)
+    for node in chain.nodes:
+        node.wait(ImageHere, here(1))
+    chain.nodes.append(joined := chain.node(3))
+    slow = chain.link(3, 2, bytes_per_s=4e6)
+    chain.publish(1, 0, 3)
+    passed(slow, 1_000_000)
+    for version in (2, 3):
+        chain.write(version, version - 1)
+        chain.nodes[2].wait(ImageHere, here(version))
+    assert slow.passed < 7_000_000, "its blocks are still on their way"
+    joined.wait(ImageHere, here(3))
+
+    assert [message.version for message in joined.all(ImageHere)][-1] == 3
+    assert all(message.version in (1, 2) for message in joined.all(VersionHere) if message.base < 0)
+    images = [(node.folder / IMAGE_FILE).read_bytes() for node in chain.nodes]
+    assert len(set(images)) == 1
+
+
+def test_an_image_that_is_cut_off_goes_on_where_it_was(chain: Chain) -> None:
+    chain.write(0, -1)
+    chain.write(1, 0)
+    for node in chain.nodes:
+        node.wait(ImageHere, here(1))
+    chain.nodes.append(joined := chain.node(3))
+    links = [chain.link(3, 2, cut_at=3_000_000), chain.link(3, 1, cut_at=3_000_000), chain.link(3, 0)]
+    chain.publish(1, 0, 3)
+    joined.wait(ImageHere, here(1))
+
+    whole = (joined.folder / IMAGE_FILE).stat().st_size
+    assert sum(link.passed for link in links) < whole + 3 * BLOCK_BYTES
+
+
+def test_a_writer_waits_for_one_block_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, copying, goes_on = [], threading.Event(), threading.Event()
+
+    def copy(image: Image, begin: int, end: int) -> tuple[int, bytes]:
+        copied.append(begin)
+        copying.set()
+        goes_on.wait()
+        return 0, bytes(end - begin)
+
+    monkeypatch.setattr(Image, "block", copy)
+    with node_folders() as folder:
+        run = RunConfig().changed(model={"dtype": "bfloat16"})
+        shapes = {"a.weight": (BLOCK_BYTES,)}
+        image = NodeImage(CarrierConfig(run=run, rank=0, folder=str(folder), secret=b"", shapes=shapes))
+        blocks = ArrivingImage(folder, image.size)
+        blocks.versions[:] = 0
+        image.write(0, [blocks])
+        reader = threading.Thread(target=image.block, args=(0, 0, BLOCK_BYTES))
+        reader.start()
+        copying.wait()
+        blocks.versions[:] = 1
+        writer = threading.Thread(target=image.write, args=(1, [blocks]))
+        writer.start()
+        wait_until(lambda: image._writes)
+        assert image.block(0, BLOCK_BYTES, 2 * BLOCK_BYTES) is None, "who comes later waits"
+        goes_on.set()
+        writer.join()
+        reader.join()
+        assert (copied, image.version) == ([0], 1)
 
 
 def test_a_version_that_no_node_can_send_is_passed_over_for_one_that_needs_nothing(chain: Chain) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from libra_hpc.protocol.agents import WeightsHere
+from libra_hpc.protocol.agents import WeightsHere, WeightsWanted
 from libra_hpc.protocol.carriers import ImageHere, Peer, Publish, Stalled
 from libra_hpc.train_leader.publisher import WeightPublisher
 from libra_hpc.train_leader.requested_offers import Published
@@ -33,6 +34,7 @@ OWNERS = {"t0": (0, "model.embed_tokens.weight"), "t1": (1, "lm_head.weight")}
 SHAPES: dict[str, tuple[int, ...]] = {tensor: (ROWS, COLUMNS) for _, tensor in OWNERS.values()}
 """1 MiB."""
 RANKS = WRITER, RELAY, RECEIVER = range(3)
+LATE = (3, 4)
 Bits = dict[str, np.ndarray[Any, Any]]
 
 
@@ -46,7 +48,8 @@ class Nodes:
         self.carriers: dict[int, CarrierNode] = {}
         self.bits: list[Bits] = []
         """Of every version."""
-        self._publisher = WeightPublisher((WRITER, RELAY), lambda: RANKS, self._send)
+        self.ranks = list(RANKS)
+        self._publisher = WeightPublisher((WRITER, RELAY), lambda: self.ranks, self._send)
         for rank in RANKS:
             self.start(rank)
 
@@ -68,6 +71,17 @@ class Nodes:
     def restart(self, rank: int) -> None:
         self.kill(rank)
         self.start(rank)
+
+    def join(self, rank: int) -> None:
+        self.ranks.append(rank)
+        shutil.rmtree(self._folder / str(rank), ignore_errors=True)
+        self.start(rank)
+        self._publisher.on_wanted(WeightsWanted(rank, -1))
+
+    def leave(self, rank: int) -> None:
+        self.ranks.remove(rank)
+        self.kill(rank)
+        self._publisher.lost(rank)
 
     def offer(self, share: float) -> int:
         """A version of which this share of rows is new; 1.0: whole tensors."""
@@ -92,7 +106,7 @@ class Nodes:
 
     def everywhere(self, version: int) -> None:
         """Wait until every image has the version, and compare."""
-        for rank in RANKS:
+        for rank in self.ranks:
             self.carriers[rank].wait(ImageHere, lambda message: message.version >= version)
             assert self.read(rank) == version
 
@@ -204,3 +218,25 @@ def test_a_carrier_killed_in_every_fifth_of_a_hundred_versions(seed: int) -> Non
         for rank, versions in seen.items():
             assert versions == sorted(versions), f"node {rank} went back"
             assert len(set(versions)) > 20
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_nodes_that_join_and_leave_have_the_writers_bits_over_200_versions() -> None:
+    """Others are killed meanwhile, and may be the ones from which a node that joins has its blocks."""
+    draw = random.Random(0)
+    with node_folders() as folder, ExitStack() as stack:
+        nodes = Nodes(stack, folder, 20e6)
+        nodes.everywhere(nodes.offer(1.0))
+        for number in range(1, 201):
+            version = nodes.offer(draw.choice((0.001, 0.01, 0.03, 0.1)))
+            for rank in LATE if number % 3 == 0 else ():
+                if rank not in nodes.ranks:
+                    nodes.join(rank)
+                elif draw.random() < 0.3:
+                    nodes.leave(rank)
+            time.sleep(draw.uniform(0.0, 0.1))
+            if number % 10 == 0:
+                nodes.restart(draw.choice(RANKS))
+            if number % 20 == 0:
+                nodes.everywhere(version)

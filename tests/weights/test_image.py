@@ -177,6 +177,26 @@ def die_at(folder: Path, offers: Offers, point: int) -> None:
     image.apply(offers[0][0].version, offers)
 
 
+def test_blocks_of_several_versions_are_none_until_the_changes_up_to_the_newest_have_come(tmp_path: Path) -> None:
+    values = [random_values(version) for version in range(4)]
+    flat = [np.concatenate([tensor.reshape(-1) for tensor in one.values()]) for one in values]
+    blocks = np.where(np.arange(len(flat[0])) % 3, flat[1], flat[3])
+    image = Image(tmp_path, SHAPES, "F32")
+    image.apply(0, whole(tmp_path, 0, values[0]))
+    image.fill(1, 3, memoryview(blocks).cast("B"))
+    for version in (2, 3):
+        assert image.version == version - 1
+        assert image.block(0, 4) is None
+        with pytest.raises(WeightFileError, match="no whole version"), reading(image.path):
+            pass
+        with pytest.raises(WeightFileError, match=f"it has a part of 3, and version 4 changes {version - 1}"):
+            image.apply(4, [offer(tmp_path, 4, version - 1, "t0.0", [])])
+        image = Image(tmp_path, SHAPES, "F32")
+        image.apply(version, whole(tmp_path, version, values[version], base=version - 1))
+    assert_holds(image.path, 3, values[3])
+    assert image.block(4, 12) == (3, flat[3][1:3].tobytes())
+
+
 def test_a_writer_waits_for_readers_and_the_kernel_frees_the_lease_of_a_dead_one(image: Image, tmp_path: Path) -> None:
     image.apply(0, whole(tmp_path, 0, random_values(0)))
     with reading(image.path), image.path.open("rb") as file, pytest.raises(BlockingIOError):

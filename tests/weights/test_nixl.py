@@ -104,19 +104,6 @@ def test_a_flipped_bit_is_refused(nodes: Nodes, environment: dict[str, str]) -> 
     assert link.passed < FEW
 
 
-def test_a_node_that_joins_reads_the_image(nodes: Nodes, environment: dict[str, str]) -> None:
-    chain = nodes(1, environment)
-    chain.write(0, -1)
-    chain.write(1, 0)
-    chain.nodes[0].wait(ImageHere, here(1))
-    chain.nodes.append(joined := chain.node(1))
-    link = chain.link(1, 0)
-    chain.publish(1, 0, 1)
-    joined.wait(ImageHere, here(1))
-    assert len(set(images(chain))) == 1
-    assert link.passed < FEW
-
-
 def test_a_guest_gets_no_place_in_memory(nodes: Nodes, environment: dict[str, str]) -> None:
     chain = nodes(1, environment)
     chain.write(0, -1)
