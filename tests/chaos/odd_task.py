@@ -45,7 +45,7 @@ class OddEpisode(Episode):
 
 class OddKeyChain(KeyChain):
     """``always``: the fault of every episode.  ``once``: a few prompts have one of every kind, each the first time
-    it is met.  ``down``: a file; while it exists every step raises."""
+    it is met."""
 
     step_limit_s = 6.0
 
@@ -56,12 +56,11 @@ class OddKeyChain(KeyChain):
         seed: int = 0,
         always: str = "",
         once: bool = False,
-        down: str = "",
         met: str = "",
         **options: Any,
     ) -> None:
         super().__init__(tokenizer, seed=seed, **options)
-        self._always, self._once, self._down, self._met = always, once, down, Path(met)
+        self._always, self._once, self._met = always, once, Path(met)
 
     def open(self, index: int, sample: int, progress: float) -> Any:
         """The real episode, disturbed."""
@@ -71,8 +70,6 @@ class OddKeyChain(KeyChain):
         """Which fault an episode has now."""
         if self._always:
             return self._always
-        if self._down and Path(self._down).exists():
-            return "raise"
         kind = (
             {(9, 0): "nan", (14, 1): "raise", (19, 2): "await", (24, 3): "long", (29, 0): "block"}.get(
                 (index, sample), ""

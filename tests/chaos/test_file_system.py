@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 
 import pytest
 
-from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.facts.rundir import read_lines
 
 from .conftest import FaultyFiles
 from .harness import Chaos, sound
 
 pytestmark = [pytest.mark.timeout(300)]
-
-
-def left_of(run: RunDir) -> tuple[list[str], bytes]:
-    return sorted(os.listdir(run.checkpoints)), run.metrics.read_bytes()
-
-
-@pytest.mark.chaos
-def test_a_stale_file_handle_at_a_start_is_waited_for_and_costs_no_step(tmp_path: Path, faulty: FaultyFiles) -> None:
-    case = Chaos(tmp_path, steps=12)
-    run = case.submit()
-    sound(case)
-    before = left_of(run)
-    faulty.set(run.checkpoints, "open", number=errno.ESTALE, left=1_000_000)
-    failed = case.cli(
-        "submit", "--resume", run.name, "--wait", "-o", "run.steps=15", "-o", "deadlines.storage_s=2", check=False
-    )
-    assert failed.returncode == 1
-    assert "cannot be read: Stale file handle, for 2 s; the start was given up" in case.message()
-    assert str(run.checkpoint(12)) in case.message()
-    assert left_of(run) == before, "nothing is renamed, nothing is emptied"
-
-    faulty.left(1)
-    case.resume("-o", "run.steps=15", "-o", "deadlines.storage_s=900")
-    case.values["steps"] = 15
-    sound(case)
-    (fault,) = case.events("storage_fault")
-    assert fault["part"] == "checkpoints"
-    assert "Stale file handle" in fault["reason"]
-    assert not case.events("checkpoint_damaged")
-    assert [event["step"] for event in case.events("job_started")] == [0, 12]
 
 
 def order(case: Chaos, *kinds: str) -> list[str]:

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from libra_hpc.facts.rundir import RunDir, read_lines
-from libra_hpc.process.reaper import descendants
 from tests.annexes.lend.served import SmallServer, wait
 
 from .harness import SIMULATED, Chaos, sound
@@ -221,27 +220,5 @@ def test_twenty_faults_of_a_lender_in_a_row_cost_neither_run_nor_users_anything(
         sound(case, "cancelled")
         assert case.events("guest_lost"), "killed guests were found"
         assert not case.events("node_lost"), "no node of the run was blamed"
-    finally:
-        lent.end()
-
-
-def test_a_killed_guest_is_followed_by_another_and_a_killed_server_ends_all(tmp_path: Path) -> None:
-    case = Chaos(tmp_path, text=BORROWS, steps=4000, hybrid=0, rollout=1)
-    case.submit()
-    lent = SmallServer(case)
-    try:
-        case.wait(lambda: guests(case, "serves") == 1, "a guest")
-        os.kill(case.events("guest_joined")[-1]["pid"], signal.SIGKILL)
-        case.wait(lambda: guests(case, "serves") == 2, "a guest again")
-        lender = lent.wait("lends")["pid"]
-        guest = case.events("guest_joined")[-1]["pid"]
-        lent.end()
-        wait(lambda: not Path(f"/proc/{lender}").exists(), "the end of the lender")
-        assert not Path(f"/proc/{guest}").exists()
-        assert list(lent.place.iterdir()) == []
-        case.cli("cancel", str(case.run.path if case.run else ""))
-        sound(case, "cancelled")
-        assert guests(case, "lost") == 1
-        assert not [pid for pid in descendants() if pid in (lender, guest)]
     finally:
         lent.end()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -43,27 +41,6 @@ def test_ranks_of_a_killed_owner_save_and_say_so_and_the_run_goes_on(tmp_path: P
     case.resume()
     sound(case)
     assert case.events("job_started")[-1]["step"] >= 8
-
-
-ELSEWHERE = ["unshare", "--uts", "--pid", "--fork", "--mount-proc", "sh", "-c"]
-
-
-@pytest.mark.chaos
-def test_a_run_that_lives_on_one_machine_is_not_resumed_on_another(tmp_path: Path) -> None:
-    if subprocess.run([*ELSEWHERE, "hostname elsewhere"], capture_output=True).returncode:
-        pytest.skip("there is no other machine to be made here")
-    case = Chaos(tmp_path, steps=400)
-    run = case.submit()
-    case.reach(3)
-    program = Path(sys.executable).with_name("libra-hpc")
-    resume = f"hostname elsewhere; exec {program} submit --resume {run.path}"
-    done = subprocess.run([*ELSEWHERE, resume], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "its job" in done.stderr or "owns the run since" in done.stderr
-    before = len(case.steps())
-    case.wait(lambda: len(case.steps()) > before + 2, "it goes on")
-    case.cli("cancel", str(run.path))
-    sound(case, "cancelled")
 
 
 @pytest.mark.chaos
@@ -192,43 +169,6 @@ async def both(main):
 asyncio.run = lambda main: run(both(main))
 """
 """A callback in an agent raises some seconds after its start, once."""
-
-
-EARLY = """
-import pathlib
-if not (done := pathlib.Path({done!r})).exists():
-    done.touch()
-    sys.stderr.write("RuntimeError: no room for this agent\\n")
-    sys.stderr.flush()
-    os._exit(1)
-"""
-
-
-@pytest.mark.nightly
-def test_an_agent_that_dies_before_the_ranks_have_met_ends_that_start_with_the_cause(tmp_path: Path) -> None:
-    case = Chaos(tmp_path, steps=6)
-    run = case.submit(*patched(tmp_path, EARLY.format(done=str(tmp_path / "done")), ROLLOUT))
-    sound(case)
-    cause = "repeat: start 1: the agents did not meet; agent-4: RuntimeError: no room for this agent"
-    assert cause in (run.logs(1) / "launcher.log").read_text()
-    assert [event["attempt"] for event in case.events("job_started")] == [1]
-
-
-@pytest.mark.nightly
-def test_of_two_that_resume_a_run_at_the_same_time_one_starts(tmp_path: Path) -> None:
-    case = Chaos(tmp_path, steps=6)
-    run = case.submit()
-    sound(case)
-    program = Path(sys.executable).with_name("libra-hpc")
-    command = [str(program), "submit", "--resume", str(run.path), "-o", "run.steps=10"]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
-    said = [one.communicate(timeout=120)[0] for one in both]
-    assert sorted(one.returncode for one in both) == [0, 2], said
-    case.values["steps"] = 10
-    case.wait(lambda: case.steps()[-1:] == [10], "the last step")
-    case.wait(lambda: local.state(run).state.ended, "its owner has ended")
-    sound(case)
-    assert len(case.events("job_started")) == 2
 
 
 @pytest.mark.chaos

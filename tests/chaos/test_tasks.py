@@ -90,19 +90,3 @@ def test_a_task_that_always_raises_fails_the_run_with_its_error_and_trains_nothi
     assert shown["failures"][0]["kind"] == "raised"
     assert "the judge is down" in case.cli("status", str(run.path)).stdout
     nothing_left(run)
-
-
-@pytest.mark.chaos
-def test_a_judge_that_is_down_for_a_while_costs_no_step(policy: Path, tmp_path: Path) -> None:
-    down = tmp_path / "down"
-    case = odd(tmp_path, policy, 30, down=str(down))
-    case.wait(lambda: len(case.steps()) >= 3, "first steps")
-    down.touch()
-    case.wait(lambda: case.events("admission_paused"), "the pause")
-    down.unlink()
-    case.wait(lambda: case.events("admission_resumed"), "the end of the pause")
-    assert case.ended() == "completed"
-    assert case.run is not None
-    rows = list(read_lines(case.run.metrics))
-    assert [row["step"] for row in rows] == list(range(1, 31))
-    assert all(row["trajectories"] >= 12 for row in rows), "every step has its samples"
