@@ -5,7 +5,6 @@
   also of all numbers of training nodes, and of all nodes in turn (colocation).  Chosen on three seeds.
 - ``x``: the opponent's seconds over ours, geometric mean over five other seeds, two standard errors below and above.
 - ``split``, ``turn``: seconds of the best opponent of each kind; in turn a pair of switches takes 80 s.
-- ``now``: seconds of the planner's choice among what this version runs, where ours is not.
 - ``plan``: seconds of a batch as `plan` prints them, over those simulated with the choosing seeds, whose lengths the
   planner knows.
 
@@ -26,7 +25,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench.fleets_bounds import bounds
 from bench.fleets_pool import Calls
 from bench.fleets_rows import (
     NODE,
@@ -38,10 +36,9 @@ from bench.fleets_rows import (
     longest_context,
     setting_of,
     trace_name,
-    work,
 )
 from bench.fleets_search import OURS, Contestant, Effort, Search
-from bench.fleets_training import OTHER_SWITCHES, Planned, Roles, planned_split
+from bench.fleets_training import Planned, Roles, planned_split
 from bench.harness import options, progress, report, show, write
 
 CHOOSING = (1_000, 1_001, 1_002)
@@ -51,7 +48,7 @@ AT_ONCE = 2
 QUICK_ROWS = ("r2e", "math", "63k, eta 0")
 QUICK = {"pairs": 4, "tuned": 2, "finalists": 2, "screen": 3}
 """Effort of ``--quick``, with one seed for choosing, two for reporting, and smaller rows."""
-COLUMNS = ("row", "ours", "other", "x", "low", "high", "split", "turn", "now", "plan")
+COLUMNS = ("row", "ours", "other", "x", "low", "high", "split", "turn", "plan")
 WHO = ("row", "ours", "the best other choice")
 
 
@@ -65,8 +62,7 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
     longest = longest_context(name, (*effort.choosing, *effort.reporting))
     search = Search(pool, name, effort, say)
     if row.batches:
-        splits = [pool.submit(planned_split, name, effort.choosing, longest, OURS, runs) for runs in (False, True)]
-        choice, now = (split.result() for split in splits)
+        choice = pool.submit(planned_split, name, effort.choosing, longest, OURS).result()
     else:
         choice = planned(search, homogeneous(row, longest), effort)
     ours = Contestant(choice.fleet, OURS, roles=choice.roles)
@@ -76,17 +72,9 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
     shown = {"ours": ours, "opponent": ranked[0]}
     if row.batches:
         shown["split"] = next(c for c in ranked if c.roles.train)
-        shown["turn"] = turn = next(c for c in ranked if not c.roles.train)
-        if now.roles != choice.roles:
-            shown["now"] = Contestant(now.fleet, OURS, roles=now.roles)
+        shown["turn"] = next(c for c in ranked if not c.roles.train)
     search.run(shown.values(), effort.reporting, limited=False)
-    others = {}
-    if row.batches:
-        switched = [turn._replace(roles=turn.roles._replace(switch_s=s)) for s in OTHER_SWITCHES]
-        search.run(switched, effort.reporting[:1], limited=False)
-        others = {c.roles.switch_s: search.of(c, effort.reporting[0]) for c in (*switched, turn)}
     taken = {key: [search.of(c, seed) for seed in effort.reporting] for key, c in shown.items()}
-    bound = pool.map(bounds_of, *zip(*((name, seed, longest) for seed in effort.reporting), strict=True))
     simulated = statistics.fmean(search.of(ours, seed) for seed in effort.choosing)
     result: dict[str, Any] = {
         "row": label,
@@ -95,17 +83,11 @@ def judge(pool: Executor, name: str, effort: Effort) -> dict[str, Any]:
         "seeds": [effort.choosing, effort.reporting],
         "found": {key: {"who": _who(name, c), "policy": c.words, "seconds": taken[key]} for key, c in shown.items()},
         "x": ratio(taken["opponent"], taken["ours"]),
-        "bound": statistics.fmean(max(b.values()) / s for b, s in zip(bound, taken["ours"], strict=True)),
-        "switch_s": others,
         "simulations": search.count,
         "took_s": time.perf_counter() - begin,
     }
     say("x {:.2f}, {:.2f} to {:.2f}; {}".format(*result["x"], result["found"]["opponent"]["who"]))
     return result
-
-
-def bounds_of(name: str, seed: int, longest: int) -> dict[str, float]:
-    return bounds(setting_of(name), work(name, seed)[1], longest)
 
 
 def ratio(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
@@ -134,17 +116,9 @@ def planned(search: Search, fleets: Sequence[Fleet], effort: Effort) -> Planned:
 def line(row: dict[str, Any]) -> tuple[str, ...]:
     means = {key: f"{statistics.fmean(one['seconds']):,.0f}" for key, one in row["found"].items()}
     error = f"{row['plan']['expected_s'] / row['plan']['simulated_s']:.2f}"
-    kinds = (means.get(key, "") for key in ("split", "turn", "now"))
+    kinds = (means.get(key, "") for key in ("split", "turn"))
     x = (f"{value:.2f}" for value in row["x"])
     return (row["row"], means["ours"], means["opponent"], *x, *kinds, error)
-
-
-def switches(row: dict[str, Any]) -> str:
-    """Seconds in turn by those of a pair of switches, and those at which it is as fast as the best split."""
-    found, known = row["found"], sorted(row["switch_s"].items())
-    even = 80.0 + statistics.fmean(found["split"]["seconds"]) - statistics.fmean(found["turn"]["seconds"])
-    each = ", ".join(f"{s:.0f} s: {taken:,.0f}" for s, taken in known)
-    return f"{row['row']}, seconds in turn by those of the switches: {each}; even at {even:,.0f} s"
 
 
 def shrink(names: Sequence[str]) -> None:
@@ -178,7 +152,6 @@ def main() -> None:
     notes = [f"{len(done)} rows in {minutes:.0f} minutes; x: {x}; details: {given.json}"]
     who = [(r["row"], r["found"]["ours"]["who"], r["found"]["opponent"]["who"]) for r in done]
     show("Who", WHO, who, width=80)
-    notes += [switches(row) for row in done if row["switch_s"]]
     rows = [line(row) for row in done]
     report(
         given, "Seconds of a batch, ours and the best other choice", columns=COLUMNS, rows=rows, notes=notes, raw=done

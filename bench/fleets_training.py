@@ -34,7 +34,6 @@ from libra_hpc.simulator.settings import Colocation, SimulationSettings, Trainin
 
 SWITCH_S = 80.0
 """A pair of switches, assumed: verl moves weights, optimizer and caches of both stages."""
-OTHER_SWITCHES = (6.0, 20.0, 160.0)
 
 
 class Roles(NamedTuple):
@@ -114,11 +113,8 @@ def settings_of(row: Setting, longest: int, fleet: Fleet, roles: Roles, portion:
     return replace(settings, colocation=Colocation(roles.switch_s + copy_s), keep_kv=roles.keep_kv)
 
 
-def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str, runs: bool = False) -> Planned:
-    """The choice of `libra-hpc plan` for the lengths of the work of ``seeds``.
-
-    ``runs``: only what this version runs; otherwise every way in turn.
-    """
+def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str) -> Planned:
+    """The choice of `libra-hpc plan` for the lengths of the work of ``seeds``, among every way in turn."""
     row = setting_of(name)
     seen = [replace(one, prompt_id=f"{seed}/{one.prompt_id}") for seed in seeds for one in work(name, seed)[1]]
     asked = PlanRequest(
@@ -132,10 +128,10 @@ def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str, ru
         lengths="the work of the choosing seeds",
         work=Work(tuple(seen), Assumed(), longest),
         policy=policy,
-        in_turn=tuple(InTurn(SWITCH_S, core, runs=not runs or not (core or row.eta)) for core in (False, True)),
+        in_turn=tuple(InTurn(SWITCH_S, core, runs=True) for core in (False, True)),
     )
     result = best_plans(asked)
-    best = min((*result.plans, *([result.study] if result.study and not runs else [])), key=lambda plan: plan.seconds)
+    best = min((*result.plans, *([result.study] if result.study else [])), key=lambda plan: plan.seconds)
     roles = Roles(core=best.nodes, beside=best.hybrid) if best.in_turn else Roles(best.nodes)
     fleet = tuple(Part(one.pool, one.tp, one.replicas) for one in best.engines)
     return Planned(fleet, roles, best.seconds)

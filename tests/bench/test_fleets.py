@@ -1,4 +1,4 @@
-"""The judge: fleets of equal size, bounds that no contestant beats, training by the planner's cost model, and a search
+"""The judge: fleets of equal size, training by the planner's cost model, and a search
 that finds the best contestant."""
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ import math
 import pytest
 
 from bench import fleets_rows, fleets_search
-from bench.fleets import judge, line, ratio, switches
-from bench.fleets_bounds import bounds
-from bench.fleets_rows import MIXED, ROWS, Setting, engines_of, fleets_of, less_nodes, work
+from bench.fleets import judge, line, ratio
+from bench.fleets_rows import MIXED, ROWS, Setting, engines_of, fleets_of, work
 from bench.fleets_search import Contestant, Effort, Search, beside, parameters_of, seconds
 from bench.fleets_training import Roles, train_seconds
 
@@ -63,30 +62,6 @@ def test_a_slow_node_slows_the_engines_on_its_gpus() -> None:
         times = [engine.steps.step_s(1, 1_000) for engine in engines_of(row, fleet)]
         slow = [t for t in times if t > 1.5 * min(times)]
         assert len(slow) == row.slow // part.tp
-
-
-def test_nothing_is_faster_than_the_bounds(small: str) -> None:
-    bound = bounds(SMALL, work(small, 0)[1], fleets_rows.MAX_CONTEXT)
-    for fleet in fleets_of(SMALL, fleets_rows.MAX_CONTEXT):
-        taken = seconds((small, Contestant(fleet, "sticky"), 0, math.inf, 0))
-        assert max(bound.values()) < taken < math.inf
-
-
-@pytest.mark.parametrize("eta", [0, 1])
-@pytest.mark.parametrize("roles", [Roles(train=1), Roles(), Roles(keep_kv=True)])
-def test_nothing_is_faster_than_the_bounds_in_steady_state(
-    eta: int, roles: Roles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = STEADY._replace(eta=eta)
-    monkeypatch.setitem(ROWS, "small steady", row)
-    _forget()
-    bound = bounds(row, work("small steady", 0)[1], fleets_rows.MAX_CONTEXT)
-    fleet = fleets_of(less_nodes(row, roles.train), fleets_rows.MAX_CONTEXT)[3]
-    taken = seconds(("small steady", Contestant(fleet, "cmlfq", roles=roles), 0, math.inf, 0))
-    assert 0.0 < max(bound.values()) < taken < math.inf
-    trained = train_seconds("small steady", 0, roles)
-    assert taken > 0.9 * trained.seconds, "batches differ in tokens"
-    assert not trained.portion, "so few groups are trained whole"
 
 
 def test_splits_alone_train_groups_as_they_are_complete() -> None:
@@ -202,8 +177,6 @@ def test_the_judge_reports_a_steady_row_with_both_kinds_of_opponents(
     row = judge(Inline(), steady, QUICK)
     assert row["found"]["opponent"]["seconds"] == [380.0, 380.0]
     assert row["found"]["split"]["seconds"] == [501.0, 501.0]
-    assert row["switch_s"] == {6.0: 306.0, 20.0: 320.0, 160.0: 460.0, 80.0: 380.0}
-    assert switches(row).endswith("even at 201 s")
 
 
 def test_equal_ratios_have_no_error() -> None:

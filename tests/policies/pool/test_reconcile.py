@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import given, settings
@@ -19,15 +20,19 @@ from libra_hpc.policies.pool.reconcile import (
     StopTrainers,
     reconcile,
 )
-from libra_hpc.policies.pool.states import MoveOrdered, NodeState, Pool, RankBack, RankLost, advance
+from libra_hpc.policies.pool.states import MoveOrdered, NodeState, RankBack, RankLost, advance
 from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import Layout, Row
 
 from .layout_orders import layout_of
 
-KINDS = ((1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"), (5, "hybrid"))
-UNITS = st.sampled_from([{}, {4: (4, 5), 5: (4, 5)}])
+KINDS = ((1, "train"), (2, "train"), (3, "rollout"), (4, "hybrid"), (5, "hybrid"))
+TRAIN_LEADER, ROLLOUT_LEADER, CORE = 1, 3, (1, 2)
+PAIR = {4: (4, 5), 5: (4, 5)}
+UNITS = st.sampled_from([{}, PAIR])
+"""Hybrid nodes that move alone, or together."""
+SHARING = st.sampled_from([dict.fromkeys(CORE, CORE), dict.fromkeys(CORE, CORE) | PAIR])
 
 
 BEAT = "beat"
@@ -82,8 +87,9 @@ class Node:
 class Run:
     """Rank 0, its nodes, and a network that loses, delays, doubles and reorders Layouts, and delays reports."""
 
-    def __init__(self, units: dict[int, tuple[int, ...]], role: str) -> None:
-        self.pool = states.start(KINDS, role, lambda rank: units.get(rank, (rank,)))  # type: ignore[arg-type]
+    def __init__(self, units: dict[int, tuple[int, ...]], role: str, core_rolls_out: bool = False) -> None:
+        unit: Callable[[int], tuple[int, ...]] = lambda rank: units.get(rank, (rank,))  # noqa: E731
+        self.pool = states.start(KINDS, role, unit, core_rolls_out=core_rolls_out)  # type: ignore[arg-type]
         self.nodes = {rank: Node(rank) for rank, _ in KINDS}
         self.layout, self.frames = Layout(), list[tuple[int, Layout]]()
         self.reports: dict[int, list[Any]] = {rank: [] for rank, _ in KINDS}
@@ -117,18 +123,21 @@ class Run:
                     node.starting = False
 
     def lead(self, layout: Layout) -> None:
-        """The leaders have their share of the rows: drains, and the generation, whose members are all awake or late."""
+        """The leaders have their share of the rows: drains, the generation, whose members are all awake or late, and
+        the core's rest."""
         if layout.number <= self.seen_by_leaders.number:
             return
         was, self.seen_by_leaders = self.seen_by_leaders, layout
         for rank, row in layout.rows.items():
             known = was.rows.get(rank, Row())
             if row.drain and (row.drain, row.starts) != (known.drain, known.starts):
-                self.reports[2].append(TurnsDrained(rank))
+                self.reports[ROLLOUT_LEADER].append(TurnsDrained(rank))
         if layout.generation > was.generation:
             for rank in layout.members:
                 self.members[rank] = layout.generation
-                self.reports[1] += [states.StateArrived(rank), states.MemberOf(rank, layout.generation)]
+                self.reports[TRAIN_LEADER] += [states.StateArrived(rank), states.MemberOf(rank, layout.generation)]
+        if layout.rest and not was.rest:
+            self.reports[TRAIN_LEADER] += [EngineState(rank, "train", "standby") for rank in CORE]
 
     def report(self, rank: int) -> None:
         event, node = self.reports[rank].pop(0), self.pool.nodes[rank]
@@ -163,7 +172,7 @@ class Run:
         raise AssertionError("it comes to no rest")
 
 
-def disturb(run: Run, data: st.DataObject) -> None:
+def disturb(run: Run, data: st.DataObject, *movable: int) -> None:
     match data.draw(st.sampled_from(["frame", "frame", "double", "drop", "report", "report", "move", "crash", "lose"])):
         case "frame" if run.frames:
             run.deliver(data.draw(st.integers(0, len(run.frames) - 1)))
@@ -174,18 +183,38 @@ def disturb(run: Run, data: st.DataObject) -> None:
         case "report" if ranks := [rank for rank, waiting in run.reports.items() if waiting]:
             run.report(data.draw(st.sampled_from(ranks)))
         case "move":
-            run.apply(MoveOrdered(data.draw(st.integers(3, 5)), data.draw(st.sampled_from(["train", "rollout"]))))
+            rank, kind = data.draw(st.sampled_from(movable)), data.draw(st.sampled_from(["train", "rollout"]))
+            run.apply(MoveOrdered(rank, kind))  # type: ignore[arg-type]
         case "crash":
             run.crash(data.draw(st.integers(1, 5)), data.draw(st.sampled_from(["train", "rollout"])))
         case "lose":
-            rank = data.draw(st.integers(3, 5))
+            rank = data.draw(st.integers(4, 5))
             # Its stream breaks: what it reported is gone, and it may live on.
             run.reports[rank] = [BEAT]
             run.apply(RankLost(rank))
 
 
-def at_work(pool: Pool) -> bool:
-    return all(node.state in (NodeState.TRAIN, NodeState.ROLLOUT) for node in pool.nodes.values())
+def disturbed(run: Run, data: st.DataObject, *movable: int) -> Run:
+    """A run that has come to rest after moves, crashes, losses and a bad network."""
+    for _ in range(data.draw(st.integers(0, 60))):
+        disturb(run, data, *movable)
+        for node in run.nodes.values():
+            assert len(node.awake) <= 1, "it trains and rolls out at once"
+    run.settle()
+    return run
+
+
+def assert_at_work(run: Run) -> None:
+    """Every node has made its row true, and works in its role; whoever trains is a member."""
+    for rank, node in run.nodes.items():
+        row = run.layout.rows[rank]
+        assert (node.observed.starts, node.observed.life) == (row.starts, row.life)
+        assert node.awake == {row.active}
+    for known in run.pool.nodes.values():
+        assert known.state is (NodeState.TRAIN if known.role == "train" else NodeState.ROLLOUT)
+    training = {rank for rank, row in run.layout.rows.items() if row.active == "train"}
+    assert training == set(run.layout.members) == set(states.trainers(run.pool))
+    assert run.pool.forming is None
 
 
 @settings(max_examples=300, deadline=None)
@@ -196,17 +225,20 @@ def test_whatever_the_network_does_every_node_comes_to_the_newest_layout(
     run = Run(units, role)
     if works:
         run.settle()
-    for _ in range(data.draw(st.integers(0, 60))):
-        disturb(run, data)
-        for node in run.nodes.values():
-            assert len(node.awake) <= 1, "it trains and rolls out at once"
-    run.settle()
-    for rank, node in run.nodes.items():
-        row = run.layout.rows[rank]
-        assert (node.observed.starts, node.observed.life) == (row.starts, row.life)
-        assert node.awake == {row.active}
-    assert at_work(run.pool)
-    assert {rank for rank, row in run.layout.rows.items() if row.active == "train"} == set(run.layout.members)
+    assert_at_work(disturbed(run, data, 4, 5))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), SHARING)
+def test_whatever_happens_a_core_that_is_wanted_trains_and_all_others_work(
+    data: st.DataObject, units: dict[int, tuple[int, ...]]
+) -> None:
+    run = disturbed(Run(units, "rollout", core_rolls_out=True), data, 1, 4, 5)
+    if run.pool.nodes[1].state is NodeState.ROLLOUT:
+        run.apply(MoveOrdered(1, "train", abort=True))
+        run.settle()
+    assert run.pool.nodes[1].state is NodeState.TRAIN
+    assert_at_work(run)
 
 
 def test_a_row_that_holds_asks_for_nothing_and_one_that_was_missed_is_out_of_date() -> None:

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from libra_hpc.policies.pool.states import (
-    Event,
-    IllegalTransition,
-    MemberOf,
-    MoveOrdered,
-    NodeState,
-    Pool,
-    RankLost,
-    StateArrived,
-    advance,
-    start,
-)
+from libra_hpc.policies.pool.states import IllegalTransition, MemberOf, MoveOrdered, Pool, StateArrived, advance, start
 from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.engine_state import EngineState
 
 from .layout_orders import DrainTurns, FormGeneration, RestCore, StandbyEngine, StartEngine
-from .test_states import Cluster, after, assert_everybody_works, lost, ready, states
+from .test_states import after, lost, ready, states
 
 CORE = (1, 2)
 
@@ -120,25 +107,3 @@ def test_only_a_core_that_shares_moves() -> None:
     for event in (MoveOrdered(1, "rollout"), rests(1)):
         with pytest.raises(IllegalTransition):
             advance(pool, event)
-
-
-disturbances: st.SearchStrategy[Event] = st.one_of(
-    st.builds(MoveOrdered, st.sampled_from((1, 3, 4)), st.sampled_from(("train", "rollout"))),
-    st.builds(lost, st.sampled_from((1, 3, 4)), st.sampled_from(("train", "rollout"))),
-    st.builds(RankLost, st.sampled_from((3, 4))),
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_whatever_happens_a_core_that_is_wanted_trains_and_all_others_work(data: st.DataObject) -> None:
-    def check(pool: Pool, before: Pool) -> None:
-        assert pool.nodes[1].state is not NodeState.LOST
-
-    kinds = ((1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"))
-    cluster = Cluster(start(kinds, core_rolls_out=True), check)  # type: ignore[arg-type]
-    if cluster.disturbed(data, disturbances).nodes[1].state is NodeState.ROLLOUT:
-        cluster.apply(MoveOrdered(1, "train", abort=True))
-    pool = cluster.rest()
-    assert pool.nodes[1].state is NodeState.TRAIN
-    assert_everybody_works(pool)

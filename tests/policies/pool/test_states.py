@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import Layout
 
 from . import layout_orders as orders_of
-from .layout_orders import DrainTurns, FormGeneration, RestCore, StandbyEngine, StartEngine, StopTrainers, layout_of
+from .layout_orders import DrainTurns, FormGeneration, StandbyEngine, StartEngine, StopTrainers, layout_of
 
 
 def ready(rank: int, kind: str) -> EngineState:
@@ -257,19 +256,6 @@ def begin(role: str, units: dict[int, tuple[int, ...]]) -> Pool:
     return start(COMPONENTS.items(), role, lambda rank: units.get(rank, (rank,)))  # type: ignore[arg-type]
 
 
-def silenced(message: Event, event: Event) -> bool:
-    """Whether a message on its way will never come because of this crash; confirmations may still come late."""
-    if message.rank != event.rank or isinstance(message, MemberOf):
-        return False
-    if isinstance(event, RankLost):
-        return not isinstance(message, RankBack)
-    if not isinstance(event, EngineState):
-        return False
-    return (isinstance(message, EngineState) and message.kind == event.kind) or isinstance(
-        message, TurnsDrained if event.kind == "rollout" else StateArrived
-    )
-
-
 def check(pool: Pool, before: Pool) -> None:
     for node in pool.nodes.values():
         assert node.component == COMPONENTS[node.rank]
@@ -310,88 +296,3 @@ def test_no_sequence_of_events_moves_the_core_or_turns_generations_back(
         with contextlib.suppress(IllegalTransition):
             pool = advance(pool, event)
             check(pool, before)
-
-
-class Cluster:
-    """Does what the rows ask, in any order across nodes; ``check`` sees every transition."""
-
-    def __init__(self, started: Pool, check: Callable[..., None]) -> None:
-        self.pool, self.check = started, check
-        self.inbox: list[Event] = []
-        self.worlds: dict[int, int] = {}
-        """The training world that each node has processes of."""
-        self.obey(orders_of.orders(Layout(), layout_of(started)))
-
-    def answers(self, rank: int, kind: str) -> list[Event]:
-        """A training world of several nodes answers once all have started it."""
-        unit = self.pool.nodes[rank].unit if kind == "train" else (rank,)
-        whole = kind == "rollout" or len({self.worlds.get(other, -1) for other in unit}) == 1
-        return [ready(other, kind) for other in unit if whole and not self.pool.nodes[other].engine_ready]
-
-    def obey(self, effects: list[Any]) -> None:
-        for effect in effects:
-            match effect:
-                case StartEngine(rank=rank, kind=kind, world=world):
-                    if kind == "train":
-                        self.worlds[rank] = world
-                    said = self.answers(rank, kind)
-                    ranks = {rank} | {event.rank for event in said}
-                    self.inbox = [e for e in self.inbox if not (isinstance(e, EngineState) and e.rank in ranks)] + said
-                case StopTrainers(rank=rank):
-                    self.worlds[rank] = -1 - rank
-                    self.inbox = [e for e in self.inbox if e != ready(rank, "train")]
-                case DrainTurns(rank=rank):
-                    self.inbox.append(TurnsDrained(rank))
-                case FormGeneration(generation=generation, ranks=members):
-                    self.inbox += [MemberOf(rank, generation) for rank in members]
-                    self.inbox += [StateArrived(rank) for rank in members if not self.pool.nodes[rank].has_state]
-                case RestCore():
-                    self.inbox.append(EngineState(1, "train", "standby"))
-
-    def apply(self, event: Event) -> None:
-        if isinstance(event, EngineState) and event.state == "lost":
-            event = lost(event.rank, event.kind, self.pool.nodes[event.rank].world)
-        before = self.pool
-        with contextlib.suppress(IllegalTransition):
-            self.pool = advance(before, event)
-            self.check(self.pool, before)
-            self.obey(orders(before, self.pool, event))
-
-    def rest(self) -> Pool:
-        """The pool once the cluster has finished what was asked."""
-        for _ in range(300):
-            if self.inbox:
-                self.apply(self.inbox.pop(0))
-        assert not self.inbox
-        return self.pool
-
-    def disturbed(self, data: st.DataObject, events: st.SearchStrategy[Event]) -> Pool:
-        """The pool at rest after moves, crashes and losses."""
-        for _ in range(data.draw(st.integers(0, 40))):
-            if self.inbox and data.draw(st.integers(0, 2)):
-                self.apply(self.inbox.pop(data.draw(st.integers(0, len(self.inbox) - 1))))
-                continue
-            event = data.draw(events)
-            self.inbox = [e for e in self.inbox if not silenced(e, event)]
-            self.apply(event)
-            if isinstance(event, RankLost) and self.pool.nodes[event.rank].state is NodeState.LOST:
-                self.inbox.append(RankBack(event.rank))
-        return self.rest()
-
-
-def assert_everybody_works(pool: Pool) -> None:
-    for node in pool.nodes.values():
-        assert node.state is (NodeState.TRAIN if node.role == "train" else NodeState.ROLLOUT)
-        assert node.engine_ready
-        assert (node.rank in pool.membership.ranks) == (node.role == "train")
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data(), kinds, UNITS)
-def test_whatever_happened_an_obedient_cluster_comes_to_rest_with_every_core_node_at_work(
-    data: st.DataObject, role: str, units: dict[int, tuple[int, ...]]
-) -> None:
-    pool = Cluster(begin(role, units), check).disturbed(data, disturbances)
-    assert_everybody_works(pool)
-    assert pool.forming is None
-    assert trainers(pool) == tuple(pool.membership.ranks)
