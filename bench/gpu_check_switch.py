@@ -43,6 +43,8 @@ STEP_TOKENS = 512
 """Of the one trajectory of the first steps after a switch to training."""
 FEW = 1e-9
 """Share of the elements that change from round to round."""
+CHANGED = 0.0075
+"""The same, of a step at a learning rate of 1e-6."""
 GB = 1e9
 FIRST, LATER = "  first step after it over a later one", "  later step, s"
 HELD = "memory that training holds and standby frees, GB"
@@ -80,6 +82,10 @@ class SharedDevice:
         # Steps of an engine overlap it.
         staged = seconds_of(lambda: stage(engine, update))
         applied = engine.apply(update).seconds
+        self._version += 1
+        changes = self._versions.offer(self._version, CHANGED)
+        update = UpdateWeights(self._image, self._version, (changes,))
+        by_index = seconds_of(lambda: stage(engine, update))
         return {
             "switch to training, s": frees + joins,
             "  engine frees its memory, s": frees,
@@ -91,6 +97,8 @@ class SharedDevice:
             "  engine takes memory again, s": wakes,
             "  weights staged, s": staged,
             f"  {self._versions.dense / GB:.2f} GB of weights applied, s": applied,
+            f"{CHANGED:.2%} of the weights staged by index, s": by_index,
+            "  applied, s": engine.apply(update).seconds,
             HELD: held / GB,
         }
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.protocol.engine import VersionFiles
 from libra_hpc.weights.delta import dense, encoding_for, sparse
 from libra_hpc.weights.image import Image
 from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, offer_path, payload_path, write_offer
@@ -51,8 +52,12 @@ class Versions:
 
     def bring(self, version: int, share: float = 1.0) -> None:
         """Write an offer and bring the image to it."""
+        payload_path(Path(self.offer(version, share).manifests[0])).unlink()
+
+    def offer(self, version: int, share: float) -> VersionFiles:
+        """Bring the image to a new offer, which is kept."""
         base = WHOLE if share == 1.0 else version - 1
         offer = write_offer(self._folder, version, base, "t0.0", pieces(self._values, share, version))
-        payload = payload_path(offer_path(self._folder, version, "t0.0"))
-        self.image.apply(version, [(offer, payload)])
-        payload.unlink()
+        manifest = offer_path(self._folder, version, "t0.0")
+        self.image.apply(version, [(offer, payload_path(manifest))])
+        return VersionFiles(version, base, (str(manifest),))

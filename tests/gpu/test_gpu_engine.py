@@ -3,16 +3,23 @@ gives the memory back."""
 
 from __future__ import annotations
 
+import shutil
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from libra_hpc.engine.settings import alone
-from libra_hpc.protocol.engine import Abort, Generated, Sleep, Wake
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.protocol.engine import Abort, Generated, Sleep, UpdateWeights, Wake
+from libra_hpc.weights.image import Image
 from tests.engine.engine_harness import EngineUnderTest, Model, logprobs_of, make_model, tokens_of, turn
+from tests.engine.test_in_place import offered
 
 HIDDEN = 256
 """Two heads of 128, which GPU attention kernels have."""
@@ -112,3 +119,20 @@ def test_weights_change_under_a_running_turn(engine: EngineUnderTest, old: Model
     for model, part in ((new, slice(0, count)), (old, slice(count, 1000))):
         want = model.logprobs([*prompt, *tokens], len(prompt))
         assert statistics.fmean(abs(a - b) for a, b in zip(got[part], want[part], strict=True)) < CLOSE
+
+
+def test_changes_by_index_are_what_the_image_has(engine: EngineUnderTest, old: Model, tmp_path: Path) -> None:
+    shape = read_shape(old.folder)
+    image = Image(tmp_path, hf_shapes(shape), "BF16")
+    tensors = load_file(old.weights)
+    bits = {name: tensors[name].bfloat16().view(torch.int16).flatten().numpy().copy() for name in image.shapes}
+    offered(shape, image, 1, bits, share=1.0, seed=0)
+    engine.apply(UpdateWeights(str(image.path), 1))
+    first = engine.greedy()
+    # Engines that take changes need no image: this one stays at version 1.
+    earlier = shutil.copy(image.path, tmp_path / "earlier")
+    changes = tuple(offered(shape, image, version, bits, share=0.03, seed=version) for version in range(2, 12))
+    engine.apply(UpdateWeights(str(earlier), 11, changes))
+    by_index = engine.greedy()
+    engine.apply(UpdateWeights(str(image.path), 11))
+    assert first != by_index == engine.greedy()
