@@ -1,10 +1,10 @@
 """The live planner in the simulator: drifting workloads on 48 A800 in 12 nodes, against splits that stay.
 
-    python -m bench.replan [--part moves|repartition] [--seeds 3] [--steps 120] [--rows NAME|NAME] [--idle-steps 1000]
-        [--jobs 2] [--quick]
+    python -m bench.replan [--part moves|repartition] [--seeds 3] [--steps 120] [--rows NAME|NAME] [--jobs 2]
+        [--quick]
 
-Workloads drift or jump for a while (`bench.replan_work`). Every rule gets the same trajectories and pays for its moves.
-The planner starts from an even split. The last line is the case without drift.
+Workloads drift (`bench.replan_work`). Every rule gets the same trajectories and pays for its moves.
+The planner starts from an even split.
 
 ``moves``: all nodes but one at either end are hybrid, Qwen3-14B.
 
@@ -34,7 +34,7 @@ from msgspec.structs import replace
 from bench.harness import by_row, cells, options, report, seeds
 from bench.replan_pool import Site
 from bench.replan_rules import SETTINGS, Live, Played, Rule, Static, Tiers, VerlLike, clairvoyant, play
-from bench.replan_work import JUMPS, SEGMENT, WORKLOADS, drifting, steady
+from bench.replan_work import WORKLOADS, drifting
 from libra_hpc.protocol.trace import TrajectoryRecord
 
 SITE = Site()
@@ -49,7 +49,7 @@ WORSE = 1.25
 SWITCH_S = 60.0
 """Seconds of the loop that a change of split costs in the clairvoyant's plan: a node is away for some 75 s, a twelfth
 to a third of a stage."""
-QUICK = ("curriculum", "jump 10")
+QUICK = ("curriculum",)
 """Rows of ``--quick``: one seed takes a minute of one core."""
 Job = tuple[str, int, int]
 """(row, seed, steps)."""
@@ -65,14 +65,10 @@ class Part(NamedTuple):
     note: str
     compare: Callable[[Job], Found]
     """All rules on one workload and seed."""
-    idle: Callable[[Job], str]
-    """No drift: what the planner does."""
 
 
 def named_work(name: str, steps: int, seed: int) -> list[TrajectoryRecord]:
-    """A workload by name; that of a jump changes between two batches."""
-    drift, segment = (JUMPS[name], 1) if name in JUMPS else ({**WORKLOADS, "steady": steady}[name], SEGMENT)
-    return drifting(drift, steps, groups=SITE.prompts, group=SITE.group, seed=seed, segment=segment)
+    return drifting(WORKLOADS[name], steps, groups=SITE.prompts, group=SITE.group, seed=seed)
 
 
 def statics(run: Callable[[Rule, int], Played]) -> tuple[dict[int, Played], int]:
@@ -139,26 +135,10 @@ def compare_tiers(job: Job) -> Found:
     }
 
 
-def idle_moves(job: Job) -> str:
-    _, seed, steps = job
-    probe = named_work("steady", 24, seed + 500)
-    best = min(range(2, SITE.nodes - 1), key=lambda n: play(SITE, probe, rule=Static(), train=n, seed=seed).seconds)
-    rule = Live(SETTINGS, SITE)
-    done = play(SITE, named_work("steady", steps, seed), rule=rule, train=best, seed=seed)
-    took = f"{done.seconds / 3600.0:.0f} h, {rule.evaluations} evaluations"
-    return f"{done.moves} moves in {steps} steps ({took}), {best} nodes train"
-
-
-def idle_tiers(job: Job) -> str:
-    _, seed, steps = job
-    done = play(FEW, named_work("steady", steps, seed), rule=Tiers(MINUTELY, FEW), train=MIDDLE, seed=seed)
-    return f"{len(done.repartitioned)} restarts and {done.moves} moves in {steps} steps, from an even split"
-
-
 PARTS = {
     "moves": Part(
         title="The live planner against the simulator",
-        rows=(*WORKLOADS, *JUMPS),
+        rows=tuple(WORKLOADS),
         columns={
             "x static": "{static:.3f}",
             "least": "{static_min:.3f}",
@@ -172,7 +152,6 @@ PARTS = {
         words="static {static:.3f}, from it {from_it:.3f}, verl {verl:.3f}, clairv. {clairvoyant:.3f}, {moves} moves",
         note="goals: x static 1.15, x verl 1.10, x clairv. 0.95",
         compare=compare_moves,
-        idle=idle_moves,
     ),
     "repartition": Part(
         title="Both tiers of the planner against the simulator",
@@ -190,30 +169,26 @@ PARTS = {
         words="static {static:.3f}, first {first:.3f}, every {every:.3f}, {starts} restarts, {moves} moves",
         note="lost: time in which nothing ran",
         compare=compare_tiers,
-        idle=idle_tiers,
     ),
 }
 
 
 def main() -> None:
-    """Run every workload and seed, and the case without drift unless ``--idle-steps`` is 0."""
-    defaults: dict[str, Any] = {"seeds": 3, "first_seed": 0, "steps": 120, "idle_steps": 1000, "jobs": 2}
+    """Run every workload and seed."""
+    defaults: dict[str, Any] = {"seeds": 3, "first_seed": 0, "steps": 120, "jobs": 2}
     every = PARTS["moves"].rows
     given = options("replan", __doc__, rows=every, quick=QUICK, part=tuple(PARTS), **defaults)
     part = PARTS[given.part]
     if given.quick:
-        given.seeds, given.steps, given.idle_steps = 1, 80, 0
+        given.seeds, given.steps = 1, 80
     jobs = [(name, seed, given.steps) for name in given.rows if name in part.rows for seed in seeds(given)]
     if not jobs:
         given.error(f"--rows: part {given.part} has only {', '.join(part.rows)}")
     with ProcessPoolExecutor(given.jobs) as pool:
-        still = pool.submit(part.idle, ("", given.first_seed, given.idle_steps)) if given.idle_steps else None
         found = by_row(pool, part.compare, jobs, lambda result: part.words.format(**result))
-        no_drift = [f"no drift: {still.result()}"] if still else []
     every_seed = [row["static"] for rows in found.values() for row in rows]
     notes = [
         f"{given.seeds} seeds, {given.steps} steps, 12 nodes of 4 A800; throughput over that of the others",
-        *no_drift,
         part.note,
         f"all rows: x static {statistics.fmean(every_seed):.3f}, least {min(every_seed):.3f}",
     ]

@@ -20,20 +20,7 @@ from bench.replan_rules import (
     run_file,
 )
 from bench.replan_view import View
-from bench.replan_work import (
-    DOUBLING,
-    JUMP,
-    JUMP_AT,
-    JUMPS,
-    PERIOD,
-    PHASE,
-    WORKLOADS,
-    answers_grow,
-    curriculum,
-    drifting,
-    mixture,
-    steady,
-)
+from bench.replan_work import DOUBLING, PERIOD, PHASE, WORKLOADS, answers_grow, curriculum, drifting, mixture, steady
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.protocol.plan import PlanSnapshot
 from libra_hpc.simulator.simulate import Simulation
@@ -68,14 +55,6 @@ def test_workloads_change_at_the_stated_steps() -> None:
         "documents",
     ]
     assert [mixture(step)[0][1] for step in (0, PERIOD / 4, PERIOD / 2, PERIOD)] == pytest.approx([0.0, 0.5, 1.0, 0.0])
-
-
-def test_a_jump_lasts_its_steps_and_the_work_is_as_before() -> None:
-    long = [JUMPS["jump 10"](step)[0][0].generated for step in (JUMP_AT - 1, JUMP_AT, JUMP_AT + 9, JUMP_AT + 10)]
-    assert [tokens / long[0] for tokens in long] == [1.0, JUMP, JUMP, 1.0]
-    again = [JUMPS["jumps"](step)[0][0].generated > long[0] for step in (0, JUMP_AT, JUMP_AT + 10, JUMP_AT + 30)]
-    assert again == [False, True, False, True]
-    assert [JUMPS["detour 10"](JUMP_AT + step)[0][0].name for step in (-1, 0, 10)] == ["documents", "math", "documents"]
 
 
 def test_a_sequence_stands_for_several_that_run_in_step() -> None:

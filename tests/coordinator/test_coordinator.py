@@ -25,7 +25,6 @@ from libra_hpc.protocol.layout import Layout, ResumePoint, StopTraining
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.ranks_stop import RanksStop, decode_end
 from libra_hpc.protocol.repartition_order import encode_order, new_order
-from libra_hpc.state.attempt import saved_point
 from tests.policies.pool.layout_orders import FormGeneration, StartEngine, all_orders
 from tests.protocol.step_reports import step_report
 
@@ -366,18 +365,6 @@ def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:
     scene.deliver((3, Fatal(3, "engine r3.0 ended with 1")))
     run_until_over(scene)
     assert scene.end == RanksStop("fatal", "node 3: engine r3.0 ended with 1", 0)
-
-
-def test_an_attempt_starts_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    assert saved_point(run) == ResumePoint(0, "", 0, ())
-    for step, complete in ((10, True), (20, True), (30, False)):
-        run.checkpoint(step).mkdir(parents=True)
-        if complete:
-            run.write_json(
-                run.checkpoint(step) / "state.json", {"step": step, "low": step * 8, "extra": [step * 8 + 3]}
-            )
-    assert saved_point(run) == ResumePoint(20, str(run.checkpoint(20)), 160, (163,))
 
 
 def test_nothing_is_written_to_a_descriptor_that_the_launcher_did_not_open(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from libra_hpc_cli import app
+from libra_hpc_cli import plan as command
 
-from libra_hpc.planning import best_plan
+from libra_hpc.planning import best_plan, initial, scaling_curve
+from libra_hpc.planning import remembered as memory
+from libra_hpc.policies.search.run_plan import PlanResult
 
 STAGES = ("train", "hybrid", "rollout")
 NODES = "".join(f'[components.{stage}]\nnodes = 2\ngpus = 8\ngpu_type = "a800"\n' for stage in STAGES)
@@ -60,8 +65,21 @@ def small_plays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setattr(best_plan, name, getattr(best_plan, name) // 10)
 
 
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Plans of all commands: many tests ask the same question."""
+    return tmp_path_factory.mktemp("answers")
+
+
 @pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answers: Path) -> Call:
+    def remembered(*asked: Any, cache: Path | None = None, **how: Any) -> PlanResult:
+        return best_plan.best_plans(*asked, cache=answers, **how)
+
+    # The library stays as it is while the tests run.
+    monkeypatch.setattr(memory, "digest", lambda asked, _: hashlib.sha256(msgspec.json.encode(asked)).hexdigest())
+    for module in (command, initial, scaling_curve):
+        monkeypatch.setattr(module, "best_plans", remembered)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(RUN)
     return Call(capsys)

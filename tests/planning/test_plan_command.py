@@ -47,7 +47,7 @@ def test_the_default_shows_split_limits_and_sources(call: Call) -> None:
         "played in the simulator, 2 batches of the first row",
     ):
         assert fact in out
-    assert re.search(r"not fit \(--explain for all\).*GB over", call.shown(), re.DOTALL)
+    assert re.search(r"not fit \(--explain for all\).*GB over", out, re.DOTALL)
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from libra_hpc_cli import plan as command
-from libra_hpc_cli import plan_tables
 
 from libra_hpc.config.load import load_run_file, validate, with_values
 from libra_hpc.config.run_file_text import edited
@@ -37,25 +33,6 @@ def rows(call: Call, *arguments: str) -> int:
     return len(re.findall(r"^ *\S*\d+\+\d+ +TP", call.shown(*arguments).rpartition("train as")[2], re.MULTILINE))
 
 
-@pytest.fixture
-def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every command of a test asks for the same plans."""
-    for module, name in ((command, "best"), (plan_tables, "planned")):
-        monkeypatch.setattr(module, name, once(getattr(module, name)))
-
-
-def once(function: Callable[..., Any]) -> Callable[..., Any]:
-    found: list[Any] = []
-
-    def first(*arguments: Any, **keywords: Any) -> Any:
-        if not found:
-            found.append(function(*arguments, **keywords))
-        return found[0]
-
-    return first
-
-
-@pytest.mark.usefixtures("searched_once")
 @pytest.mark.parametrize(
     ("example", "model", "nodes"),
     [

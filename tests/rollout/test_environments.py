@@ -83,15 +83,6 @@ async def test_a_turn_that_ends_its_host_is_sent_twice_and_no_more() -> None:
     assert plant.sizes() == [2, 2]
 
 
-async def test_a_host_that_dies_before_it_opened_anything_costs_nothing() -> None:
-    plant = Plant().start()
-    await asyncio.sleep(0)
-    plant.kill_host()
-    await plant.batch()
-    assert plant.sizes() == [2, 2]
-    assert len(plant.decisions) == 8
-
-
 async def test_a_step_that_never_ends_is_a_failed_attempt_and_its_episode_is_closed() -> None:
     plant = Plant().start()
     plant.host_up(30.0)

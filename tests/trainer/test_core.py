@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -185,49 +184,3 @@ def test_thirty_steps_in_every_layout_equal_one_process(
     got_state = run.core.tensors(30)
     assert all((got_state[name] - tensor).abs().max() < 1e-4 for name, tensor in final.items())
     assert run.core.close() == [0] * layout.ranks
-
-
-@pytest.mark.chaos
-def test_thirty_random_moves_and_kills_leave_the_result_as_it_is(tmp_path: Path, world: ReplicaPlace) -> None:
-    model_dir = tmp_path / "model"
-    make_model("qwen3", model_dir, layers=1)
-    chance, steps = random.Random(5), 10
-    run = Run(tmp_path, model_dir, Layout(dp=2))
-    idle = [run.replica(f"{i}") for i in range(3)]
-    want, final = fixed_run(model_dir, world, steps)
-    for replica in (run.core, *idle):
-        replica.ready()
-    active: list[Replica] = []
-    moves = kills = 0
-    run.form()
-    for step in range(1, steps + 1):
-        # Moves between two steps, which come before the generation before has formed.
-        for _ in range(3):
-            if active and (not idle or chance.random() < 0.5):
-                idle.append(active.pop(chance.randrange(len(active))))
-            elif idle:
-                active.append(idle.pop(chance.randrange(len(idle))))
-            moves += 1
-            run.order(*active)
-        run.formed()
-        if active and chance.random() < 0.3:
-            # Stopped, so that it cannot answer before it is killed.
-            victim = active.pop(chance.randrange(len(active)))
-            victim.processes[0].send_signal(signal.SIGSTOP)
-            run.send(step)
-            victim.kill()
-            for member in run.members:
-                if member is not victim:
-                    member.receive(StepFailed)
-            kills += 1
-            idle.append(run.replica(f"{3 + kills}"))
-            idle[-1].ready()
-            run.form(*active)
-        got = run.step(step)
-        assert got.loss == pytest.approx(want[step - 1].loss, abs=1e-4)
-        assert got.grad_norm == pytest.approx(want[step - 1].grad_norm, rel=1e-4)
-    assert moves == 30
-    assert kills > 1
-    state = run.core.tensors(steps)
-    assert all((state[name] - tensor).abs().max() < 1e-4 for name, tensor in final.items())
-    assert run.core.close() == [0, 0]

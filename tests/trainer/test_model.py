@@ -11,11 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from libra_hpc.errors import UserError
-from libra_hpc.models.architecture import check_experts, check_parallel, read_shape
 from libra_hpc.models.supported import TRAINED
 from libra_hpc.protocol.codec import unpack_i32
-from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Pack, decode, pack
 from libra_hpc.trainer.saved import checkpoint
@@ -204,53 +201,3 @@ def test_a_minibatch_without_loss_tokens_is_skipped(tmp_path: Path, world: Repli
     done = trainer.step(type(message)(1, 0, ((), message.minibatches[0]), (0, message.divisors[0])))
     assert (engine.state.step, engine.state.updates) == (1, 1)
     assert done.grad_norm > 0
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"model_type": "qwen22"}, "did you mean 'qwen2'"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type = 'dynamic'"),
-    ],
-)
-def test_models_we_cannot_train_are_refused(tmp_path: Path, change: dict[str, object], complaint: str) -> None:
-    make_model("qwen2", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(UserError, match=complaint):
-        read_shape(tmp_path)
-
-
-def test_splits_that_do_not_divide_are_refused(tmp_path: Path) -> None:
-    make_model("qwen2", tmp_path)
-    shape = read_shape(tmp_path)
-    with pytest.raises(UserError, match=r"train\.tp = 3: .*num_attention_heads = 4; valid: 1, 2, 4\."):
-        check_parallel(shape, 3, 1)
-    check_parallel(shape, 4, 1)
-    with pytest.raises(UserError, match=r"train\.pp = 3: .*2 layers"):
-        check_parallel(shape, 1, 3)
-    with pytest.raises(UserError, match=r"no config\.json"):
-        read_shape(tmp_path / "nowhere")
-    make_model("qwen3_5_text", tmp_path / "net")
-    with pytest.raises(UserError, match=r"train\.tp = 4: exceeds num_key_value_heads = 2 of .*; valid: 1, 2\."):
-        check_parallel(read_shape(tmp_path / "net"), 4, 1)
-    make_model("gpt_oss", tmp_path / "oss")
-    with pytest.raises(
-        UserError, match=r"train\.ep = 1: tensor ranks cannot share .* valid: 2 or more, or train\.tp = 1"
-    ):
-        check_experts(read_shape(tmp_path / "oss"), tp=2, ep=1, etp=2, ranks=2)
-
-
-def test_folders_appear_whole_and_an_unknown_format_is_named(tmp_path: Path) -> None:
-    newest = tmp_path / "step-000012"
-    for updates in (24, 1):
-        partial = tmp_path / "step-000012.partial"
-        partial.mkdir()
-        (partial / "trainer.json").write_text(f'{{"step": 12, "updates": {updates}}}')
-        folders.publish(partial, newest)
-        assert folders.read_state(newest) == folders.TrainerState(12, updates)
-    (newest / "trainer.json").write_text('{"step": 1, "updates": 1, "format": 99}')
-    with pytest.raises(ValueError, match="format 99"):
-        folders.read_state(newest)
