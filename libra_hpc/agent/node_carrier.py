@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import sys
 import time
 from collections import deque
@@ -58,6 +59,8 @@ from libra_hpc.weights.served_weights import reading_secret
 
 from .supervised import NO_START_S, ChildCommand, EngineNode, Supervised
 
+PLACE = os.environ.get("SLURM_TOPOLOGY_ADDR") or socket.gethostname()
+"""See `Peer.place`; without switches in Slurm's configuration it is the host."""
 CHANGES = 8
 """Versions: an engine that is further behind reads the image.  Half: a long pause ends in a read; double: nothing."""
 
@@ -213,7 +216,7 @@ class NodeCarrier(EngineNode[Supervised]):
     def _carrier_ready(self, carrier: Supervised, port: int, fault: str, by_tcp: str) -> None:
         context = self._context
         carrier.state, carrier.starts = "ready", 0
-        peer = self.peer = Peer(context.rank, context.addresses, port)
+        peer = self.peer = Peer(context.rank, context.addresses, port, PLACE)
         for order, _ in self._parts.values():
             shutil.rmtree(order.target, ignore_errors=True)
             carrier.send(order)

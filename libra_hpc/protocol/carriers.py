@@ -23,6 +23,8 @@ class Peer(msgspec.Struct, frozen=True):
     rank: int
     addresses: tuple[str, ...]
     port: int
+    place: str = ""
+    """Switches from the network's top down to its host, as Slurm names them; those nearby begin with the same words."""
 
 
 class Publish(msgspec.Struct, tag=True, frozen=True):

@@ -65,6 +65,7 @@ from .served_weights import ServedDelta, ServedWeights, reading_secret
 from .server import CarrierServer
 from .transport.http_server import HttpServer
 from .transport.nixl import probe
+from .transport.token_bucket import BandwidthPace
 from .weightfile import FLOATS, WeightFileError
 from .wire import WAITING_S, Absent, Caller
 
@@ -129,6 +130,7 @@ class NodeImage:
         self.shapes = config.shapes or hf_shapes(read_shape(Path(config.run.model.path)))
         self._image: Image | None = None
         self._copying, self._writes = threading.Lock(), False
+        self.arriving: ArrivingImage | None = None
         if (Path(config.folder) / IMAGE_FILE).exists():
             self._open()
 
@@ -166,9 +168,15 @@ class NodeImage:
                         image.apply(version, offers, verify=False)
         finally:
             self._writes = False
+        if self.whole:
+            self.arriving = None
 
     def block(self, version: int, begin: int, end: int) -> tuple[int, bytes] | None:
+        if self.arriving and (block := self.arriving.block(version, begin, end)):
+            return block
         if self._image is None or self._image.version < 0:
+            if self.arriving:
+                return None
             raise Absent("there is no image yet")
         # A writer goes first, and callers are not silent for as long as it works.
         if self._writes or not self._copying.acquire(timeout=WAITING_S):
@@ -202,8 +210,10 @@ class Carrier:
         self._port = listener.getsockname()[1]
         direct, self._by_tcp = probe(config.transport, config.rank)
         log.info("weights travel by %s", "NIXL" if direct else f"TCP: {self._by_tcp}")
-        self._server = CarrierServer(listener, config.secret, self._store, self._image, parts, direct, agent.send)
-        self._caller = Caller(config.rank, config.secret, config.pull_mb_s * 1e6, direct, agent.send)
+        pace, served = BandwidthPace(config.pull_mb_s * 1e6), (self._store, self._image, parts, direct, agent.send)
+        guests = config.secret if config.guest else b""
+        self._server = CarrierServer(listener, config.secret, *served, guests=guests, pace=pace)
+        self._caller = Caller(config.rank, config.secret, pace, direct, agent.send)
         self._outside = ServedWeights(folder, self._image.shapes, config.dtype, self._store)
         self._outside_fault = _serve_outside(config, self._outside) if config.http_port else ""
         self._whole: queue.SimpleQueue[tuple[Publish, Sequence[Landed]] | SavePolicy] = queue.SimpleQueue()
@@ -213,7 +223,7 @@ class Carrier:
             folder,
             config.rank,
             self._caller,
-            image_bytes=self._image.size,
+            image=self._image,
             store=self._store,
             complete=self._on_whole,
             report=agent.send,

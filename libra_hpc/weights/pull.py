@@ -29,6 +29,7 @@ from libra_hpc.protocol.carriers import NotStored, Peer, PieceRefused, Publish, 
 from .offers import ArrivingOffer, OfferStore, Spares, StoredOffer
 from .pieces import Offer, decode_offer, offer_path, read_offer
 from .receiver import ArrivingImage, KnownNodes, OfferReceiver, PassedOver, Route, nodes_before, nodes_with
+from .server import ImageSource
 from .weightfile import WeightFileError
 from .wire import IMAGE, Absent, Caller, DamagedError, Fetch, WireError
 
@@ -52,13 +53,13 @@ class Puller:
         rank: int,
         caller: Caller,
         *,
-        image_bytes: int,
+        image: ImageSource,
         store: OfferStore,
         complete: Callable[[Publish, Sequence[Landed]], None],
         report: Report,
     ) -> None:
-        """``image_bytes``: of the model's tensors; ``complete`` gets every version, in order, with its offers."""
-        self._folder, self._rank, self._caller, self._image_bytes = folder, rank, caller, image_bytes
+        """``complete`` gets every version, in order, with its offers."""
+        self._folder, self._rank, self._caller, self._image = folder, rank, caller, image
         self._arriving: ArrivingImage | None = None
         """An image of which not every block is here."""
         self._spares = Spares(folder)
@@ -149,7 +150,7 @@ class Puller:
         if not peers:
             self._report(Stalled(message.version, IMAGE, 0, "no other node has an image"))
             raise PassedOver
-        image = self._arriving = self._arriving or ArrivingImage(self._folder, self._image_bytes)
+        image = self._arriving = self._image.arriving = self._arriving or ArrivingImage(self._folder, self._image.size)
         routes = [self._route(message, IMAGE, peers) for _ in range(STRIPES)]
         try:
             image.receive(self._caller, version, routes, self._threads, self._report)

@@ -131,6 +131,13 @@ class ArrivingImage:
             raise WireError(f"bytes {begin} to {end} are no block of the image")
         self.versions[begin // BLOCK_BYTES] = version
 
+    def block(self, version: int, begin: int, end: int) -> tuple[int, bytes] | None:
+        """Its version and bytes; None: it is not here at ``version`` or a newer one."""
+        found = int(self.versions[begin // BLOCK_BYTES])
+        data = bytes(self.view[begin:end]) if found >= max(version, 0) else b""
+        # Another version of it may have begun to arrive.
+        return (found, data) if data and self.versions[begin // BLOCK_BYTES] == found else None
+
     def receive(
         self, caller: Caller, version: int, routes: Sequence[Route], threads: Executor, report: Callable[[Any], None]
     ) -> None:
@@ -150,7 +157,9 @@ class ArrivingImage:
                 begin, end = int(part[0]) * BLOCK_BYTES, min(self.size, (int(part[-1]) + 1) * BLOCK_BYTES)
                 caller.receive(lambda: route.peer, Fetch(version, IMAGE, begin, end), self.view, came, failed)
 
-        parts = np.array_split(np.flatnonzero(self.versions < version), len(routes))
+        left = np.flatnonzero(self.versions < version)
+        self.versions[left] = WHOLE
+        parts = np.array_split(left, len(routes))
         pulls = [threads.submit(run, *one) for one in zip(parts, routes, strict=True)]
         # All have ended before the next try: no other thread writes a block then.
         for error in [pull.exception() for pull in pulls]:

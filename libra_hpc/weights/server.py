@@ -4,6 +4,7 @@
 - The image is asked for -> a copy of one block after the other, each with its version: the image goes on meanwhile.
 - It is not here yet, or no more of it -> a sign of life every `WAITING_S`.
 - It will not be here -> ABSENT with the reason; the caller asks another node.
+- An image is arriving here -> its blocks are sent on as they come.
 - A node of the run can read by NIXL -> it gets the place of the payload, which stays until it has read; a guest does
   not.
 - A part of a snapshot is asked for -> its files, as they are (`weights/parts.py`).
@@ -28,11 +29,13 @@ import msgspec
 from libra_hpc.checksum import crc32
 from libra_hpc.protocol.callers import PROVE_S, Unproven
 from libra_hpc.protocol.carriers import WeightsByTcp
-from libra_hpc.protocol.joining import is_guest
+from libra_hpc.protocol.joining import guest_secret, is_guest
 
 from .offers import OfferStore, StoredOffer
 from .parts import PART, SentBytes, served_part
+from .receiver import ArrivingImage
 from .transport.nixl import DirectError, DirectReads, Place
+from .transport.token_bucket import BandwidthPace
 from .wire import (
     ABSENT,
     BLOCK_BYTES,
@@ -69,6 +72,9 @@ log = logging.getLogger("libra_hpc.carrier")
 class ImageSource(Protocol):
     """The node's image."""
 
+    arriving: ArrivingImage | None
+    """The next one, which others may have as it comes."""
+
     @property
     def size(self) -> int:
         """Bytes of its tensors."""
@@ -87,9 +93,16 @@ class CarrierServer:
         parts: Path | None = None,
         direct: DirectReads | None = None,
         by_tcp: ByTcp = lambda message: None,
+        *,
+        guests: bytes = b"",
+        pace: BandwidthPace | None = None,
     ) -> None:
-        """``parts``: folder of snapshots; None: it serves none."""
+        """``parts``: folder of snapshots; None: it serves none. ``pace``: budget of all that is sent.
+
+        ``guests``: their secret; empty: it is derived from ``secret``.
+        """
         self._listener, self._secret, self._store, self._image = listener, secret, store, image
+        self._guests, self._pace = guests or guest_secret(secret), pace or BandwidthPace(0.0)
         self._parts, self._direct, self._on_tcp = parts, direct, by_tcp
         self._unproven = Unproven()
 
@@ -113,7 +126,7 @@ class CarrierServer:
             try:
                 limit_pauses(stream, PROVE_S, PROVE_S)
                 with self._unproven.proving(stream):
-                    rank = admit(stream, self._secret)
+                    rank = admit(stream, self._secret, self._guests)
                 limit_pauses(stream, UNREAD_S, UNREAD_S)
                 while True:
                     # On one machine the bytes that were sent last are the file's own pages, so the offer stays until
@@ -167,11 +180,17 @@ class CarrierServer:
         yield found
 
     def _send_blocks(self, stream: socket.socket, fetch: Fetch) -> None:
-        begin = fetch.begin
+        begin, until = fetch.begin, time.monotonic() + UNKNOWN_S
         if not 0 <= begin <= fetch.end <= self._image.size:
             raise WireError(f"bytes {begin} to {fetch.end} of an image of {self._image.size}")
         while begin < fetch.end:
-            block = self._image.block(fetch.version, begin, min(fetch.end, begin - begin % BLOCK_BYTES + BLOCK_BYTES))
+            end = min(fetch.end, begin - begin % BLOCK_BYTES + BLOCK_BYTES)
+            try:
+                block = self._image.block(fetch.version, begin, end)
+            except Absent:
+                if time.monotonic() > until:
+                    raise
+                block = None
             if block is None:
                 stream.sendall(HEADER.pack(WAITING, 0))
                 time.sleep(WAITING_S)
@@ -179,7 +198,9 @@ class CarrierServer:
             version, data = block
             lease = HEADER.pack(LEASED, LEASE.size) + LEASE.pack(version, crc32(data))
             stream.sendall(lease + HEADER.pack(DATA, len(data)), socket.MSG_MORE)
-            stream.sendall(data)
+            for at in range(0, len(data), step := int(min(len(data), self._pace.most))):
+                self._pace.wait(min(step, len(data) - at))
+                stream.sendall(data[at : at + step])
             begin += len(data)
 
     def _place(self, rank: int, offer: SentBytes) -> Place | None:
@@ -207,7 +228,8 @@ class CarrierServer:
         while begin < end:
             available = offer.available(begin, end, WAITING_S)
             if available > begin:
-                count = min(available - begin, FRAME_BYTES)
+                count = int(min(available - begin, FRAME_BYTES, self._pace.most))
+                self._pace.wait(count if itself else 0)
                 stream.sendall(HEADER.pack(DATA, count), socket.MSG_MORE if itself else 0)
                 if itself:
                     _send_file(stream, offer.file, begin, count)

@@ -30,7 +30,7 @@ import msgspec
 
 from libra_hpc.checksum import crc32
 from libra_hpc.protocol.carriers import Peer, WeightsByTcp
-from libra_hpc.protocol.joining import guest_secret, is_guest
+from libra_hpc.protocol.joining import is_guest
 
 from .transport.nixl import DirectError, DirectReads, Place, Read
 from .transport.token_bucket import BandwidthPace
@@ -105,13 +105,13 @@ class Caller:
         self,
         rank: int,
         secret: bytes,
-        bytes_per_s: float = 0.0,
+        pace: BandwidthPace | None = None,
         direct: DirectReads | None = None,
         by_tcp: ByTcp = lambda message: None,
     ) -> None:
-        """``bytes_per_s``: budget of all requests together; 0: no limit."""
-        self._rank, self._secret, self._pace, self._direct = rank, secret, BandwidthPace(bytes_per_s), direct
-        self._on_tcp = by_tcp
+        """``pace``: budget of all requests together."""
+        self._rank, self._secret, self._direct, self._on_tcp = rank, secret, direct, by_tcp
+        self._pace = pace or BandwidthPace(0.0)
         self._by_tcp: dict[int, float] = {}
         """By rank, until when it sends by TCP."""
 
@@ -267,13 +267,13 @@ def call(peer: Peer, own_rank: int, secret: bytes) -> socket.socket:
     raise failure
 
 
-def admit(stream: socket.socket, secret: bytes) -> int:
-    """Challenge a caller and return its rank; raises `WireError` for one without the secret."""
+def admit(stream: socket.socket, secret: bytes, guests: bytes) -> int:
+    """Challenge a caller and return its rank; raises `WireError` for one without its secret, or that of ``guests``."""
     own = secrets.token_bytes(NONCE_BYTES)
     stream.sendall(own)
     (rank,) = RANK.unpack(read(stream, RANK.size))
     theirs, proof = read(stream, NONCE_BYTES), read(stream, PROOF_BYTES)
-    secret = guest_secret(secret) if is_guest(rank) else secret
+    secret = guests if is_guest(rank) else secret
     if not hmac.compare_digest(proof, _proof(secret, b"caller", own, rank)):
         raise WireError("a caller without this run's secret was turned away")
     stream.sendall(_proof(secret, b"server", theirs, rank))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from libra_hpc.protocol.agents import WeightsCurrent, WeightsHere, WeightsWanted
@@ -16,6 +17,7 @@ CORE, RECEIVERS = (1, 2), (2, 3, 4, 5)
 class Nodes:
     def __init__(self, *carriers: int) -> None:
         self.sent: list[tuple[int, Any]] = []
+        self.places: dict[int, str] = {}
         self.publisher = WeightPublisher(CORE, lambda: RECEIVERS, self.send)
         for rank in carriers:
             self.start(rank)
@@ -24,7 +26,7 @@ class Nodes:
         self.sent.append((rank, message))
 
     def start(self, rank: int) -> None:
-        self.publisher.on_here(WeightsHere(rank, carrier=Peer(rank, ("h",), rank)))
+        self.publisher.on_here(WeightsHere(rank, carrier=Peer(rank, ("h",), rank, self.places.get(rank, ""))))
 
     def publish(self, version: int) -> None:
         self.publisher.publish(Published(version, version - 1, (("t1.0", 1), ("t2.0", 2))))
@@ -116,15 +118,44 @@ def test_a_lost_node_is_in_no_chain() -> None:
     assert nodes.chains()[1] == [1, 2, 4]
 
 
-def test_a_guest_is_the_end_of_its_own_chain_and_in_no_other() -> None:
+def joined(*guests: int, places: Sequence[str] = ()) -> Nodes:
+    """Own nodes 1, 2, 3, and these guests."""
     nodes = Nodes(1, 2, 3)
-    guests = (FIRST_GUEST, FIRST_GUEST + 1)
-    nodes.publisher = WeightPublisher(CORE, lambda: (3, *guests), nodes.send)
+    nodes.publisher = WeightPublisher(CORE, lambda: (*guests, 3), nodes.send)
+    nodes.places = dict(zip(guests, places, strict=False))
     for rank in (1, 2, 3, *guests):
         nodes.start(rank)
-    nodes.publisher.on_here(WeightsHere(guests[0], 0, 100, 0.001))
-    nodes.publisher.on_here(WeightsHere(3, 0, 100, 9.0))
+    return nodes
+
+
+def test_guests_follow_the_own_nodes_and_no_own_node_gets_anything_from_them() -> None:
+    guests = (FIRST_GUEST, FIRST_GUEST + 1)
+    nodes = joined(*guests)
     nodes.publish(0)
-    assert nodes.chains() == {**{rank: [1, 2, 3] for rank in (1, 2, 3)}, **{rank: [1, 2, 3, rank] for rank in guests}}
+    own = {rank: [1, 2, 3] for rank in (1, 2, 3)}
+    assert nodes.chains() == {**own, **{rank: [1, 2, 3, *guests] for rank in guests}}
     nodes.publisher.on_wanted(WeightsWanted(guests[1], -1))
-    assert nodes.chains() == {guests[1]: [1, 2, 3, guests[1]]}
+    assert nodes.chains() == {guests[1]: [1, 2, 3, *guests]}
+    nodes.publisher.on_here(WeightsHere(3, 0, 100, 9.0))
+    nodes.publisher.on_here(WeightsHere(2, 0, 100, 1.0))
+    nodes.publish(1)
+    assert nodes.chains() == {**own, **{rank: [1, 2, *guests, 3] for rank in guests}}, "3 is slow"
+
+
+def test_neighbours_follow_each_other_so_a_link_between_switches_carries_a_version_once() -> None:
+    guests = range(FIRST_GUEST, FIRST_GUEST + 6)
+    nodes = joined(*guests, places=["top.a.n1", "top.b.n4", "top.a.n2", "top.b.n3", "top.a.n1", "top.b.n4"])
+    nodes.publish(0)
+    assert [rank - FIRST_GUEST for rank in nodes.chains()[FIRST_GUEST][3:]] == [0, 4, 2, 3, 1, 5]
+
+
+def test_who_waits_for_a_slow_node_is_not_slow() -> None:
+    guests = (FIRST_GUEST, FIRST_GUEST + 1, FIRST_GUEST + 2)
+    nodes = joined(*guests)
+    nodes.publish(0)
+    nodes.publisher.on_here(WeightsHere(3, 0, 100, 1.0))
+    for rank, seconds in zip(guests, (9.0, 9.1, 9.2), strict=True):
+        nodes.publisher.on_here(WeightsHere(rank, 0, 100, seconds))
+    nodes.taken()
+    nodes.publish(1)
+    assert nodes.chains()[FIRST_GUEST] == [1, 2, 3, *guests[1:], guests[0]]

@@ -21,6 +21,7 @@ import numpy as np
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.carriers import CarrierReady, Peer, from_carrier, to_carrier
 from libra_hpc.protocol.codec import FrameBuffer
+from libra_hpc.protocol.joining import is_guest
 from libra_hpc.weights.carrier import CarrierConfig
 
 SECRET = secrets.token_bytes(32)
@@ -55,6 +56,7 @@ class CarrierNode:
             shapes=dict(shapes),
             outside=True,
             parts=parts,
+            guest=is_guest(rank) and transport == "tcp",
             pull_mb_s=pull_mb_s,
         )
         (folder / "carrier.json").write_bytes(msgspec.json.encode(config))

@@ -13,6 +13,7 @@ import pytest
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.carriers import Engines, ImageHere, NotStored, PieceRefused, Publish, Stalled, VersionHere
+from libra_hpc.protocol.joining import FIRST_GUEST, guest_secret
 from libra_hpc.weights.carrier import CarrierConfig, NodeImage
 from libra_hpc.weights.image import IMAGE_FILE, Image
 from libra_hpc.weights.offers import SPARE
@@ -20,10 +21,11 @@ from libra_hpc.weights.pieces import offer_path, payload_path
 from libra_hpc.weights.receiver import ArrivingImage
 from libra_hpc.weights.transport.token_bucket import BURST_S
 from libra_hpc.weights.wire import BLOCK_BYTES, IDLE_S, WireError, call
-from tests.weights.chain import WRITER, Chain, here, passed, wait_until
-from tests.weights.nodes import node_folders
+from tests.weights.chain import COLUMNS, ROWS, WRITER, Chain, here, passed, wait_until
+from tests.weights.nodes import SECRET, node_folders
 
 pytestmark = pytest.mark.slow
+SIZE = 4 * ROWS * COLUMNS
 
 
 def test_versions_reach_every_node_whole_and_in_order(chain: Chain) -> None:
@@ -321,3 +323,37 @@ def test_a_full_shared_memory_is_one_sentence_and_the_version_comes_later(chain:
     target.rmdir()
 
     assert chain.nodes[1].wait(VersionHere).version == 0
+
+
+def test_guests_get_versions_and_images_of_each_other_over_one_link(chain: Chain) -> None:
+    chain.keep_all()
+    chain.write(0, -1)
+    chain.write(1, 0)
+    for node in chain.nodes:
+        node.wait(ImageHere, here(1))
+    guests = range(FIRST_GUEST, FIRST_GUEST + 4)
+    for rank in guests:
+        chain.nodes.append(chain.node(rank, secret=guest_secret(SECRET)))
+    for rank, own in itertools.product(guests, range(3)):
+        chain.link(rank, own, bytes_per_s=8e6)
+    chain.publish(1, 0, *guests)
+    for node in chain.nodes[3:]:
+        node.wait(ImageHere, here(1))
+    carried = sum(link.passed for link in chain.links.values())
+    assert carried < 2 * SIZE, "not one transfer a guest"
+    chain.write(2, -1)
+    chain.nodes[-1].wait(ImageHere, here(2))
+    assert sum(link.passed for link in chain.links.values()) - carried < 2 * SIZE
+    images = [(node.folder / IMAGE_FILE).read_bytes() for node in chain.nodes[3:]]
+    assert images == [(chain.nodes[0].folder / IMAGE_FILE).read_bytes()] * 4
+
+
+def test_a_guest_that_leaves_harms_nobody_behind_it(chain: Chain) -> None:
+    for rank in (guests := (FIRST_GUEST, FIRST_GUEST + 1)):
+        chain.nodes.append(chain.node(rank, secret=guest_secret(SECRET)))
+    slow = chain.link(guests[0], 2, bytes_per_s=8e6)
+    chain.write(0, -1)
+    passed(slow, 4_000_000)
+    chain.nodes[3].kill()
+    chain.nodes[4].wait(ImageHere)
+    assert chain.payload(0, 0) == chain.payload(4, 0)

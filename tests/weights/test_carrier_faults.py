@@ -20,13 +20,14 @@ import pytest
 
 from libra_hpc.protocol.agents import WeightsHere, WeightsWanted
 from libra_hpc.protocol.carriers import ImageHere, Peer, Publish, Stalled
+from libra_hpc.protocol.joining import FIRST_GUEST, guest_secret, is_guest
 from libra_hpc.train_leader.publisher import WeightPublisher
 from libra_hpc.train_leader.requested_offers import Published
 from libra_hpc.weights.delta import dense
 from libra_hpc.weights.image import IMAGE_FILE, reading
 from libra_hpc.weights.pieces import WHOLE, TensorBlock, write_offer
 from libra_hpc.weights.weightfile import WeightFileError, file_header
-from tests.weights.nodes import CarrierNode, FaultyLink, node_folders
+from tests.weights.nodes import SECRET, CarrierNode, FaultyLink, node_folders
 
 ROWS, COLUMNS = 256, 1024
 OWNERS = {"t0": (0, "model.embed_tokens.weight"), "t1": (1, "lm_head.weight")}
@@ -34,7 +35,7 @@ OWNERS = {"t0": (0, "model.embed_tokens.weight"), "t1": (1, "lm_head.weight")}
 SHAPES: dict[str, tuple[int, ...]] = {tensor: (ROWS, COLUMNS) for _, tensor in OWNERS.values()}
 """1 MiB."""
 RANKS = WRITER, RELAY, RECEIVER = range(3)
-LATE = (3, 4)
+LATE = (3, FIRST_GUEST, FIRST_GUEST + 1)
 Bits = dict[str, np.ndarray[Any, Any]]
 
 
@@ -58,7 +59,8 @@ class Nodes:
             self.carriers[rank].send(message)
 
     def start(self, rank: int) -> None:
-        node = self.carriers[rank] = CarrierNode(self._folder / str(rank), rank, SHAPES)
+        secret = guest_secret(SECRET) if is_guest(rank) else SECRET
+        node = self.carriers[rank] = CarrierNode(self._folder / str(rank), rank, SHAPES, secret=secret)
         self._stack.callback(node.close)
         link = self.links[rank] = FaultyLink(node.port, bytes_per_s=self._rate)
         self._stack.callback(link.close)
