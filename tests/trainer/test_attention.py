@@ -18,7 +18,7 @@ from libra_hpc.trainer.model import attention_check
 from libra_hpc.trainer.model.attention import Kernel, Segments, has_segments, rectangles
 from libra_hpc.trainer.model.attention_check import choose_kernel, fault
 from libra_hpc.trainer.model.context import Columns, pieces
-from libra_hpc.trainer.model.delta_net import CHUNK, delta_rule
+from libra_hpc.trainer.model.delta_net import CHUNK, LENGTHS, delta_rule, each_sequence, rule_fault
 from libra_hpc.trainer.model.megatron_model import attend_with
 from libra_hpc.trainer.model.packing import ALONE, decode, pack
 from libra_hpc.trainer.train_engine import TrainEngine
@@ -46,6 +46,17 @@ def test_the_delta_rule_in_chunks_is_that_of_one_token_after_the_other() -> None
         state = state + key[t][:, :, None] * moved[:, None]
         want = torch.einsum("hkv,hk->hv", state, query[t]) / width**0.5
         assert (got[t] - want).abs().max() < 1e-12
+
+
+def test_a_wrong_kernel_of_delta_nets_is_named() -> None:
+    arguments = 8, 12, torch.device("cpu"), torch.float32
+    assert rule_fault(each_sequence, *arguments) == ""
+
+    def one_sequence(*inputs: torch.Tensor) -> torch.Tensor:
+        return delta_rule(*inputs[:-1])
+
+    assert rule_fault(one_sequence, *arguments).startswith("the output differs by")
+    assert sum(LENGTHS) > 2 * CHUNK
 
 
 def varlen(

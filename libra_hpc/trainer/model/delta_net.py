@@ -1,7 +1,7 @@
 """Gated delta nets over packed sequences: layers with a state in the place of keys and values (arXiv 2412.06464).
 
 - State and convolution begin from zero at every sequence of a pack.
-- CUDA with flash-linear-attention: its kernel. Elsewhere `delta_rule`.
+- CUDA with flash-linear-attention: its kernel, where it passes a check. Elsewhere `delta_rule`.
 - Tensor ranks have some of the heads each.
 - Context ranks gather the tokens of a pack. Each computes all of them and continues with its own.
 - What lies between two projections is computed again in the backward pass.
@@ -9,7 +9,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -30,6 +33,10 @@ from .packing import PackedLayout
 
 CHUNK = 64
 """Tokens of a chunk. Half: twice as many steps; double: twice the pairs of tokens, and worse rounding."""
+LENGTHS = (150, 64, 33)
+"""Tokens of the sequences on which a kernel is compared: more than two chunks, one, less than one."""
+TOLERANCE = 0.05
+"""Share of the largest value, as for attention: rounding of bfloat16 gives about 0.01, a wrong sequence about 1."""
 LENGTH_EPS = 1e-6
 """Added to squared lengths of queries and keys, as in flash-linear-attention."""
 
@@ -106,13 +113,8 @@ class GatedDeltaNet(MegatronModule):
         query, key = (x.repeat_interleave(net.value_heads // net.key_heads, dim=1) for x in (query, key))
         rate = F.softplus(decay.float() + self.get_parameter("dt_bias").float())
         decays = -self.get_parameter("A_log").float().exp() * rate
-        inputs = query, key, value, decays, beta.sigmoid()
-        if (kernel := flas_kernel()) is not None and mixed.is_cuda:
-            batched = (x[None] for x in inputs)
-            out: torch.Tensor = kernel(*batched, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)[0][0]
-            return out
-        sequences = zip(*(torch.split(x, bounds.diff().tolist()) for x in inputs), strict=True)
-        return torch.cat([delta_rule(*one) for one in sequences]).to(mixed.dtype)
+        rule = choose_rule(net.key_dim, net.value_dim, mixed.device, mixed.dtype)
+        return rule(query, key, value, decays, beta.sigmoid(), bounds).to(mixed.dtype)
 
     def _convolved(self, mixed: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
         lengths, x = bounds.diff(), mixed.float()
@@ -168,11 +170,61 @@ def delta_rule(
     return torch.cat(out, dim=1).transpose(0, 1)[:count]
 
 
+def each_sequence(*inputs: torch.Tensor) -> torch.Tensor:
+    """`delta_rule` of every sequence of a pack; the last input is int32[sequences + 1], their bounds."""
+    *tensors, bounds = inputs
+    sequences = zip(*(torch.split(x, bounds.diff().tolist()) for x in tensors), strict=True)
+    return torch.cat([delta_rule(*one) for one in sequences])
+
+
 @cache
-def flas_kernel() -> Any:
-    """The kernel of flash-linear-attention; None where the package is missing."""
+def choose_rule(key_dim: int, value_dim: int, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """`each_sequence`, or on CUDA the kernel of flash-linear-attention, where it is, after it was compared with that
+    once; a fault of it is a line on stderr."""
+    if device.type != "cuda":
+        return each_sequence
     try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        kernel = flas_kernel()
+        problem = rule_fault(kernel, key_dim, value_dim, device, dtype)
     except ImportError:
-        return None
-    return chunk_gated_delta_rule
+        return each_sequence
+    except Exception as error:
+        # It refuses some GPUs and some compilers: there are many errors for that.
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if problem:
+        print(f"delta nets run in plain torch; flash-linear-attention failed: {problem}", file=sys.stderr)
+    return each_sequence if problem else kernel
+
+
+def flas_kernel() -> Callable[..., torch.Tensor]:
+    """The kernel of flash-linear-attention, called as `each_sequence` is; raises `ImportError` without the package."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    def kernel(*inputs: torch.Tensor) -> torch.Tensor:
+        batched, bounds = (x[None] for x in inputs[:-1]), inputs[-1]
+        out: torch.Tensor = chunk_gated_delta_rule(*batched, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)[0][0]
+        return out
+
+    return kernel
+
+
+def rule_fault(
+    kernel: Callable[..., torch.Tensor], key_dim: int, value_dim: int, device: torch.device, dtype: torch.dtype
+) -> str:
+    """What the kernel does wrong on a tiny pack, in words; empty: nothing."""
+    source, rows, bounds = torch.Generator().manual_seed(0), sum(LENGTHS), [0, *accumulate(LENGTHS)]
+    widths = key_dim, key_dim, value_dim
+    tensors = [torch.randn(rows, 2, width, generator=source).to(device, dtype) for width in widths]
+    chances = [torch.rand(rows, 2, generator=source).to(device) for _ in range(2)]
+    inputs = [*tensors, -chances[0], chances[1].to(dtype)]
+    found = []
+    for rule in (kernel, each_sequence):
+        own = [x.detach().requires_grad_() for x in inputs]
+        out = rule(*own, torch.tensor(bounds, dtype=torch.int32, device=device)).float()
+        found.append([out, *torch.autograd.grad(out.square().sum(), own)])
+    for number, (mine, theirs) in enumerate(zip(*found, strict=True)):
+        error = float((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+        # Also when it is not a number.
+        if not error <= TOLERANCE:
+            return f"{f'gradient {number}' if number else 'the output'} differs by {error:.2g} of the largest value"
+    return ""
