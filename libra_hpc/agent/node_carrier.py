@@ -28,7 +28,7 @@ import msgspec
 from libra_hpc.errors import error_text
 from libra_hpc.files import OWNER_ONLY, write_atomic
 from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.process.child import Child
+from libra_hpc.process.child import Child, spawn
 from libra_hpc.process.progress import ProgressWatch
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import (
@@ -97,7 +97,6 @@ class NodeCarrier(EngineNode[Supervised]):
         """Pulls of snapshots in progress, by the folder that they fill."""
         self.peer: Peer | None = None
         """Where this node's carrier serves; None: it does not yet."""
-        self._restarts: set[asyncio.Task[None]] = set()
         self._by_tcp = set[int]()
         """Nodes between which and this one NIXL has failed."""
         self._lost = -1
@@ -253,10 +252,7 @@ class NodeCarrier(EngineNode[Supervised]):
             return
         self._context.log("engine_lost", rank=self._context.rank, engine=carrier.name, reason=reason)
         if not carrier.ends_too_often(reason, time.monotonic()):
-            # Held no longer than it runs: a defect of a finished task reaches the agent only then.
-            task = asyncio.get_running_loop().create_task(self.start(wait_s))
-            self._restarts.add(task)
-            task.add_done_callback(self._restarts.discard)
+            spawn(self.start(wait_s))
 
     async def check(self, now: float) -> None:
         """A file system may stop it in the middle of a policy, while it carries weights."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.process.child import Child, send_all
+from libra_hpc.process.child import Child, send_all, spawn
 from libra_hpc.process.log_limit import MOST_BYTES, cut
 from libra_hpc.process.progress import ProgressWatch, Stall, ticks
 from libra_hpc.process.retry import RestartBudget
@@ -89,8 +89,6 @@ class Supervised:
         """Logs that were cut."""
         self._logged_at = float("-inf")
         """When an event last named one that does not."""
-        self._ends: set[asyncio.Task[None]] = set()
-        """Ends whose cause is being read."""
 
     @property
     def alive(self) -> bool:
@@ -156,7 +154,7 @@ class Supervised:
         """Begin to cut logs that have grown too long, unless that is going on."""
         if self._limits is None or self._limits.done():
             names = [child.name for child in self.children]
-            self._limits = asyncio.get_running_loop().create_task(self._limit_logs(names))
+            self._limits = spawn(self._limit_logs(names))
 
     async def _limit_logs(self, names: Sequence[str]) -> None:
         """Cut long logs, in a thread: a shared file system may hang; the first cut of each is an event."""
@@ -230,9 +228,7 @@ class Supervised:
         if known or child.stopping or code in (0, -signal.SIGKILL):
             self._supervisor.exited(self, child, f"{how}: {known}" if known else how)
             return
-        task = asyncio.get_running_loop().create_task(self._exited_by_itself(child, how))
-        self._ends.add(task)
-        task.add_done_callback(self._ends.discard)
+        spawn(self._exited_by_itself(child, how))
 
     async def _exited_by_itself(self, child: Child, how: str) -> None:
         """Report an end with its cause from the process's own log, which a file system may be slow to show."""

@@ -24,6 +24,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
+from libra_hpc.process.child import spawn
 from libra_hpc.process.owner_link import keep_alive
 from libra_hpc.protocol.callers import MOST_UNPROVEN, PROVE_S, Unproven
 from libra_hpc.protocol.joining import AT_THE_DOOR, is_guest
@@ -89,8 +90,7 @@ class Outgoing:
 
     def _run(self) -> None:
         if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._serve())
-            self._task.add_done_callback(_defect)
+            self._task = spawn(self._serve())
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -153,10 +153,9 @@ async def accept(
                 log.warning("a caller was not accepted: %s", error)
                 await asyncio.sleep(PAUSE_S)
                 continue
-            task = loop.create_task(_receive(world, stream, unproven, deliver, admit, closed))
+            task = spawn(_receive(world, stream, unproven, deliver, admit, closed))
             streams.add(task)
             task.add_done_callback(streams.discard)
-            task.add_done_callback(_defect)
     finally:
         for task in streams:
             task.cancel()
@@ -223,12 +222,6 @@ async def call_door(world: World, frame: bytes) -> bytes:
             return await Seal(key, ANSWER).frame(_Reader(stream), MAX_FRAME_BYTES)
     finally:
         stream.close()
-
-
-def _defect(task: asyncio.Task[None]) -> None:
-    """Hand an unexpected error to the loop's exception handler at once."""
-    if not task.cancelled():
-        task.result()
 
 
 class _Reader:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +27,23 @@ DUMP_S = 0.5
 """From the request for stacks to SIGKILL: writing them takes milliseconds."""
 LEAVE_S = 5.0
 """From the closed socket to SIGKILL."""
+
+_tasks: set[asyncio.Task[Any]] = set()
+"""Running ones of `spawn`: a loop holds no task."""
+
+
+def spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Run a task to its end, also where nobody waits for it; the loop's exception handler gets an error at once."""
+    task = asyncio.get_running_loop().create_task(work)
+    _tasks.add(task)
+    task.add_done_callback(_ended)
+    return task
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    _tasks.discard(task)
+    if not task.cancelled():
+        task.result()
 
 
 def _ignore_job_signals() -> None:
@@ -113,7 +130,7 @@ class Child:
             Child.live.add(self._process.pid)
         finally:
             Child.starting -= 1
-        self._task = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
+        self._task = spawn(self._watch())
 
     def send(self, message: Any) -> None:
         """Send one message, or drop it if the child is gone.

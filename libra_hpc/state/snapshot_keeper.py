@@ -16,12 +16,13 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
+from libra_hpc.process.child import spawn
 from libra_hpc.process.retry import cannot
 from libra_hpc.protocol.agents import FromReplica, SnapshotPart
 from libra_hpc.protocol.carriers import Peer
@@ -81,7 +82,7 @@ class SnapshotKeeper:
     ) -> None:
         self._folder, self._rank = folder, rank
         self._leader, self._successor, self._send, self._carrier = leader, successor, send, carrier
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._pulling: set[Path] = set()
 
     @property
@@ -211,16 +212,10 @@ class SnapshotKeeper:
         found = [path for rank in _ranks(self._folder) for path in rank.glob("step-*")]
         return [path for path in found if chosen(path.name.removesuffix(folders.TEMPORARY))]
 
-    def _spawn(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = spawn(work)
         self._tasks.add(task)
-
-        def done(finished: asyncio.Future[None]) -> None:
-            self._tasks.discard(task)
-            if not finished.cancelled():
-                finished.result()
-
-        task.add_done_callback(done)
+        task.add_done_callback(self._tasks.discard)
 
 
 def _ranks(folder: Path) -> list[Path]:

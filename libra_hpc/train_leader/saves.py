@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, Protocol
 
+from libra_hpc.process.child import spawn
 from libra_hpc.process.retry import Retry
 from libra_hpc.protocol.agents import StepReport
 from libra_hpc.protocol.trainer import Saved, SaveFailed, SaveStarted, SaveState, Tier
@@ -156,7 +157,7 @@ class Saves:
         # Nobody writes to what is discarded.
         if not now.missing or (now.reasons and not now.taking):
             now.missing.clear()
-            self._spawn(self._end(now))
+            self._task = spawn(self._end(now))
 
     def core_lost(self) -> None:
         """A node of the core has lost its processes; parts that are complete stay."""
@@ -167,7 +168,7 @@ class Saves:
     def _give_up(self, reason: str) -> None:
         assert self._now is not None
         self._failed(self._now.position.step, reason)
-        self._spawn(self._discard(self._now.folder))
+        self._task = spawn(self._discard(self._now.folder))
         self._now = None
         self._changed()
 
@@ -196,11 +197,6 @@ class Saves:
                 self._log("checkpoint_saved", step=step, seconds=self.save_s, stopped_s=self._stopped_s)
         self._now = None
         self._changed()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self._task = asyncio.get_running_loop().create_task(work)
-        # An exception here would otherwise wait for the garbage collector.
-        self._task.add_done_callback(lambda task: task.cancelled() or task.result())
 
     async def _discard(self, folder: str) -> None:
         with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ from libra_hpc.agent.supervised import NO_START_S, ChildCommand, EngineNode, Sup
 from libra_hpc.errors import error_text
 from libra_hpc.host.settings import write_private
 from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.process.child import Child
+from libra_hpc.process.child import Child, spawn
 from libra_hpc.protocol.env import ChatChoice, HostReady, ToHost, from_host, to_host
 
 RESTART_S = 0.5
@@ -62,7 +62,6 @@ class Hosts(EngineNode[Supervised]):
         self._folders: dict[int, Path] = {}
         self._chats: set[ChatChoice] = set()
         """Chat formats that have an event already."""
-        self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
 
     async def start(self) -> None:
@@ -120,11 +119,11 @@ class Hosts(EngineNode[Supervised]):
         self._lost[host], self._hosts[host].state = reason, "lost"
         self._context.log("host_lost", rank=self._context.rank, host=host, reason=reason)
         if (folder := self._folders.pop(host, None)) is not None:
-            self._task(_remove(folder))
+            spawn(_remove(folder))
         supervised = self._hosts[host]
         supervised.starts = 0  # its ends count, in a start or not
         if not supervised.ends_too_often(reason, time.monotonic()):
-            self._task(self._restart(host, after_s * supervised.budget.spent))
+            spawn(self._restart(host, after_s * supervised.budget.spent))
 
     async def _restart(self, host: int, after_s: float) -> None:
         await asyncio.sleep(after_s)
@@ -136,11 +135,6 @@ class Hosts(EngineNode[Supervised]):
         reason = self._lost.pop(host, None)
         if reason is not None:
             self._listener.on_host_down(host, reason)
-
-    def _task(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 async def _remove(folder: Path) -> None:

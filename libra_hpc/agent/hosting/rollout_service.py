@@ -13,6 +13,7 @@ from libra_hpc.facts.journal import Journal
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.scheduling.registry import make_policy
+from libra_hpc.process.child import spawn
 from libra_hpc.process.progress import ticks
 from libra_hpc.process.retry import patiently
 from libra_hpc.protocol import agents as wire
@@ -77,8 +78,7 @@ class RolloutService:
     async def run(self) -> None:
         """Start the hosts, recover and learn from earlier attempts, then report every second until stopped."""
         await self._hosts.start()
-        loop = asyncio.get_running_loop()
-        self._watchers = [loop.create_task(work) for work in (self._watch(), self._hosts.watch())]
+        self._watchers = [spawn(self._watch()), spawn(self._hosts.watch())]
         point, recovered = self._context.resume_point, await self._recover()
         await self._supersede(recovered)
         await self._learn()
