@@ -76,11 +76,11 @@ from libra_hpc.train_leader.train_leader import TrainLeader
 from libra_hpc.train_leader.train_leader_setup import make_train_leader, rendezvous_folder
 
 from .commands import choose_adapters
-from .coordinator_watch import CoordinatorWatch
+from .coordinator_watch import SAVE_S, CoordinatorWatch
 from .node import LIVE_S, NodeAgent
 from .node_carrier import NodeCarrier
 from .rollout_node import RolloutNode
-from .routes import Routes, add_engines, add_env_node, add_rollout_service, add_train_leader
+from .routes import Routes, add_engines, add_rollout_service, add_train_leader
 from .train_node import TrainNode
 
 FOLDERS_S = 1.0
@@ -229,10 +229,10 @@ class Agent(NodeAgent):
         storage = StorageWatch(self.run_dir.config, lambda why: context.log("storage_slow", rank=self.rank, reason=why))
         self._spawn(storage.run())
         if context.component == "env":
-            self.env_node = EnvNode(context)
-            add_env_node(self._routes, self.env_node)
-            self.engines.append(self.env_node)
-            self._spawn(self.env_node.watch())
+            env = self.env_node = EnvNode(context)
+            self._routes.add(wire.ToEnvHost, lambda order: env.send(order.host, order.message))
+            self.engines.append(env)
+            self._spawn(env.watch())
         elif context.component != "planner":
             self.carrier = NodeCarrier(context, self._on_image)
             self.rollout_node = RolloutNode(context, self.carrier)
@@ -362,7 +362,7 @@ class Agent(NodeAgent):
         if self.train_leader is not None and self._training is not None:
             self.train_leader.on_coordinator_lost()
             if self.train_leader.unsaved:
-                await self._watch.save(self._training)
+                await asyncio.wait({self._training}, timeout=SAVE_S)
         elif self.layout.components[self.rank] in ("train", "hybrid"):
             await self._watch.stay(self.layout.train_leader)
         self._restarts = True
@@ -425,13 +425,10 @@ class Agent(NodeAgent):
         if source == 0:
             self._watch.seen()
         try:
-            self._route(source, message)
+            if not self._routes.deliver(message) and self.coordinator is not None:
+                self.coordinator.on_message(source, message)
         except Exception as error:
             self._fail(f"message {type(message).__name__} from rank {source}", error)
-
-    def _route(self, source: int, message: Any) -> None:
-        if not self._routes.deliver(message) and self.coordinator is not None:
-            self.coordinator.on_message(source, message)
 
     def _on_rejected(self, sender: int, reason: str) -> None:
         if self.context is not None:

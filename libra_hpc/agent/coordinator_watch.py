@@ -53,10 +53,6 @@ class CoordinatorWatch:
                 log.error("the coordinator's process ended: leaving")
                 return
 
-    async def save(self, training: asyncio.Task[object]) -> None:
-        """The train leader's agent: wait until training has saved."""
-        await asyncio.wait({training}, timeout=SAVE_S)
-
     async def stay(self, train_leader: int) -> None:
         """Another training node's agent: stay until the train leader's has left."""
         deadline = time.monotonic() + SAVE_S

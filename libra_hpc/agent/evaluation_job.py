@@ -37,7 +37,7 @@ from .hosting.rollout_service import RolloutService
 from .node import NodeAgent
 from .node_carrier import NodeCarrier
 from .rollout_node import RolloutNode
-from .routes import FOR_ROLLOUT_SERVICE, Routes
+from .routes import Routes, add_rollout_service
 
 WATCH_S = 1.0
 """Between two looks for the result and for lost nodes."""
@@ -124,8 +124,7 @@ class EvaluationNode(NodeAgent):
         add(wire.WeightsCurrent, engines.on_current)
         add(wire.StopAgent, lambda stop: self._end(stop.reason))
         if self._service is not None:
-            for kind in FOR_ROLLOUT_SERVICE:
-                add(kind, self._service.on_message)
+            add_rollout_service(self._routes, self._service)
             add(EngineState, self._on_engine_state)
             add(
                 wire.WeightsWanted, lambda asked: send(asked.rank, wire.WeightsCurrent(self._context.resume_point.step))

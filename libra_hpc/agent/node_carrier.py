@@ -80,7 +80,7 @@ class NodeCarrier(EngineNode[Supervised]):
             run=context.config,
             rank=context.rank,
             folder=str(context.shared_memory),
-            address=context.addresses[0] if len(context.addresses) == 1 else "",
+            addresses=context.addresses,
             secret=context.secret,
             shapes=image_shapes() if context.config.run.engine == "simulated" else {},
             outside=context.rank == context.layout.train_leader,

@@ -38,7 +38,7 @@ from libra_hpc.protocol.engine import (
 )
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
 
-from .commands import engine_command
+from .commands import child_command
 from .engine_start import engine_config
 from .node_carrier import NodeCarrier
 from .supervised import ChildCommand, EngineNode, Supervised
@@ -178,7 +178,7 @@ class RolloutNode(EngineNode[VllmEngine]):
         environment = engine_environment(
             os.environ, context.config.slurm.device, first=first, count=self._tp, threads=rollout.threads
         )
-        argv = engine_command(context.config, path, environment[VARIABLE])
+        argv = child_command(context.config, "engine", path, environment[VARIABLE])
         engine.state, engine.ready, engine.updating, engine.reported = "starting", None, -1, None
         await engine.start([ChildCommand(engine.name, argv, environment)])
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from libra_hpc.agent.hosting.env_node import EnvNode
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Publish
@@ -73,10 +72,6 @@ def add_train_leader(routes: Routes, leader: TrainLeader) -> None:
     routes.add(wire.WeightsWanted, leader.weights.on_wanted)
     routes.add(wire.WeightsHere, leader.weights.on_here)
     routes.add(EngineState, lost)
-
-
-def add_env_node(routes: Routes, env: EnvNode) -> None:
-    routes.add(wire.ToEnvHost, env.on_order)
 
 
 def add_rollout_service(routes: Routes, service: RolloutService) -> None:

@@ -59,7 +59,7 @@ from libra_hpc.state import state_folders as folders
 from libra_hpc.state.snapshot_keeper import SnapshotKeeper, successors
 from libra_hpc.trainer.settings import write_config
 
-from .commands import trainer_command
+from .commands import child_command
 from .node_carrier import NodeCarrier
 from .supervised import ChildCommand, EngineNode, Supervised
 from .trainer_start import worker_configs
@@ -282,7 +282,7 @@ class TrainNode(EngineNode[Supervised]):
             path = context.private / f"{name}.json"
             write_config(worker, path)
             gpu = own_devices(environment, worker.device_index, 1) if environment[VARIABLE] else ""
-            argv = trainer_command(config, path, gpu)
+            argv = child_command(config, "trainer", path, gpu)
             commands.append(ChildCommand(name, argv, environment))
         await self._trainer.start(commands)
 

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,6 @@ class Coordinator:
         """Training has ended, and its step is saved."""
         self._last_step = 0
         """The step after which training stops for the time limit; 0: none."""
-        self._polls: set[asyncio.Task[None]] = set()
 
     # --- messages
 
@@ -253,16 +252,20 @@ class Coordinator:
     # --- the loop
 
     async def run(self) -> None:
-        self._poll(self._poll_requests())
-        self._poll(self._poll_orders())
         if (decision := self._guards.decided) is not None:
             self._ending.end(ENDS[decision.action], decision.reason)
             self._settle()
         try:
-            await self._serve()
-        except Exception as error:
-            log.exception("the coordinator failed")
-            self._defect(error)
+            async with asyncio.TaskGroup() as group:
+                polls = [group.create_task(self._poll_requests()), group.create_task(self._poll_orders())]
+                await self._serve()
+                for poll in polls:
+                    poll.cancel()
+        except* Exception as failed:
+            error = failed.exceptions[0]
+            log.error("the coordinator failed", exc_info=error)
+            self._ending.fatal(f"node 0: {type(error).__name__}: {error}", "defect")
+            self._settle()
         await self._close()
 
     async def _serve(self) -> None:
@@ -371,15 +374,6 @@ class Coordinator:
         self._event("stop_requested", signal="", reason=stop.reason)
         self._stop(stop.reason, self._limit.left_s(now), "time_limit", stop.after)
 
-    def _poll(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._polls.add(task)
-        task.add_done_callback(self._polled)
-
-    def _polled(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._defect(error)
-
     async def _poll_requests(self) -> None:
         """Read who owns the run and whether somebody wants the run to stop, in threads: a file system may hang."""
         while not self._finished.is_set():
@@ -449,13 +443,7 @@ class Coordinator:
             fields = {"step": self._step, "good_step": decision.good_step, "reason": decision.reason}
             self._event("learning_notice", **fields)
 
-    def _defect(self, error: BaseException) -> None:
-        self._ending.fatal(f"node 0: {type(error).__name__}: {error}", "defect")
-        self._settle()
-
     async def _close(self) -> None:
-        for poll in self._polls:
-            poll.cancel()
         self._planning.close()
         if self._ending.why != "taken":
             await asyncio.to_thread(self._leave)

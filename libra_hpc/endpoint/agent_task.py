@@ -173,7 +173,8 @@ class AgentEpisode(Episode):
 
     async def truncated(self, tools: Tools) -> Turn:
         """The agent learns that its context is full, and may end."""
-        self._answer(_full(self._context))
+        full = f"The messages do not fit the context of {self._context} tokens."
+        self._answer(RequestRefused(400, CONTEXT_FULL, full))
         try:
             async with asyncio.timeout(self._task.made.leave_s):
                 await self._next(0)
@@ -303,10 +304,6 @@ def _coroutine(field: str, name: str) -> Callable[..., Any]:
 
 def _ending(ran: Ran) -> str:
     return f"its limit of {ran.limit}" if ran.limit else f"exit code {ran.exit_code}"
-
-
-def _full(most: int) -> RequestRefused:
-    return RequestRefused(400, CONTEXT_FULL, f"The messages do not fit the context of {most} tokens.")
 
 
 def _gone() -> RequestRefused:

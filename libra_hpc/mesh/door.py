@@ -114,7 +114,8 @@ async def ask_to_join(run: RunDir, record: DoorRecord, interface: str) -> Joined
     host = socket.gethostname()
     # Ranks that share a machine listen nowhere else.
     addresses = record.addresses if record.addresses in LOOPBACK else tuple(own_addresses(interface))
-    listener = listen(addresses[0] if len(addresses) == 1 else "", BACKLOG)
+    listener = listen(addresses, 2 * BACKLOG)
+    listener.setblocking(False)
     secret = bytes.fromhex(record.secret)
     caller = World(AT_THE_DOOR, (Endpoint(record.host, record.addresses, record.port),), secret, listener)
     try:

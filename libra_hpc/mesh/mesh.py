@@ -49,8 +49,6 @@ class Mesh:
         """Rank 0's answer to agents that want to join."""
         self.on_closed: Callable[[int], None] = lambda rank: None
         """Gets the rank whose stream has ended."""
-        self.rejected = 0
-        """Messages that could not be decoded."""
         self.on_rejected: Callable[[int, str], None] | None = None
         """Gets (rank, sentence) of the first one of every rank."""
         self._rejected_of: set[int] = set()
@@ -112,15 +110,12 @@ class Mesh:
         try:
             message = codec.decode(body)
         except FrameError as error:
-            self._reject(source, f"a message of {len(body)} bytes cannot be read ({error}): {body[:HEAD_BYTES].hex()}")
+            if source not in self._rejected_of and self.on_rejected is not None:
+                self._rejected_of.add(source)
+                head = body[:HEAD_BYTES].hex()
+                self.on_rejected(source, f"a message of {len(body)} bytes cannot be read ({error}): {head}")
             return
         if source not in self._lost:
             self._handler(source, message)
         elif self.from_lost is not None:
             self.from_lost(source, message)
-
-    def _reject(self, source: int, sentence: str) -> None:
-        self.rejected += 1
-        if source not in self._rejected_of and self.on_rejected is not None:
-            self._rejected_of.add(source)
-            self.on_rejected(source, sentence)

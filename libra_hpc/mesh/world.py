@@ -128,7 +128,8 @@ def meet(
         addresses = addresses[:1]
     elif len({place.machine for place in places}) == 1 and not guests:
         addresses = [loopback()]
-    listener = listen(addresses[0] if len(addresses) == 1 else "", size)
+    listener = listen(addresses, 2 * size)
+    listener.setblocking(False)
     own = Endpoint(socket.gethostname(), tuple(addresses), listener.getsockname()[1], parts(rank))
     endpoints = _exchange(link, own)
     secret = link.ask(b"B", secrets.token_bytes(SECRET_BYTES))

@@ -51,7 +51,8 @@ class RankLinks:
 
     def open(self, addresses: Sequence[str], size: int) -> str:
         """Take callers from now on; returns the value of `OWNER` for them."""
-        listener = listen(addresses[0] if len(addresses) == 1 else "", size)
+        listener = listen(addresses, 2 * size)
+        listener.setblocking(False)
         self.serve(listener, lambda: self._accept(listener))
         return " ".join([self._secret.hex(), str(listener.getsockname()[1]), *addresses])
 

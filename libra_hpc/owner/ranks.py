@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -25,11 +24,11 @@ from pathlib import Path
 
 from libra_hpc.process.agent_folders import remove_orphans
 from libra_hpc.process.owner_link import LINK
+from libra_hpc.process.reaper import die_with
 from libra_hpc.protocol.start_up import KeyValueSpace
 
 from .rank_links import RankLinks
 
-PR_SET_PDEATHSIG = 1
 POLL_S = 0.5
 """Most seconds between two checks for ended ranks."""
 
@@ -41,10 +40,10 @@ def start_rank(
     ours, theirs = socket.socketpair()
     link, key = links.born(rank)
     env = {**os.environ, "PMI_FD": str(theirs.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": str(size), LINK: key}
-    libc = ctypes.CDLL(None, use_errno=True)
+    launcher = os.getpid()
 
     def bind_to_launcher() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        die_with(launcher, signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 

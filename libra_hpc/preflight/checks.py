@@ -32,13 +32,13 @@ from .job_checks import (
     context_ranks_have_tokens,
     delta_nets_run,
     environment_nodes,
-    experts_fit,
     local_folder,
+    model_fits_world,
     own_variables,
     processes_have_gpus,
     sane_sizes,
     set_up_parses,
-    trains_simulated,
+    shape_fits_world,
     worlds_are_whole,
 )
 from .named_files import (
@@ -146,7 +146,7 @@ def _check_model(config: RunConfig) -> ModelShape | None:
 
         with naming(config):
             check_simulated(config)
-        _raise_first(trains_simulated(config, model_shape(config.modelled("model") or config.model.path)))
+        _raise_first(shape_fits_world(config, model_shape(config.modelled("model") or config.model.path)))
         return None
     model = read_model_config(config)
     _raise_first(model_problems(config, model))
@@ -158,17 +158,14 @@ def _raise_first(found: Iterator[UserError]) -> None:
         raise error
 
 
-def host_caches(config: RunConfig) -> Iterator[UserError]:
-    """vLLM keeps KV caches in host memory for GPUs only."""
-    size = config.rollout.kv_host_gb_per_gpu
-    if size and config.slurm.device == "cpu" and config.run.engine != "simulated":
+def for_gpus_only(config: RunConfig) -> Iterator[UserError]:
+    """vLLM keeps KV caches in host memory, and schedules steps ahead, for GPUs only."""
+    if config.slurm.device == "cuda" or config.run.engine == "simulated":
+        return
+    if size := config.rollout.kv_host_gb_per_gpu:
         why = 'with slurm.device = "cpu" the KV cache is in host memory already'
         yield invalid("rollout.kv_host_gb_per_gpu", size, why, "0, or a larger rollout.kv_cache_mb")
-
-
-def steps_ahead(config: RunConfig) -> Iterator[UserError]:
-    """vLLM schedules steps ahead on GPUs only."""
-    if config.rollout.async_steps and config.slurm.device == "cpu" and config.run.engine != "simulated":
+    if config.rollout.async_steps:
         why = 'with slurm.device = "cpu" a step runs in the thread that schedules it'
         yield invalid("rollout.async_steps", True, why, ["false"])
 
@@ -324,8 +321,7 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     worlds_are_whole,
     context_ranks_have_tokens,
     gpus_hold_engines,
-    host_caches,
-    steps_ahead,
+    for_gpus_only,
     own_variables,
 )
 
@@ -352,13 +348,6 @@ def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iter
             yield error
 
 
-def stages_have_layers(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """Every pipeline stage has a layer."""
-    layers = int(model.get("num_hidden_layers", 1))
-    if layers < config.train.pp:
-        yield invalid("train.pp", config.train.pp, f"the model has only {layers} layers", f"1 to {layers}")
-
-
 def context_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
     """Trajectories are no longer than the model's positions."""
     positions = most_positions(model)
@@ -370,8 +359,7 @@ def context_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserEr
 
 MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]], ...] = (
     tensor_parallel_divides,
-    stages_have_layers,
-    experts_fit,
+    model_fits_world,
     context_fits,
     cache_type_runs,
     cache_fits,

@@ -244,19 +244,15 @@ def context_ranks_have_tokens(config: RunConfig) -> Iterator[UserError]:
         yield fault.error()
 
 
-def experts_fit(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """Expert ranks divide the model's experts, and the processes of a stage of both worlds."""
-    yield from _experts_of(config, shape_from_config(dict(model), "model.path"))
+def model_fits_world(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
+    """See `shape_fits_world`."""
+    yield from shape_fits_world(config, shape_from_config(dict(model), "model.path"))
 
 
-def trains_simulated(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
-    """The model of a dry run has layers for all stages and experts for all expert ranks."""
+def shape_fits_world(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
+    """Every stage has a layer; expert ranks divide the experts, and the processes of a stage of both worlds."""
     if shape.layers < config.train.pp:
         yield invalid("train.pp", config.train.pp, f"the model has only {shape.layers} layers", f"1 to {shape.layers}")
-    yield from _experts_of(config, shape)
-
-
-def _experts_of(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
     for name, world in worlds(config).items():
         fault = expert_fault(shape.experts, shape.expert_columns, degrees_of(world), world.ranks // world.pp)
         if fault is not None:

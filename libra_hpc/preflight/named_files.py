@@ -208,7 +208,8 @@ def naming(config: RunConfig) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        text, keys, traces = str(error), _keys(config), _traces(config)
+        text, keys = str(error), _keys(config)
+        traces = {"planner.trace": config.planner.trace, "simulated.trace": config.simulated.trace}
         kind, mark, rest = text.partition(" = ")
         if mark and kind in keys:
             raise UserError(f"{keys[kind]} = {rest}") from error
@@ -234,10 +235,6 @@ def _keys(config: RunConfig) -> dict[str, str]:
         "preset": "simulated.presets",
         "max_context": "rollout.max_model_len",
     }
-
-
-def _traces(config: RunConfig) -> dict[str, str]:
-    return {"planner.trace": config.planner.trace, "simulated.trace": config.simulated.trace}
 
 
 INDEX = "model.safetensors.index.json"

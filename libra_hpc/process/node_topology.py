@@ -116,14 +116,9 @@ def own_addresses(interface: str = "") -> list[str]:
     return sorted(found, key=lambda address: (address not in named, ":" in address))
 
 
-def listen(address: str, size: int) -> socket.socket:
-    """A socket for callers at an address, or at all of them."""
-    if address:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=2 * size)
-    elif socket.has_dualstack_ipv6():
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2 * size)
-    else:
-        listener = socket.create_server(("", 0), backlog=2 * size)
-    listener.setblocking(False)
-    return listener
+def listen(addresses: Sequence[str], backlog: int, port: int = 0) -> socket.socket:
+    """A socket for callers at the one address, or at all of this machine; raises `OSError`."""
+    address = addresses[0] if len(addresses) == 1 else ""
+    both = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ":" in address or both else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=backlog, dualstack_ipv6=both)

@@ -109,8 +109,3 @@ owner_link: Codec[LinkMessage] = Codec(LinkMessage)
 def start_of(environ: Mapping[str, str] = os.environ) -> RanksStart:
     """What this start was given."""
     return msgspec.json.decode(environ.get(START, "{}"), type=RanksStart)
-
-
-def decode_end(data: bytes) -> RanksStop:
-    """Parse what rank 0 left; raises ``msgspec.DecodeError`` for anything else."""
-    return msgspec.json.decode(data, type=RanksStop)

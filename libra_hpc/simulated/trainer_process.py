@@ -189,7 +189,8 @@ class Trainer(WorkerLoop):
         return offered
 
     def copy(self, folder: Path, tier: Tier) -> Callable[[], None]:
-        self._end_write()
+        if self._writer is not None:
+            self._writer.join()  # there is one copy of the state in host memory
         self._writer = threading.Thread(target=self._save_copy, args=(folder, tier, self._state), daemon=True)
         return self._writer.start
 
@@ -197,11 +198,6 @@ class Trainer(WorkerLoop):
         self._generation, self._asleep = -1, True
         if self._config.elastic:
             self._state = NOTHING
-
-    def _end_write(self) -> None:
-        """There is one copy of the state in host memory."""
-        if self._writer is not None:
-            self._writer.join()
 
     def _save_copy(self, folder: Path, tier: Tier, copied: folders.TrainerState) -> None:
         """Write a state and answer, in a thread."""

@@ -85,9 +85,6 @@ class Generations:
         self._busy_at.pop(rank, None)
         self._wake.set()
 
-    def _on_busy(self, rank: int) -> None:
-        self._busy_at[rank] = self._clock()
-
     def _member_busy(self) -> bool:
         since = self._clock() - BUSY_S
         return any(self._busy_at.get(rank, since - 1.0) >= since for rank in self._ordered[1])

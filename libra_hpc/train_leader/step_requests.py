@@ -156,10 +156,6 @@ class StepRequests(Generations):
             self._broken = True
         self._stream()
 
-    def _drop_portions(self) -> None:
-        """Members that join have none."""
-        self._ahead, self._unanswered = [], set()
-
     def _note_skipped(self, step: int, done: StepDone) -> None:
         minibatches = self._minibatches
         self._skipped_in_row = self._skipped_in_row + 1 if done.skipped and done.skipped == minibatches else 0

@@ -144,7 +144,7 @@ class TrainLeader(StepRequests):
         """An answer of a node; answers to an older generation or attempt are ignored."""
         match message:
             case Doing():
-                self._on_busy(rank)
+                self._busy_at[rank] = self._clock()
             case Joined(generation=generation, attempt=attempt):
                 if (generation, attempt) == (self.generation, self._joins):
                     self._replies[rank] = message
@@ -304,7 +304,8 @@ class TrainLeader(StepRequests):
             if not await self._join(wanted):
                 continue
             self._offers.ask_again()
-            self._drop_portions()
+            # Members that join have no portions.
+            self._ahead, self._unanswered = [], set()
             self.members, self._broken = wanted, False
             self._state_step = self._replies[self._core[0]].step
             self._report(joined=self._joined(wanted, self._clock() - started))

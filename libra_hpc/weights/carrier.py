@@ -20,7 +20,6 @@ import logging
 import math
 import os
 import queue
-import socket
 import sys
 import threading
 import time
@@ -38,6 +37,7 @@ from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
+from libra_hpc.process.node_topology import listen
 from libra_hpc.process.progress import Pulse
 from libra_hpc.protocol.carriers import (
     CarrierReady,
@@ -84,8 +84,8 @@ class CarrierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     rank: int
     folder: str
     """The node's shared memory."""
-    address: str = ""
-    """To listen at; empty: all addresses."""
+    addresses: tuple[str, ...]
+    """All that its node has; it listens at the only one, or at all."""
     secret: bytes
     """Secret of the run; other nodes prove that they have it."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -206,7 +206,7 @@ class Carrier:
         self._store = OfferStore(cap_bytes=self._image.size)
         folder, parts = Path(config.folder), Path(config.parts) if config.parts else None
         self._adopt(folder)
-        listener = _listener(config.address, 0)
+        listener = listen(config.addresses, CALLERS)
         self._port = listener.getsockname()[1]
         direct, self._by_tcp = probe(config.transport, config.rank)
         log.info("weights travel by %s", "NIXL" if direct else f"TCP: {self._by_tcp}")
@@ -341,17 +341,10 @@ class Carrier:
         self._store.prune(image if self._engines is None else min(self._engines, image))
 
 
-def _listener(address: str, port: int) -> socket.socket:
-    """At ``address``, or at all addresses; raises `OSError`."""
-    both = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if ":" in address or both else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=CALLERS, dualstack_ipv6=both)
-
-
 def _serve_outside(config: CarrierConfig, weights: ServedWeights) -> str:
     """Serve another cluster; returns why it cannot be served."""
     try:
-        listener = _listener(config.address, config.http_port)
+        listener = listen(config.addresses, CALLERS, config.http_port)
     except OSError as error:
         return f"rollout.weights_port = {config.http_port}: {os.strerror(error.errno or 0)}"
     HttpServer(listener, reading_secret(config.secret), weights.read, config.run.rollout.weights_mb_s * 1e6).start()

@@ -6,11 +6,10 @@ from typing import Any, cast, get_args
 
 import pytest
 
-from libra_hpc.agent.hosting.env_node import EnvNode
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.rollout_node import RolloutNode
-from libra_hpc.agent.routes import Routes, add_engines, add_env_node, add_rollout_service, add_train_leader
+from libra_hpc.agent.routes import Routes, add_engines, add_rollout_service, add_train_leader
 from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Peer, Publish
@@ -48,7 +47,6 @@ class Scene:
         add_engines(self.routes, node, train, cast(NodeCarrier, self.part("carrier")))
         add_train_leader(self.routes, cast(TrainLeader, self.part("leader")))
         add_rollout_service(self.routes, service)
-        add_env_node(self.routes, cast(EnvNode, self.part("env")))
 
     def part(self, name: str) -> Part:
         return Part(name, self.calls)
@@ -108,7 +106,7 @@ def test_a_part_that_is_not_there_gets_nothing() -> None:
 
 def test_every_message_is_for_somebody() -> None:
     """A new message type must be given to a part, or be added to what the agent or the coordinator takes itself."""
-    agents = {Layout, wire.StopAgent, wire.PmiLine}
+    agents = {Layout, wire.StopAgent, wire.PmiLine, wire.ToEnvHost}
     coordinators = {wire.Heartbeat, wire.Log, wire.Fatal, wire.StepReport, wire.RolloutReport}
     coordinators |= {wire.TrainReport, wire.TurnsDrained}
     rows = set(Scene().routes._rows)

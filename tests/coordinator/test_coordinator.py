@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from libra_hpc.config.load import load_resolved, validate, with_values
@@ -23,7 +24,7 @@ from libra_hpc.protocol.agents import Fatal, Heartbeat, Log, MemberJoined, Rollo
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import Layout, ResumePoint, StopTraining
 from libra_hpc.protocol.plan import PlanDecision
-from libra_hpc.protocol.ranks_stop import RanksStop, decode_end
+from libra_hpc.protocol.ranks_stop import RanksStop
 from libra_hpc.protocol.repartition_order import encode_order, new_order
 from tests.policies.pool.layout_orders import FormGeneration, StartEngine, all_orders
 from tests.protocol.step_reports import step_report
@@ -66,7 +67,7 @@ class Scene:
     @property
     def end(self) -> RanksStop:
         """Why the ranks ended, as the run's owner reads it."""
-        return decode_end(self.run.ended(1).read_bytes())
+        return msgspec.json.decode(self.run.ended(1).read_bytes(), type=RanksStop)
 
     def hello(self) -> None:
         self.deliver(

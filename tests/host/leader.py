@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from libra_hpc.agent.commands import host_command
+from libra_hpc.agent.commands import child_command
 from libra_hpc.config.run import RunConfig
 from libra_hpc.host.settings import write_private
 from libra_hpc.protocol import env
@@ -47,7 +47,7 @@ class Leader(Link):
         self.folder = Path(self._folder.name)
         self.settings = self.folder / "host.json"
         write_private(self.settings, msgspec.json.encode(config))
-        _, _, module, *arguments = host_command(config, self.settings)
+        _, _, module, *arguments = child_command(config, "host", self.settings)
         codecs = {"inbound": env.from_host, "outbound": env.to_host}
         super().__init__(self.folder, module, *arguments, **codecs, TMPDIR=str(self.folder))
 

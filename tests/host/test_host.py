@@ -17,7 +17,7 @@ import msgspec
 import psutil
 import pytest
 
-from libra_hpc.agent.commands import host_command
+from libra_hpc.agent.commands import child_command
 from libra_hpc.config.load import merged
 from libra_hpc.process import reaper
 from libra_hpc.protocol.codec import pack_i32
@@ -232,7 +232,7 @@ def test_users_mistakes_exit_with_two(
     valid = host_settings(task=KEYCHAIN_TASK, model=str(keychain_folder))
     data = merged(msgspec.to_builtins(valid), changes or {})
     settings.write_text(json.dumps(data)[:30] if changes is None else json.dumps(data))
-    command = [*host_command(valid, settings), "--socket", str(tmp_path / "none.sock")]
+    command = [*child_command(valid, "host", settings), "--socket", str(tmp_path / "none.sock")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
     assert message in result.stderr
@@ -244,7 +244,7 @@ def test_an_error_of_the_machine_is_no_mistake_of_the_user(keychain_folder: Path
     settings = tmp_path / "host.json"
     config = host_settings(task=KEYCHAIN_TASK, model=str(keychain_folder))
     settings.write_bytes(msgspec.json.encode(config))
-    command = [*host_command(config, settings), "--socket", str(tmp_path / "none.sock")]
+    command = [*child_command(config, "host", settings), "--socket", str(tmp_path / "none.sock")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1
     assert "FileNotFoundError" in result.stderr

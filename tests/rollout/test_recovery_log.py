@@ -61,7 +61,7 @@ class Run:
     def start(self, position: TrainedPrompts | None = None, digest: str = "same", eta: int = ETA) -> Recovered:
         self.saved = position or self.saved
         self.log = RecoveryLog(self.folder, lambda: self.saved, lambda: self.now, self.segment_bytes)
-        return asyncio.run(self.log.recover(digest, self.saved, eta))
+        return self.log.recover(digest, self.saved, eta)
 
     def add(self, *records: Trajectory | Committed) -> None:
         self.now += TRIM_S

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.agent.commands import engine_command, host_command, trainer_command
+from libra_hpc.agent.commands import child_command
 from libra_hpc.config.load import load_run_file, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
@@ -64,13 +64,10 @@ def test_planner_and_simulated_processes_have_the_same_device_and_model(tmp_path
 def test_only_command_lines_distinguish_a_dry_run_from_a_real_run(tmp_path: Path) -> None:
     simulated, real = run_file(tmp_path), run_file(tmp_path, run={"engine": "real"})
     path = Path("/p/r3.0.json")
-    for make, module in ((engine_command, "engine"), (trainer_command, "trainer.worker")):
-        command = make(real, path)
+    for kind, module in (("engine", "engine"), ("trainer", "trainer.worker"), ("host", "host.host")):
+        command = child_command(real, kind, path)
         assert command[1:] == ["-m", f"libra_hpc.{module}", "--config", str(path)]
-    assert engine_command(simulated, path)[2] == "libra_hpc.simulated.engine_process"
-    assert trainer_command(simulated, path)[2] == "libra_hpc.simulated.trainer_process"
-    assert host_command(real, path)[1:] == ["-m", "libra_hpc.host.host", "--config", str(path)]
-    assert host_command(simulated, path)[1:] == ["-m", "libra_hpc.simulated.host_process", "--config", str(path)]
+        assert child_command(simulated, kind, path)[2] == f"libra_hpc.simulated.{kind}_process"
 
 
 def test_planner_times_are_divided_by_the_speedup(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class CarrierNode:
             run=RunConfig().changed(model={"dtype": "bfloat16"}, rollout=rollout),
             rank=rank,
             folder=str(folder),
-            address="127.0.0.1",
+            addresses=("127.0.0.1",),
             secret=secret,
             shapes=dict(shapes),
             outside=True,

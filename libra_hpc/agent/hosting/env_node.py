@@ -36,9 +36,6 @@ class EnvNode(Hosts):
         self._stopping, self._announced, self._ordered_at = False, False, time.monotonic()
         await super().start()
 
-    def on_order(self, order: wire.ToEnvHost) -> None:
-        self.send(order.host, order.message)
-
     def on_host(self, host: int, message: Any) -> None:
         if isinstance(message, Doing):
             return

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import structs
 
-from libra_hpc.agent.commands import host_command
+from libra_hpc.agent.commands import child_command
 from libra_hpc.agent.supervised import NO_START_S, ChildCommand, EngineNode, Supervised
 from libra_hpc.errors import error_text
 from libra_hpc.host.settings import write_private
@@ -93,7 +93,7 @@ class Hosts(EngineNode[Supervised]):
             folder = self._folders[host] = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=context.private))
             environment = {**os.environ, "TMPDIR": str(folder)}
             self._hosts[host].state = "starting"
-            command = ChildCommand(name, host_command(context.config, settings), environment)
+            command = ChildCommand(name, child_command(context.config, "host", settings), environment)
             await self._hosts[host].start([command])
         except OSError as error:
             self._ended(host, f"environment host cannot be started: {error_text(error)}", NO_START_S)

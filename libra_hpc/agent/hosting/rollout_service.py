@@ -135,7 +135,8 @@ class RolloutService:
             # Versions number the weights of one line of starts; without records, those of another could be mixed in.
             await asyncio.to_thread(shutil.rmtree, context.run.experience, ignore_errors=True)
             return Recovered({}, {})
-        recovered = await self._recovery_log.recover(digest(config), position(point), config.algorithm.eta)
+        recover, eta = self._recovery_log.recover, config.algorithm.eta
+        recovered = await asyncio.to_thread(recover, digest(config), position(point), eta)
         if self._recovery_log.changed:
             context.log("workload_changed")
         if recovered.groups or recovered.dropped:

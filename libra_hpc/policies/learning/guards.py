@@ -148,11 +148,8 @@ class LearningGuards:
         return f"{words}; {limit:.2g} may be chance"
 
     def _gap(self) -> str:
-        gaps = self._values["logprob_gap"]
-        if len(gaps) <= LEAST:
-            return ""
-        recent, usual = _mean(gaps[-WINDOW:]), median(gaps[:-WINDOW])
-        if recent <= max(GAP * usual, GAP_NATS):
+        recent, usual = self._recent_and_usual("logprob_gap")
+        if math.isnan(usual) or recent <= max(GAP * usual, GAP_NATS):
             return ""
         return f"the engines' log-probabilities differ from the trainer's by {recent:.2g} nats, {usual:.2g} before"
 
@@ -161,13 +158,15 @@ class LearningGuards:
         return f"{equal:.0%} of the groups have equal rewards: nothing is learned" if equal >= EQUAL else ""
 
     def _entropy(self) -> str:
-        values = self._values["entropy"]
-        if len(values) <= LEAST:
-            return ""
-        recent, usual = _mean(values[-WINDOW:]), median(values[:-WINDOW])
-        if usual / ENTROPY <= recent <= usual * ENTROPY:
+        recent, usual = self._recent_and_usual("entropy")
+        if math.isnan(usual) or usual / ENTROPY <= recent <= usual * ENTROPY:
             return ""
         return f"the entropy is {recent:.2g} nats, {usual:.2g} before"
+
+    def _recent_and_usual(self, column: str) -> tuple[float, float]:
+        """Mean of the last values, and the median of those before; NaN while there are too few."""
+        values = self._values[column]
+        return _mean(values[-WINDOW:]), median(values[:-WINDOW]) if len(values) > LEAST else math.nan
 
 
 def _mean(values: list[float]) -> float:

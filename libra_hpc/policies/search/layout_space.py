@@ -110,7 +110,8 @@ class LayoutSpace:
                 snapshots=self._core_limit(pool, nodes)[1],
                 in_turn=way,
             )
-            yield msgspec.structs.replace(plan, update=self._update_of(pool, plan.trains))
+            update = self._update.by(plan.trains * self._pools[pool].node_devices)
+            yield msgspec.structs.replace(plan, update=update)
 
     def _trained_in_turn(
         self, have: Sequence[int], pool: int, nodes: int, way: InTurn
@@ -135,9 +136,6 @@ class LayoutSpace:
     def _most(self, have: Sequence[int], pool: int) -> int:
         """Nodes of a pool that can train: one of all rolls out."""
         return have[pool] - (sum(have) == have[pool])
-
-    def _update_of(self, pool: int, nodes: int) -> UpdateTime:
-        return self._update.by(nodes * self._pools[pool].node_devices)
 
     def _trained(self, have: Sequence[int], pool: int, nodes: int) -> tuple[TrainChoice | None, int]:
         """The best training layout, and how many of the pool's other nodes are hybrid."""

@@ -107,11 +107,8 @@ class RecoveryLog:
         self._handle: BinaryIO | None = None
         self._writing = asyncio.Lock()
 
-    async def recover(self, digest: str, position: TrainedPrompts, eta: int) -> Recovered:
-        """Begin a start at ``position``, and read what counts for it."""
-        return await asyncio.to_thread(self._recover, digest, position, eta)
-
-    def _recover(self, digest: str, position: TrainedPrompts, eta: int) -> Recovered:
+    def recover(self, digest: str, position: TrainedPrompts, eta: int) -> Recovered:
+        """Begin a start at ``position``, and read what counts for it; not for the event loop."""
         try:
             return gather(self._begin(digest, position, eta))
         except OSError as error:

@@ -70,12 +70,9 @@ class OptimizerState:
         shard = self.shards[name]
         return ShardWeights(self.parameters[name], shard.begin, shard.end, shard.master)
 
-    def tensors_in_place(self) -> list[torch.Tensor]:
-        """All float32 tensors as the optimizer holds them."""
-        return [t for shard in self.shards.values() for t in (shard.master, shard.exp_avg, shard.exp_avg_sq)]
-
     def tensors(self) -> list[torch.Tensor]:
-        return [t.data for t in self.tensors_in_place()]
+        """All float32 tensors, in the memory in which the optimizer holds them."""
+        return [t.data for shard in self.shards.values() for t in (shard.master, shard.exp_avg, shard.exp_avg_sq)]
 
     @torch.no_grad()
     def set_weight(self, name: str, weight: torch.Tensor) -> None:
