@@ -44,23 +44,15 @@ class OddEpisode(Episode):
 
 
 class OddKeyChain(KeyChain):
-    """``always``: the fault of every episode.  ``once``: a few prompts have one of every kind, each the first time
-    it is met."""
+    """``once``: a few prompts have one of every kind of fault, each the first time it is met."""
 
     step_limit_s = 6.0
 
     def __init__(
-        self,
-        tokenizer: TaskTokenizer,
-        *,
-        seed: int = 0,
-        always: str = "",
-        once: bool = False,
-        met: str = "",
-        **options: Any,
+        self, tokenizer: TaskTokenizer, *, seed: int = 0, once: bool = False, met: str = "", **options: Any
     ) -> None:
         super().__init__(tokenizer, seed=seed, **options)
-        self._always, self._once, self._met = always, once, Path(met)
+        self._once, self._met = once, Path(met)
 
     def open(self, index: int, sample: int, progress: float) -> Any:
         """The real episode, disturbed."""
@@ -68,8 +60,6 @@ class OddKeyChain(KeyChain):
 
     def fault(self, index: int, sample: int) -> str:
         """Which fault an episode has now."""
-        if self._always:
-            return self._always
         kind = (
             {(9, 0): "nan", (14, 1): "raise", (19, 2): "await", (24, 3): "long", (29, 0): "block"}.get(
                 (index, sample), ""

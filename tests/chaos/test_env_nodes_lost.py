@@ -44,19 +44,3 @@ def test_a_killed_environment_node_costs_no_step_and_no_trajectory(cluster: Clus
     assert not case.events("recovered"), "the ranks did not restart"
     sampled_once(run)
     assert len(list(read_lines(run.metrics))) == 60
-
-
-@pytest.mark.chaos
-def test_an_environment_node_that_stops_comes_back_as_a_new_one(tmp_path: Path) -> None:
-    case = Chaos(tmp_path, text=TEXT, hybrid=0, rollout=1, steps=120)
-    run = case.submit()
-    case.reach(6)
-    before = case.child(SECOND, "libra_hpc.simulated.host_process")
-    case.signal_agent(SECOND, signal.SIGSTOP)
-    case.wait(lambda: case.events("node_lost"), "the loss")
-    case.signal_agent(SECOND, signal.SIGCONT)
-    came = lambda: [e for e in case.events("node_state") if (e["rank"], e["state"]) == (SECOND, "env")]  # noqa: E731
-    case.wait(lambda: len(came()) == 2, "the return")
-    assert case.child(SECOND, "libra_hpc.simulated.host_process") != before
-    sound(case)
-    sampled_once(run)

@@ -36,22 +36,3 @@ def test_a_part_that_hangs_is_ended_and_started_again(tmp_path: Path, rank: int,
     case.wait(lambda: any("hung" in notice for notice in case.status()["notices"]), "the status that says so")
     sound(case)
     assert not case.events("recovered")
-
-
-@pytest.mark.chaos
-def test_processes_that_keep_ending_end_the_run_with_their_log(tmp_path: Path) -> None:
-    case = Chaos(tmp_path, steps=4000)
-    run = case.submit()
-    case.reach(3)
-    victim = 0
-    while not run.result.exists():
-        try:
-            pid = case.child(TRAIN_LEADER, "t1.0.json")
-        except (AssertionError, OSError):
-            continue
-        if pid != victim:
-            victim = pid
-            os.kill(pid, signal.SIGKILL)
-    sound(case, "failed")
-    assert "t1.0.log" in case.message()
-    assert "times" in case.message()

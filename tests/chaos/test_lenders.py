@@ -32,34 +32,6 @@ def guests(case: Chaos, kind: str) -> int:
     return len(case.events(f"guest_{kind}"))
 
 
-def test_a_server_lends_until_it_is_revoked_and_outlives_its_lender(tmp_path: Path) -> None:
-    case = Chaos(tmp_path, text=BORROWS, steps=4000, hybrid=0, rollout=1)
-    case.submit()
-    lent = SmallServer(case)
-    try:
-        case.wait(lambda: given(case) > 0, "trained tokens of the lender")
-        record = lent.wait("lends")
-        assert record["borrower"] == str(case.run.path if case.run else "")
-        wait(lambda: lent.records()[0]["tokens"] > 0, "tokens in the record")
-        case.cli("lend", "revoke", record["name"])
-        paused = lent.wait("paused")
-        assert paused["why"] == "revoked"
-        assert case.events("guest_leaves")[-1]["reason"] == "it got SIGTERM"
-        assert (guests(case, "left"), guests(case, "lost")) == (1, 0)
-        assert lent.answers()
-        case.cli("lend", "revoke", record["name"], "--return")
-        case.wait(lambda: guests(case, "serves") == 2, "the second guest")
-        os.kill(record["pid"], signal.SIGKILL)
-        case.wait(lambda: guests(case, "left") == 2, "the guest without its lender has left")
-        assert lent.wait("gone")["name"] == record["name"]
-        assert lent.answers()
-        case.cli("cancel", str(case.run.path if case.run else ""))
-        sound(case, "cancelled")
-        assert lent.answers()
-    finally:
-        lent.end()
-
-
 FAULTS = (
     *(
         "guest killed",

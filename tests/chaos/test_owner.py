@@ -13,7 +13,6 @@ import pytest
 from libra_hpc.files import OTHERS_WRITE
 from libra_hpc.owner.claim import encode_lease
 from libra_hpc.process.lease import lease_file, newest_lease
-from libra_hpc.slurm import local
 from libra_hpc.slurm.queue.job_record import read_job
 
 from .harness import Chaos, nothing_left, patched, processes, sound
@@ -68,22 +67,6 @@ def test_a_world_that_finds_another_owner_stops_and_writes_nothing_more(tmp_path
 
 
 @pytest.mark.chaos
-def test_a_planner_killed_on_a_full_disk_leaves_a_result_all_the_same(tmp_path: Path, disk: Path) -> None:
-    case = Chaos(tmp_path, steps=4000)
-    run = case.submit("-o", "slurm.restarts=0")
-    case.reach(5)
-    planner = case.agent(PLANNER)
-    fill(disk)
-    os.kill(planner, signal.SIGKILL)
-    case.wait(lambda: run.result.exists(), "it ended")
-    assert "the planner's agent (rank 0) was lost, and all 0 restarts" in case.message()
-    case.wait(lambda: case.status()["state"] == "failed", "the status of its end, which ended")
-    case.wait(lambda: local.state(run).state.ended, "its owner ended")
-    nothing_left(run)
-    assert not list(run.path.glob(".*.reserve-*"))
-
-
-@pytest.mark.chaos
 def test_a_planner_killed_on_a_full_disk_goes_on_once_there_is_room(tmp_path: Path, disk: Path) -> None:
     case = Chaos(tmp_path, steps=60)
     run = case.submit()
@@ -127,33 +110,6 @@ def test_a_signal_to_the_owner_saves_and_stops_the_run_whose_files_it_alone_can_
     assert "most recent call first" in log
     assert f"signal 14 ({signal.strsignal(14)}) means nothing here" in log
     assert [path for path in run.path.rglob("*") if path.stat().st_mode & OTHERS_WRITE] == []
-
-
-OUTAGE = """
-import pathlib, socket
-connect, away = socket.create_connection, pathlib.Path({away!r})
-def unreachable(*given, **options):
-    if away.exists():
-        raise TimeoutError("timed out")
-    return connect(*given, **options)
-socket.create_connection = unreachable
-"""
-"""An agent cannot reach the planner's node while a file is there."""
-
-
-@pytest.mark.nightly
-def test_a_network_that_is_away_for_75_s_costs_one_restart_and_no_run(tmp_path: Path) -> None:
-    case, away = Chaos(tmp_path, steps=60), tmp_path / "away"
-    case.submit(*patched(tmp_path, OUTAGE.format(away=str(away)), ROLLOUT))
-    case.reach(8)
-    away.touch()
-    os.kill(case.agent(PLANNER), signal.SIGKILL)
-    case.wait(lambda: case.status()["message"].startswith("waiting since "), "the status that names it")
-    assert "cannot reach the planner's node" in case.status()["message"]
-    away.unlink()
-    sound(case)
-    assert [event["restarts"] for event in case.events("restart")] == [1]
-    assert len(case.events("cannot_now")) == 1
 
 
 FAULT = """

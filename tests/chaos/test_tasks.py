@@ -67,26 +67,3 @@ def test_bad_rewards_raised_errors_hanging_steps_and_huge_answers_cost_their_tra
     assert newest is not None
     state = run.read_json(newest[1] / "state.json")
     assert state["low"] + len(state["extra"]) == 14 * PROMPTS
-
-
-@pytest.mark.chaos
-def test_a_task_that_always_raises_fails_the_run_with_its_error_and_trains_nothing(
-    policy: Path, tmp_path: Path
-) -> None:
-    case = odd(tmp_path, policy, 14, always="raise")
-    run = case.run
-    assert run is not None
-    case.wait(lambda: case.events("admission_paused"), "the pause")
-    case.cli("cancel", str(run.path))
-    assert not case.steps()
-    assert not run.policy.exists()
-    case.ended()
-    case.cli("submit", "--resume", str(run.path), "-o", "task.failed_patience_s=8")
-    case.wait(lambda: run.read_json(run.result).get("state") == "failed", "the run that ended")
-    assert "the judge is down" in run.read_json(run.result)["message"]
-    assert not case.steps()
-    assert not run.policy.exists()
-    shown = json.loads(case.cli("status", str(run.path), "--json").stdout)["status"]
-    assert shown["failures"][0]["kind"] == "raised"
-    assert "the judge is down" in case.cli("status", str(run.path)).stdout
-    nothing_left(run)

@@ -119,17 +119,3 @@ def test_a_line_is_read_in_full_and_foreign_or_torn_ones_are_skipped(tmp_path: P
     assert record.at_signal == (30,)
     assert (record.signals[0].outcome, record.signals[0].exit_code, record.signals[0].payload_tokens) == ("error", 1, 7)
     assert record.signals[0].seconds == pytest.approx(2.0)
-
-
-def test_a_file_is_readable_after_a_kill_at_any_byte(tmp_path: Path) -> None:
-    path = tmp_path / "trajectories.jsonl"
-    LineLog(path).write_all(trajectory_of(turns).numbers for turns in (1, 2, 3))
-    whole = path.read_bytes()
-    complete = list(records(path))
-    assert [record.turns for record in complete] == [1, 2, 3]
-    for cut in range(len(whole) + 1):
-        path.write_bytes(whole[:cut])
-        ended = whole[:cut].count(b"\n")
-        found = list(records(path))
-        assert found[:ended] == complete[:ended]
-        assert len(found) <= ended + 1

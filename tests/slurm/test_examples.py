@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.tabulate import hf_config
 from libra_hpc.config.load import load_run_file
 from libra_hpc.config.node_groups import het_groups, rank_components
 from libra_hpc.config.run import RunConfig
@@ -35,26 +36,7 @@ ONE_TB = Partition("gpu", True, "up", 6, 6, 128, 1_000_000, {"a800": 8}, None)
 
 def model_folder(folder: Path, shape: ModelShape) -> Path:
     """A policy of that shape."""
-    config: dict[str, object] = {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate,
-        "vocab_size": shape.vocab,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-    }
-    if shape.experts:
-        experts = {"num_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token}
-        config |= {**experts, "moe_intermediate_size": shape.moe_intermediate, "model_type": "qwen3_moe"}
-    return write_model(folder, config)
+    return write_model(folder, hf_config(shape) | {"rms_norm_eps": 1e-6, "rope_theta": 1e6})
 
 
 def resolved(name: str, folder: Path) -> RunConfig:
