@@ -198,6 +198,7 @@ class EngineUnderTest:
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
         ahead_on_cpu = config.run.rollout.async_steps and config.run.slurm.device == "cpu"
+        self.config = config
         self.module = "tests.engine.ahead_on_cpu" if ahead_on_cpu else "libra_hpc.engine"
         folder.mkdir(parents=True, exist_ok=True)
         self.socket_path = folder / "s"

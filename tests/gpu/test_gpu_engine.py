@@ -25,9 +25,9 @@ HIDDEN = 256
 """Two heads of 128, which GPU attention kernels have."""
 MIB = 1 << 20
 CACHE_MB = 2048
-CLOSE = 0.3
-"""Mean difference of a log-probability in bfloat16 from the float32 reference: 0.05 to 0.1 were measured on these
-wide random weights."""
+CLOSE = {"auto": 0.3, "fp8": 0.8}
+"""Mean difference of a log-probability in bfloat16 from the float32 reference, by the type of the cache: 0.05 to 0.1
+and 0.43 to 0.53 were measured on these wide random weights."""
 FAR = 1.0
 """The same from the reference of other weights, which it must exceed for the test to mean anything."""
 
@@ -63,6 +63,11 @@ def engine(
         under_test.close()
 
 
+@pytest.fixture
+def close(engine: EngineUnderTest) -> float:
+    return CLOSE[engine.config.run.rollout.kv_dtype]
+
+
 def _off(model: Model, prompt: list[int], done: Generated) -> float:
     """Mean absolute difference of its log-probabilities from the reference's."""
     got = logprobs_of(done)
@@ -70,26 +75,26 @@ def _off(model: Model, prompt: list[int], done: Generated) -> float:
     return statistics.fmean(abs(a - b) for a, b in zip(got, want, strict=True))
 
 
-def test_log_probabilities_are_the_models(engine: EngineUnderTest, old: Model) -> None:
+def test_log_probabilities_are_the_models(engine: EngineUnderTest, close: float, old: Model) -> None:
     prompts = [[3 + (7 * i + j) % 90 for j in range(5 + 20 * i)] for i in range(6)]
     answers = engine.generate(*(turn(f"a{i}", prompt, 64) for i, prompt in enumerate(prompts)))
     for prompt, done in zip(prompts, answers, strict=True):
         assert len(tokens_of(done)) == 64 or done.finish == "stop"
-        assert _off(old, prompt, done) < CLOSE
+        assert _off(old, prompt, done) < close
 
 
-def test_an_aborted_turn_gives_back_what_it_has(engine: EngineUnderTest, old: Model) -> None:
+def test_an_aborted_turn_gives_back_what_it_has(engine: EngineUnderTest, close: float, old: Model) -> None:
     prompt = [5, 6, 7, 8]
     engine.start(turn("long", prompt, 1000))
     engine.send(Abort("long"))
     done = engine.expect(Generated)
     assert done.finish == "abort"
     assert 0 < len(tokens_of(done)) < 1000
-    assert _off(old, prompt, done) < CLOSE
+    assert _off(old, prompt, done) < close
 
 
 def test_sleep_releases_the_memory_and_an_update_brings_the_engine_back(
-    engine: EngineUnderTest, old: Model, new: Model
+    engine: EngineUnderTest, close: float, old: Model, new: Model
 ) -> None:
     engine.idle()
     busy = torch.cuda.mem_get_info()[0]
@@ -101,12 +106,12 @@ def test_sleep_releases_the_memory_and_an_update_brings_the_engine_back(
     assert engine.apply(new.update(2)).version == 2
     prompt = [9, 8, 7]
     done = engine.generate(turn("awake", prompt, 64))[0]
-    assert _off(new, prompt, done) < CLOSE
+    assert _off(new, prompt, done) < close
     assert _off(old, prompt, done) > FAR
     assert done.versions[-1][0] == 2
 
 
-def test_weights_change_under_a_running_turn(engine: EngineUnderTest, old: Model, new: Model) -> None:
+def test_weights_change_under_a_running_turn(engine: EngineUnderTest, close: float, old: Model, new: Model) -> None:
     prompt = [11, 12, 13]
     engine.apply(new.update(3))
     engine.start(turn("across", prompt, 1000))
@@ -118,7 +123,7 @@ def test_weights_change_under_a_running_turn(engine: EngineUnderTest, old: Model
     got, tokens = logprobs_of(done), tokens_of(done)
     for model, part in ((new, slice(0, count)), (old, slice(count, 1000))):
         want = model.logprobs([*prompt, *tokens], len(prompt))
-        assert statistics.fmean(abs(a - b) for a, b in zip(got[part], want[part], strict=True)) < CLOSE
+        assert statistics.fmean(abs(a - b) for a, b in zip(got[part], want[part], strict=True)) < close
 
 
 def test_changes_by_index_are_what_the_image_has(engine: EngineUnderTest, old: Model, tmp_path: Path) -> None:
@@ -131,8 +136,8 @@ def test_changes_by_index_are_what_the_image_has(engine: EngineUnderTest, old: M
     first = engine.greedy()
     # Engines that take changes need no image: this one stays at version 1.
     earlier = shutil.copy(image.path, tmp_path / "earlier")
-    changes = tuple(offered(shape, image, version, bits, share=0.03, seed=version) for version in range(2, 12))
-    engine.apply(UpdateWeights(str(earlier), 11, changes))
+    changes = tuple(offered(shape, image, version, bits, share=0.01, seed=version) for version in range(2, 5))
+    engine.apply(UpdateWeights(str(earlier), 4, changes))
     by_index = engine.greedy()
-    engine.apply(UpdateWeights(str(image.path), 11))
+    engine.apply(UpdateWeights(str(image.path), 4))
     assert first != by_index == engine.greedy()

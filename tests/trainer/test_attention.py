@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from libra_hpc.config.learn import Recompute
 from libra_hpc.models.architecture import Architecture, read_shape
@@ -57,6 +58,19 @@ def test_a_wrong_kernel_of_delta_nets_is_named() -> None:
 
     assert rule_fault(one_sequence, *arguments).startswith("the output differs by")
     assert sum(LENGTHS) > 2 * CHUNK
+
+
+def test_a_layer_that_is_computed_again_compares_its_kernel_once() -> None:
+    compared: list[str] = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        if not compared:
+            compared.append(rule_fault(each_sequence, 8, 12, x.device, x.dtype))
+        return (x * 2).exp()
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert compared == [""]
 
 
 def varlen(

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from libra_hpc.models.shapes import DeltaNet
@@ -31,6 +32,8 @@ from .mcore import (
 )
 from .packing import PackedLayout
 
+Rule = Callable[..., torch.Tensor]
+"""`each_sequence`, or what computes the same."""
 CHUNK = 64
 """Tokens of a chunk. Half: twice as many steps; double: twice the pairs of tokens, and worse rounding."""
 LENGTHS = (150, 64, 33)
@@ -178,7 +181,7 @@ def each_sequence(*inputs: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def choose_rule(key_dim: int, value_dim: int, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+def choose_rule(key_dim: int, value_dim: int, device: torch.device, dtype: torch.dtype) -> Rule:
     """`each_sequence`, or on CUDA the kernel of flash-linear-attention, where it is, after it was compared with that
     once; a fault of it is a line on stderr."""
     if device.type != "cuda":
@@ -196,7 +199,7 @@ def choose_rule(key_dim: int, value_dim: int, device: torch.device, dtype: torch
     return each_sequence if problem else kernel
 
 
-def flas_kernel() -> Callable[..., torch.Tensor]:
+def flas_kernel() -> Rule:
     """The kernel of flash-linear-attention, called as `each_sequence` is; raises `ImportError` without the package."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -208,9 +211,7 @@ def flas_kernel() -> Callable[..., torch.Tensor]:
     return kernel
 
 
-def rule_fault(
-    kernel: Callable[..., torch.Tensor], key_dim: int, value_dim: int, device: torch.device, dtype: torch.dtype
-) -> str:
+def rule_fault(kernel: Rule, key_dim: int, value_dim: int, device: torch.device, dtype: torch.dtype) -> str:
     """What the kernel does wrong on a tiny pack, in words; empty: nothing."""
     source, rows, bounds = torch.Generator().manual_seed(0), sum(LENGTHS), [0, *accumulate(LENGTHS)]
     widths = key_dim, key_dim, value_dim
@@ -218,10 +219,12 @@ def rule_fault(
     chances = [torch.rand(rows, 2, generator=source).to(device) for _ in range(2)]
     inputs = [*tensors, -chances[0], chances[1].to(dtype)]
     found = []
-    for rule in (kernel, each_sequence):
-        own = [x.detach().requires_grad_() for x in inputs]
-        out = rule(*own, torch.tensor(bounds, dtype=torch.int32, device=device)).float()
-        found.append([out, *torch.autograd.grad(out.square().sum(), own)])
+    # The first pass of a layer that is computed again stores nothing of this.
+    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
+        for rule in (kernel, each_sequence):
+            own = [x.detach().requires_grad_() for x in inputs]
+            out = rule(*own, torch.tensor(bounds, dtype=torch.int32, device=device)).float()
+            found.append([out.detach(), *torch.autograd.grad(out.square().sum(), own)])
     for number, (mine, theirs) in enumerate(zip(*found, strict=True)):
         error = float((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max())
         # Also when it is not a number.
