@@ -285,7 +285,7 @@ def test_a_writer_waits_for_one_block_at_most(monkeypatch: pytest.MonkeyPatch) -
     with node_folders() as folder:
         run = RunConfig().changed(model={"dtype": "bfloat16"})
         shapes = {"a.weight": (BLOCK_BYTES,)}
-        image = NodeImage(CarrierConfig(run=run, rank=0, folder=str(folder), secret=b"", shapes=shapes))
+        image = NodeImage(CarrierConfig(run=run, rank=0, folder=str(folder), addresses=(), secret=b"", shapes=shapes))
         blocks = ArrivingImage(folder, image.size)
         blocks.versions[:] = 0
         image.write(0, [blocks])
