@@ -99,7 +99,8 @@ def test_recomputation_changes_no_gradient_and_stores_less(kind: str, tmp_path: 
             for _ in range(2):
                 engine.forward_backward([batch], lambda head, one: -head.likelihood(one.targets, 1.0).logprobs.sum())
             gradients.append([buffer.grad_data.clone() for buffer in engine.ddp.buffers])
-            held.append(_held(engine, batch))
+            # What a pass frees of those before it differs, and only lessens its sum.
+            held.append(max(_held(engine, batch) for _ in range(4)))
         finally:
             close_world()
     for others in gradients[1:]:
