@@ -66,8 +66,9 @@ def test_a_guest_gives_tokens_that_are_trained_and_its_leave_and_its_death_cost_
     assert not case.events("node_lost"), "no node of the run was blamed"
 
 
+# Four turns at once: one engine is slower than the trainer.
 SPOT = (
-    SIMULATED.replace("enabled = false", "enabled = true")
+    SIMULATED.replace("enabled = false", "enabled = true").replace("[rollout]", "[rollout]\nmax_num_seqs = 4")
     + """
 [borrow.spot]
 nodes = 1
