@@ -48,7 +48,7 @@ KERNELS = {
     "elementwise": re.compile(""),
 }
 """Names of kernels; the first that matches. On a CPU: of operations."""
-LAYER = "products", "attention", "elementwise", "gradients", "experts"
+LAYER = "products", "attention", "elementwise", "gradients"
 """Parts of `TrainTime` that a layer has."""
 BIG = model_shape("qwen3-8b"), model_shape("qwen3-32b"), model_shape("qwen3-30b-a3b")
 EP8 = replace(BIG[2], name="qwen3-30b-a3b, 16 of 128 experts", experts=16)

@@ -32,7 +32,6 @@ TERMS = {
     "elementwise": "elementwise operations of layers",
     "head": "head over loss tokens",
     "gradients": "sums of gradients",
-    "experts": "launches of experts",
     "bubble": "pipeline fills and drains",
     "tp": "tensor-parallel all-reduce",
     "pp": "activations between stages",

@@ -53,9 +53,6 @@ GRADIENT_SUM_BYTES = 2 * GRAD_BYTES
 beside it."""
 SCALED_BYTES = 3 * GRAD_BYTES
 """An update sets the gradients to zero and scales them, on all devices. The rest is shared."""
-EXPERT_S = 350e-6
-"""Host time of one expert, layer and micro-batch: 22 launches, forward and backward, of 16 us. The device waits for
-what exceeds its own work. On a CPU it took 750 us; not measured on a GPU."""
 LINK_EFFICIENCY = 0.8
 """Share of a link that ring collectives of megabytes reach. `Device.link_efficiency` is for the small messages of
 inference."""
@@ -264,14 +261,13 @@ class TrainCost:
         parts = self._stage_seconds(layout, share := max(1.0 / every.dp, self.longest_share))
         compute = sum(parts.values())
         traffic = self._traffic(layout, share)
-        layers, packs = max(stage_layers(self.shape.layers, layout.pp)), n * updates
+        packs = n * updates
         if layout.tp > 1:
             # At the latency of one small all-reduce each.
+            layers = max(stage_layers(self.shape.layers, layout.pp))
             traffic["tp"] += self._reduces(layout) * layers * packs * self.device.allreduce_s
         own = sum(largest_stage_params(self.shape, layout))
         parts["gradients"] = packs * own * (GRADIENT_SUM_BYTES + 2 * self.shape.dtype_bytes) / self._bytes_s
-        if self.shape.experts:
-            parts["experts"] = self._waiting(layout, share, packs)
         slots = (n + layout.pp - 1) / n
         parts["bubble"] = (slots - 1.0) * (sum(parts.values()) + traffic["tp"] + traffic["cp"] + traffic["ep"])
         traffic["pp"] *= slots
@@ -303,15 +299,6 @@ class TrainCost:
             ends = stages[-1], head
         scale = share / (layout.tp * layout.cp)
         return {name: ends[0] * seconds * scale for name, seconds in layer.items()} | {"head": ends[1] * scale}
-
-    def _waiting(self, layout: TrainLayout, share: float, packs: int) -> float:
-        """Seconds that a device waits for the launches of its experts, one after the other."""
-        shape, times = self.shape, 1 + self._repeated(layout)
-        layers = max(stage_layers(shape.layers, layout.pp))
-        routed = 2 * self._tokens * shape.experts_per_token * shape.expert_params / self._flops_s
-        busy = share * layers * routed * (times + BACKWARD) / (layout.tp * layout.cp)
-        launches = EXPERT_S * (times + BACKWARD) / (1.0 + BACKWARD) * packs * layers * shape.experts / layout.ep
-        return max(0.0, launches - busy)
 
     def _traffic(self, layout: TrainLayout, share: float) -> dict[str, float]:
         """Collectives of tensor, context and expert ranks, and of stages without a bubble, with ``share`` of the

@@ -157,13 +157,6 @@ def test_gradient_reduction_hides_behind_the_last_backward_only() -> None:
     assert large.parts["dp"] < tiny.parts["dp"] < 6 * QWEN.params / 8 / (A800.inter_bytes_s * 0.8)
 
 
-def test_a_device_waits_for_the_launches_of_many_experts_and_small_packs() -> None:
-    few, many = (cost(shape=MOE).time(layout(8, ep=ep, dp=8)).parts["experts"] for ep in (8, 1))
-    large = cost(shape=MOE).time(layout(8, ep=8, dp=8, micro=65536)).parts["experts"]
-    assert large < few < many
-    assert "experts" not in cost().time(layout(8)).parts
-
-
 degrees = st.sampled_from([1, 2, 4, 8])
 
 

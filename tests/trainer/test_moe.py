@@ -10,13 +10,16 @@ import torch
 from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import check_experts, read_shape
 from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.trainer.model import kernels, moe
+from libra_hpc.trainer.model.kernels import choose_product, grouped, one_by_one
+from libra_hpc.trainer.model.mcore import SequentialMLP
 from libra_hpc.trainer.model.packing import decode, pack
 from libra_hpc.trainer.shards import spread
 from libra_hpc.weights.names import ReplicaPlace, own_entries
 
 from .batches import train_step
 from .settings import MICRO_TOKENS
-from .support import Layout, assert_equals_one_process, make_model
+from .support import Layout, assert_equals_one_process, build, make_model
 
 LAYERS, EXPERTS = 2, 8
 CPU = torch.device("cpu")
@@ -58,6 +61,49 @@ def test_ranks_with_fewer_packs_take_part_in_every_exchange_of_tokens(tmp_path: 
     assert any(mine != yours for mine, yours in counts)
     make_model("qwen3_moe", tmp_path / "model")
     assert_equals_one_process(tmp_path, world, Layout(dp=2, ep=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_experts_have_the_gradients_of_megatrons_one_by_one(
+    tmp_path: Path, world: ReplicaPlace, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("qwen3_moe", tmp_path)
+    packs = pack([decode(sample) for sample in train_step(1, 0).minibatches[0]], MICRO_TOKENS, CPU)
+    found = []
+    for experts in (moe.GroupedExperts, SequentialMLP):
+        monkeypatch.setattr(moe, "GroupedExperts", experts)
+        engine, _ = build(tmp_path, world, dtype)
+        engine.forward_backward(packs, lambda head, one: head.likelihood(one.targets, 1.0).logprobs.sum())
+        found.append({name: parameter.main_grad.clone() for name, parameter in engine.named_parameters().items()})
+    mine, theirs = found
+    assert mine.keys() == theirs.keys()
+    assert any(theirs[name].any() for name in theirs if ".local_experts.7." in name)
+    for name, gradient in theirs.items():
+        error = float((mine[name] - gradient).abs().max())
+        assert error <= (1e-6 if dtype is torch.float32 else 2**-8) * float(gradient.abs().max()), name
+
+
+@pytest.mark.parametrize(
+    ("product", "line"),
+    [
+        (grouped, ""),
+        (
+            lambda left, right, ends: grouped(left, right, ends) * (1 + (right.dim() == 2)),
+            "gradient of weights differs",
+        ),
+        (lambda left, right, ends: grouped(left, right, ends.flip(0)), "failed: "),
+        (lambda *_: torch.nn.functional.nothing(), "failed: AttributeError: "),
+    ],
+)
+def test_a_product_that_fails_at_the_start_is_not_used(
+    product: kernels.Product, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "grouped", product)
+    choose_product.cache_clear()
+    assert (choose_product(24, 40, CPU, torch.bfloat16) is one_by_one) == bool(line)
+    assert line in (printed := capsys.readouterr().err)
+    assert printed.count("\n") == bool(line)
+    choose_product.cache_clear()
 
 
 def test_names_of_all_ranks_are_those_of_the_file(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ are checked without a collective: this rank's pieces of the pack, and all column
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from libra_hpc.weights.names import ReplicaPlace
 
 from .attention import Kernel, Segments, has_segments, rectangles
 from .context import Columns, pieces
+from .kernels import choose, difference
 from .packing import PackedLayout, example, pack
 
 LENGTHS = (150, 70, 64, 33)
@@ -26,8 +26,6 @@ SHARED = 66
 """Tokens at the beginning of the first sequence that one more has, too."""
 WINDOW = 48
 """Columns of a row where the model has windows; most sequences have more."""
-TOLERANCE = 0.05
-"""Share of the largest value. Two sums of bfloat16 values differ by about 0.01, a wrong mask or sequence by about 1."""
 PARTS = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
 
 
@@ -36,23 +34,13 @@ def choose_kernel(shape: Architecture, device: torch.device, dtype: torch.dtype,
     # The variable-length kernel has no sinks.
     if shape.sinks or not has_segments(device, dtype, shape.head_dim):
         return rectangles
-    found = checked_segments(shape, device, dtype, place)
-    if isinstance(found, Segments):
-        return found
-    print(f"attention runs over padded blocks; the variable-length kernel failed: {found}", file=sys.stderr)
-    return rectangles
-
-
-def checked_segments(
-    shape: Architecture, device: torch.device, dtype: torch.dtype, place: ReplicaPlace
-) -> Segments | str:
-    """The variable-length kernel after it and `rectangles` ran once, on a tiny pack; or its fault, in words."""
-    try:
-        kernel = Segments(torchs_varlen())
-        return fault(kernel, shape, device, dtype=dtype, place=place) or kernel
-    except Exception as error:
-        # A torch without the kernel, or a kernel that refuses this GPU: there are many errors for that.
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    what = "attention runs over padded blocks; the variable-length kernel"
+    return choose(
+        what,
+        lambda: Segments(torchs_varlen()),
+        rectangles,
+        lambda kernel: fault(kernel, shape, device, dtype=dtype, place=place),
+    )
 
 
 def torchs_varlen() -> Callable[..., Any]:
@@ -91,11 +79,8 @@ def fault(kernel: Kernel, shape: Architecture, device: torch.device, *, dtype: t
     for window in {min(window, WINDOW) for window in shape.windows} or {0}:
         layout = packed.layout
         got, want = (_run(one, mixed, own, layout, weights=weights, window=window) for one in (kernel, rectangles))
-        for name, mine, theirs in zip(PARTS, got, want, strict=True):
-            error = float((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max())
-            # Also when it is not a number.
-            if not error <= TOLERANCE:
-                return f"its {name} differs by {error:.2g} of the largest value"
+        if problem := difference(got, want, PARTS):
+            return f"its {problem}"
     return ""
 
 

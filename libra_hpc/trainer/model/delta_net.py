@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import accumulate
@@ -24,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from libra_hpc.models.shapes import DeltaNet
 
 from . import context
+from .kernels import choose, difference
 from .mcore import (
     MegatronModule,
     TransformerConfig,
@@ -38,8 +38,6 @@ CHUNK = 64
 """Tokens of a chunk. Half: twice as many steps; double: twice the pairs of tokens, and worse rounding."""
 LENGTHS = (150, 64, 33)
 """Tokens of the sequences on which a kernel is compared: more than two chunks, one, less than one."""
-TOLERANCE = 0.05
-"""Share of the largest value, as for attention: rounding of bfloat16 gives about 0.01, a wrong sequence about 1."""
 LENGTH_EPS = 1e-6
 """Added to squared lengths of queries and keys, as in flash-linear-attention."""
 
@@ -186,17 +184,9 @@ def choose_rule(key_dim: int, value_dim: int, device: torch.device, dtype: torch
     once; a fault of it is a line on stderr."""
     if device.type != "cuda":
         return each_sequence
-    try:
-        kernel = flas_kernel()
-        problem = rule_fault(kernel, key_dim, value_dim, device, dtype)
-    except ImportError:
-        return each_sequence
-    except Exception as error:
-        # It refuses some GPUs and some compilers: there are many errors for that.
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    if problem:
-        print(f"delta nets run in plain torch; flash-linear-attention failed: {problem}", file=sys.stderr)
-    return each_sequence if problem else kernel
+    on = key_dim, value_dim, device, dtype
+    what = "delta nets run in plain torch; flash-linear-attention"
+    return choose(what, flas_kernel, each_sequence, lambda kernel: rule_fault(kernel, *on))
 
 
 def flas_kernel() -> Rule:
@@ -225,9 +215,5 @@ def rule_fault(kernel: Rule, key_dim: int, value_dim: int, device: torch.device,
             own = [x.detach().requires_grad_() for x in inputs]
             out = rule(*own, torch.tensor(bounds, dtype=torch.int32, device=device)).float()
             found.append([out.detach(), *torch.autograd.grad(out.square().sum(), own)])
-    for number, (mine, theirs) in enumerate(zip(*found, strict=True)):
-        error = float((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max())
-        # Also when it is not a number.
-        if not error <= TOLERANCE:
-            return f"{f'gradient {number}' if number else 'the output'} differs by {error:.2g} of the largest value"
-    return ""
+    got, want = found
+    return difference(got, want, ["the output", *(f"gradient {number}" for number in range(1, len(got)))])

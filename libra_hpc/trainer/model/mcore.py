@@ -28,6 +28,7 @@ with compat.eager_import():
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules

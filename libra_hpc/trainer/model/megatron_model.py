@@ -251,6 +251,8 @@ def _layer_spec(shape: Architecture, config: TransformerConfig, norm: type[Norm]
         layer.self_attention = ModuleSpec(GatedDeltaNet, params={"net": shape.delta_net})
     if experts and shape.stacked_experts:
         layer.mlp.submodules.experts = moe.StackedExperts
+    elif experts:
+        layer.mlp.submodules.experts.module = moe.GroupedExperts
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     if shape.whole_qk_norm:

@@ -12,6 +12,7 @@ Without CUDA, calls of Megatron-Core's token dispatcher raise; with CUDA nothing
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,16 @@ from libra_hpc.models.architecture import Architecture
 from libra_hpc.models.supported import CLAMPED
 from libra_hpc.weights.names import ReplicaPlace
 
-from .mcore import GPTModel, MegatronModule, MoEAlltoAllTokenDispatcher, TransformerConfig, mappings, moe_utils
+from .kernels import choose_product, one_by_one
+from .mcore import (
+    GPTModel,
+    MegatronModule,
+    MoEAlltoAllTokenDispatcher,
+    SequentialMLP,
+    TransformerConfig,
+    mappings,
+    moe_utils,
+)
 
 _EQUAL = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 """Megatron-Core's own functions, right for equal parts."""
@@ -90,6 +100,64 @@ def _reduce_scatter(whole: torch.Tensor, group: Any, sizes: list[int] | None = N
     return torch.split(total, sizes)[group.rank()]
 
 
+class GroupedProducts(torch.autograd.Function):
+    """Products of each expert's tokens with its weights [experts, out, in]; ``ends``: the first token behind each.
+
+    The gradient of the weights is added to ``total`` at once, as Megatron-Core's hooks add it for each parameter.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, total: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens, weights, ends)
+        ctx.total, (_, outer, inner) = total, weights.shape
+        # No rank has to have tokens.
+        ctx.product = choose_product(inner, outer, tokens.device, tokens.dtype) if len(tokens) else one_by_one
+        return ctx.product(tokens, weights.mT, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tokens, weights, ends = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        ctx.total.add_(ctx.product(gradient.t(), tokens, ends))
+        return ctx.product(gradient, weights, ends), None, None, None
+
+
+def ends_of(tokens_per_expert: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The first token behind each expert's; the counts are on the host."""
+    return tokens_per_expert.cumsum(0).int().to(device, non_blocking=True)
+
+
+class GroupedExperts(SequentialMLP):
+    """Megatron-Core's experts of this rank, as one MLP whose products are grouped."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        # Megatron-Core lays parameters out from the last to the first. Names stay; experts then ascend in memory.
+        self._all = list(self.get_submodule("local_experts").children())
+        ascending = {str(number): expert for number, expert in enumerate(self._all)}
+        self.local_experts = torch.nn.ModuleDict(dict(reversed(ascending.items())))
+        for name in ("linear_fc1", "linear_fc2"):
+            getattr(self._all[0], name).forward = partial(self._product, [getattr(one, name) for one in self._all])
+
+    def forward(
+        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """``tokens`` are in the order of the experts; each result is multiplied by its weight."""
+        self._ends = ends_of(tokens_per_expert, tokens.device)
+        out: torch.Tensor = self._all[0](tokens, weights)[0]
+        return out, None
+
+    def _product(self, linears: list[Any], tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
+        first, last = linears[0].weight, linears[-1].weight
+        apart = (last.data_ptr() - first.data_ptr()) // first.element_size() // max(1, len(linears) - 1)
+        size, strides = (len(linears), *first.shape), (apart, first.shape[1], 1)
+        total = first.main_grad.as_strided(size, strides) if torch.is_grad_enabled() else None
+        found = first.data.as_strided(size, strides)
+        return GroupedProducts.apply(tokens, found, self._ends, total), None  # type: ignore[no-untyped-call]
+
+
 class StackedExperts(MegatronModule):
     """The experts of this rank, whose weights [experts, in, out] and biases [experts, out] are one parameter each."""
 
@@ -109,17 +177,19 @@ class StackedExperts(MegatronModule):
         self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """``tokens`` are in the order of the experts; each result is multiplied by its weight."""
-        counts, fc1, fc2 = tokens_per_expert.tolist(), self.linear_fc1, self.linear_fc2
-        # One gradient for all experts: that of an index would be as large for each of them.
-        parameters = (x.unbind() for x in (fc1.weight, fc1.bias, fc2.weight, fc2.bias))
-        parts = []
-        for x, weight, up, up_bias, down, down_bias in zip(
-            torch.split(tokens, counts), torch.split(weights, counts), *parameters, strict=True
-        ):
-            both = torch.addmm(up_bias, x, up)
-            product = checkpoint(_clamped, both, use_reentrant=False, preserve_rng_state=False)
-            parts.append((torch.addmm(down_bias, product, down) * weight[:, None]).to(x.dtype))
-        return torch.cat(parts), None
+        ends = ends_of(tokens_per_expert, tokens.device)
+        expert = torch.searchsorted(ends, torch.arange(len(tokens), device=tokens.device, dtype=ends.dtype), right=True)
+        # Its product selects biases, and sums their gradients in a fixed order.
+        member = (expert[:, None] == torch.arange(len(ends), device=tokens.device)).to(tokens.dtype)
+        both = self._linear(self.linear_fc1, tokens, ends, member)
+        product = checkpoint(_clamped, both, use_reentrant=False, preserve_rng_state=False)
+        down = self._linear(self.linear_fc2, product, ends, member)
+        return (down * weights[:, None]).to(tokens.dtype), None
+
+    def _linear(self, linear: Any, tokens: torch.Tensor, ends: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
+        total = linear.weight.main_grad.mT if torch.is_grad_enabled() else None
+        out = GroupedProducts.apply(tokens, linear.weight.data.mT, ends, total)  # type: ignore[no-untyped-call]
+        return torch.addmm(out, member, linear.bias)
 
 
 def _clamped(both: torch.Tensor) -> torch.Tensor:

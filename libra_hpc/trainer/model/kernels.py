@@ -1,0 +1,94 @@
+"""Where a kernel takes the place of plain torch: once compared on a small problem, before it is used.
+
+- no package for it -> plain torch, in silence
+- it raises, or differs by more than rounding -> plain torch, and the reason on stderr
+
+Products of several experts are one kernel, `torch.nn.functional.grouped_mm`: on Hopper and Blackwell in bfloat16 one
+launch, elsewhere a loop inside of torch. Before 2.13 torch refuses widths that are no multiple of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+
+K = TypeVar("K")
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`one_by_one`, or what computes the same."""
+TOLERANCE = 0.05
+"""Share of the largest value. Two sums of bfloat16 values differ by about 0.01, a wrong mask or sequence by about 1."""
+ROWS = 24, 0, 40
+"""Tokens of each expert on which a product is compared."""
+
+
+def choose(what: str, kernel: Callable[[], K], plain: K, fault: Callable[[K], str]) -> K:
+    """``kernel()`` unless ``fault`` finds one, in words; ``what`` begins the line on stderr about it."""
+    try:
+        found = kernel()
+        problem = fault(found)
+    except ImportError:
+        return plain
+    except Exception as error:
+        # A torch without it, a GPU or a compiler that it refuses: there are many errors for that.
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if problem:
+        print(f"{what} failed: {problem}", file=sys.stderr)
+    return plain if problem else found
+
+
+def difference(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], names: Sequence[str]) -> str:
+    """Which one of the tensors differs by more than rounding, and by how much; empty: none."""
+    for name, mine, theirs in zip(names, got, want, strict=True):
+        error = float((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+        # Also when it is not a number.
+        if not error <= TOLERANCE:
+            return f"{name} differs by {error:.2g} of the largest value"
+    return ""
+
+
+def one_by_one(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Products of groups of tokens, of which each ends before one of ``ends``.
+
+    [t, k] @ [groups, k, n] -> [t, n], and [n, t] @ [t, k] -> [groups, n, k].
+    """
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+    if right.dim() == 3:
+        return torch.cat([rows @ matrix for rows, matrix in zip(torch.split(left, counts), right, strict=True)])
+    pairs = zip(torch.split(left, counts, dim=1), torch.split(right, counts), strict=True)
+    return torch.stack([columns @ rows for columns, rows in pairs])
+
+
+def grouped(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """`one_by_one` as torch has it."""
+    return F.grouped_mm(left, right, offs=ends)
+
+
+@cache
+def choose_product(inner: int, outer: int, device: torch.device, dtype: torch.dtype) -> Product:
+    """The product of rows of ``inner`` values with matrices of ``outer`` columns, and that of their gradients."""
+    source = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=source).to(device, dtype)
+
+    def results(product: Product) -> list[torch.Tensor]:
+        out = product(rows, weights.mT, ends)
+        # What a kernel does not write of its result would otherwise be zero by chance.
+        torch.full_like(weights, torch.nan)
+        return [out, product(gradient, weights, ends), product(gradient.t(), rows, ends)]
+
+    def fault(product: Product) -> str:
+        names = "the output", "gradient of tokens", "gradient of weights"
+        return difference(results(product), results(one_by_one), names)
+
+    rows, gradient = random(sum(ROWS), inner), random(sum(ROWS), outer)
+    ends = torch.tensor(ROWS, device=device).cumsum(0).int()
+    # As in Megatron-Core's flat buffer, something else lies between two experts.
+    weights = random(len(ROWS), 2 * outer, inner)[:, :outer]
+    with torch.no_grad():
+        return choose("experts run one by one; grouped products", lambda: grouped, one_by_one, fault)
