@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ROWS = ("code 5%", "code 20%", "code 40%", "conversation 20%", "conversation 60%")
 """Traffic, and how much of the time it keeps the server alone busy."""
-WAYS = ("alone", "alone again", "no gate", "priority", "static share", "idle", "slack")
+WAYS = ("alone", "alone again", "no gate", "priority", "static share", "idle")
 LAYERS, HIDDEN = 2, 128
 """A small model, so that seconds of traffic are many requests."""
 SHARE = 1 / 3
@@ -43,8 +43,6 @@ IN_FLIGHT, PROMPT, GENERATED = 12, (800, 3000), 64
 """Rollouts; range of their prompts and length of their turns, tokens."""
 VOCAB = 128
 POLL_S = 0.001
-BYTES = 4
-"""Of a user's token in a request."""
 PER_USER = ("ttft", "tpot")
 
 
@@ -108,7 +106,7 @@ class Play:
         self.way, self.server, self.rollout = way, server, server if way == "priority" else rollout
         self.users = {f"u{number}": User(one) for number, one in enumerate(requests)}
         self.present: dict[str, User] = {}
-        self.gate = StepGate(limits._replace(give=way)) if way in ("idle", "slack") else None  # type: ignore[arg-type]
+        self.gate = StepGate(limits) if way == "idle" else None
         self.rollouts = not way.startswith("alone")
         self.rng = random.Random(1)
         self.now, self.number, self.busy_s, self.tokens = 0.0, 0, 0.0, 0
@@ -168,20 +166,10 @@ class Play:
 
     def _allowed(self, gate: StepGate) -> bool:
         self._refill()
-        tokens = gate.decide(self._view(), self.rollout.batches.upcoming(), self.now).tokens
+        view = ServingView(written=self.now, served=len(self.present))
+        tokens = gate.decide(view, self.rollout.batches.upcoming(), self.now).tokens
         self.rollout.scheduler.max_num_scheduled_tokens = min(self.rollout.most, tokens) or self.rollout.most
         return tokens > 0
-
-    def _view(self) -> ServingView:
-        waiting = [user for user in self.present.values() if not user.count]
-        return ServingView(
-            written=self.now,
-            served=len(self.present),
-            waiting=len(waiting),
-            arrival=min((user.request.arrival for user in waiting), default=inf),
-            last_token=min((user.last for user in self.present.values() if user.count), default=inf),
-            waiting_bytes=BYTES * sum(user.request.prompt for user in waiting),
-        )
 
     def _end(self, engine: Timed) -> None:
         _, seconds, new = self.active.pop(engine)
@@ -193,9 +181,6 @@ class Play:
                 self.gate.stepped(batch, seconds, self.now)
         if engine is self.server:
             self.busy_s += seconds
-            if self.gate:
-                # The gate would have read the page a moment ago.
-                self.gate.pace.observe(self._view(), self.now - POLL_S)
         self.server_next = engine is not self.server
         for rid, count in new.items():
             user = self.present.get(rid)
@@ -235,7 +220,7 @@ def calibrate(server: Timed, kind: str) -> float:
 def measure(given: Options) -> list[dict[str, Any]]:
     """Every way of every row and seed; a line is written after each."""
     found: list[dict[str, Any]] = []
-    limits = GateLimits(given.ttft_ms / 1000, given.tpot_ms / 1000)
+    limits = GateLimits(given.ttft_ms / 1000)
     config = alone(str(model(LAYERS, HIDDEN)), "cpu", dtype="float32", rollout={"kv_cache_mb": 512})
     prepare_process(config)
     server, rollout = Timed(config), Timed(config)

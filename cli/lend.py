@@ -25,7 +25,7 @@ from libra_hpc.annexes.lend import lender_record as records
 from libra_hpc.annexes.lend.beside_server import libra_hpc_serving as serving
 from libra_hpc.annexes.lend.hours import Hours
 from libra_hpc.annexes.lend.lender_record import LenderRecord
-from libra_hpc.annexes.lend.terms import Give, LendTerms, Slo, memory_mib
+from libra_hpc.annexes.lend.terms import LendTerms, Slo, memory_mib
 from libra_hpc.errors import OperationError, error_text, invalid
 from libra_hpc.gate.page import Page
 from libra_hpc.process.agent_folders import PREFIX
@@ -34,7 +34,6 @@ from .output import narrow_table, print_json, print_line, print_note, show
 from .runs import JsonOption, WeightsOption
 
 MIDDLEWARE = "libra_hpc_serving.Watch"
-GIVES: tuple[Give, ...] = ("idle", "slack")
 
 
 app = typer.Typer(no_args_is_help=True)
@@ -44,7 +43,7 @@ app = typer.Typer(no_args_is_help=True)
 def serve(
     command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The server's command.")] = None,
     slo: Annotated[str, typer.Option("--slo", metavar="LIMITS", help="Such as ttft=500ms,tpot=150ms.")] = "",
-    give: Annotated[str, typer.Option("--give", metavar="WHAT", help="idle, or slack: also beside users.")] = "idle",
+    give: Annotated[str, typer.Option("--give", hidden=True)] = "",
     hours: Annotated[str, typer.Option("--hours", metavar="FROM-TO", help="Such as 20-08; default: always.")] = "",
     memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Of each GPU, such as 30GiB.")] = "",
     headroom: Annotated[
@@ -58,12 +57,10 @@ def serve(
     if not slo:
         raise invalid("--slo", slo, "not given", "ttft=TIME,tpot=TIME, such as ttft=500ms,tpot=150ms")
     limits = Slo.parse(slo)
-    if give not in GIVES:
-        raise invalid("--give", give, "unknown value", GIVES)
+    if give:
+        raise invalid("--give", give, "a guest steps only while nobody is served", "lend serve without --give")
     Hours.parse(hours)
-    terms = LendTerms(
-        limits.ttft_s, limits.tpot_s, give, hours, memory_mib(memory), tp, engines, headroom, weights_mb_s
-    )
+    terms = LendTerms(limits.ttft_s, limits.tpot_s, hours, memory_mib(memory), tp, engines, headroom, weights_mb_s)
     if runs is None or not runs.is_dir():
         raise invalid("--runs", str(runs or ""), "no such folder", "the folder of the runs that may borrow")
     if not command:

@@ -40,7 +40,7 @@ from .stats import EngineCounters
 from .steplog import BatchWatch, StepLog, StepLogHeader
 from .turns import TurnInFlight, TurnRejected, read_prompt, sampling
 from .update.staged_update import POLL_S, StagedUpdate
-from .vllm_steps import VllmSteps
+from .vllm_steps import VllmSteps, waiting_executor
 from .warm_up import profile
 
 SLEEP_LEVEL = 2
@@ -57,10 +57,16 @@ class RolloutEngine:
     """One vLLM replica.
 
     ``on_failure`` is called, from another thread, when a worker process of a tp > 1 engine dies. Raises what vLLM
-    raises when it cannot start, and `WeightFileError` when ``config.weights`` does not fit the model.
+    raises when it cannot start, and `WeightFileError` when ``config.weights`` does not fit the model.  ``wait`` is
+    called before each step of the start.
     """
 
-    def __init__(self, config: EngineConfig, on_failure: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_failure: Callable[[], None] | None = None,
+        wait: Callable[[], None] = lambda: None,
+    ) -> None:
         started = time.monotonic()
         run, rollout = config.run, config.run.rollout
         shape = model_shape(run.model.path)
@@ -73,7 +79,10 @@ class RolloutEngine:
         self._tied = shape.tied_embeddings
         self._vocab_size = model.get_vocab_size()
         self._client = InprocClient(
-            vllm_config, Executor.get_class(vllm_config), log_stats=True, executor_fail_callback=on_failure
+            vllm_config,
+            waiting_executor(Executor.get_class(vllm_config), wait),
+            log_stats=True,
+            executor_fail_callback=on_failure,
         )
         scheduler = self._client.engine_core.scheduler
         assert isinstance(scheduler, Scheduler)

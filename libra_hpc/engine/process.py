@@ -24,6 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
+from libra_hpc.gate.gated_steps import GatedStart
 from libra_hpc.process.progress import Pulse
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.engine import (
@@ -91,7 +92,7 @@ class _Loop:
 
     def run(self) -> int:
         try:
-            self._engine = RolloutEngine(self._config, self._on_worker_death)
+            self._engine = RolloutEngine(self._config, self._on_worker_death, self._wait_free)
             ready = self._engine.warm_up(self._wait_open)
             self._pulse.end()
             self._socket.send(ready)
@@ -209,6 +210,14 @@ class _Loop:
             # Heartbeat.
             self._beat = time.monotonic()
             self._socket.send(engine.stats())
+
+    def _wait_free(self) -> None:
+        """Before a step of the start."""
+        if self._config.gate is not None:
+            gate = GatedStart(self._config.gate)
+            with self._pulse.phase(PAUSED):
+                while not gate.may_begin():
+                    time.sleep(GATE_POLL_S)
 
     def _wait_open(self, engine: RolloutEngine) -> None:
         """Before a step of the warm-up profile; the agent's messages wait."""

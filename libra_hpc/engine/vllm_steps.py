@@ -10,9 +10,32 @@ host. Between two passes one batch is in flight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.executor import Executor
+
+START_STEPS = ("determine_available_memory", "initialize_from_config", "compile_or_warm_up_model")
+"""What vLLM's executor has its workers do once the model is loaded."""
+
+
+def waiting_executor(kind: type[Executor], wait: Callable[[], None]) -> type[Executor]:
+    """An executor that calls ``wait`` before each step of its start."""
+
+    class WaitingExecutor(kind):  # type: ignore[valid-type, misc]
+        def _init_executor(self) -> None:
+            wait()
+            super()._init_executor()
+
+        def collective_rpc(self, method: Any, *args: Any, **named: Any) -> Any:
+            if method in START_STEPS:
+                wait()
+            return super().collective_rpc(method, *args, **named)
+
+    return WaitingExecutor
 
 
 class VllmSteps:

@@ -25,13 +25,7 @@ from .rundir import RunDir, parse
 EndState = Literal["completed", "failed", "cancelled", "time_limit", "preempted", "paused"]
 FINAL: tuple[EndState, ...] = get_args(EndState)
 """States of a run that has ended."""
-PAUSE_WORDS = {
-    "served": "users",
-    "closed": "its owner",
-    "silent": "silent server",
-    "slack": "no slack",
-    "long": "step too long",
-}
+PAUSE_WORDS = {"served": "users", "closed": "its owner", "silent": "silent server", "long": "step too long"}
 """By the gate's reason, short: a line has room for two."""
 LENDER_HEADS = ("lender", "kind", "now", "mean", "turns", "tokens", "paused")
 LENDER_NUMBERS = LENDER_HEADS[2:6]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -36,9 +36,6 @@ class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The file that the server writes (`Page`)."""
     ttft_s: Positive
     """Limit for a first token."""
-    tpot_s: Positive
-    """Limit for each further token."""
-    give: Literal["idle", "slack"] = "idle"
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.2
     """Longest step as a share of ``ttft_s``."""
     headroom: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
@@ -66,6 +63,17 @@ class Batches(Protocol):
         """What is there to compute."""
 
 
+class GatedStart:
+    """The gate before each step of an engine's start: its load, its profile run, its capture of graphs."""
+
+    def __init__(self, config: GateConfig) -> None:
+        self._page, self._gate = Page(config.page), StepGate(GateLimits(config.ttft_s))
+
+    def may_begin(self) -> bool:
+        """Whether nobody is served: how long such a step takes is unknown."""
+        return self._gate.decide(self._page.read(), StepWork(), time.monotonic()).tokens > 0
+
+
 class GatedSteps:
     """Ask `may_step` before each step, and report it to `stepped`.  Raises `UserError` for a page that is none."""
 
@@ -74,7 +82,7 @@ class GatedSteps:
     ) -> None:
         self._page, self._scheduler, self._batches, self._clock = Page(config.page), scheduler, batches, clock
         self._most = scheduler.max_num_scheduled_tokens
-        self._gate = StepGate(GateLimits(config.ttft_s, config.tpot_s, config.give, config.share))
+        self._gate = StepGate(GateLimits(config.ttft_s, config.share))
         self._kv = KvShare(KvShareRule(headroom=config.headroom, thaw_s=config.thaw_s)) if config.headroom else None
         self._pauses, self._asked_at = Pauses(config.longest_s), self._clock()
         self._paused_at: float | None = None

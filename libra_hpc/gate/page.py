@@ -22,13 +22,12 @@ from libra_hpc.errors import invalid
 from libra_hpc.files import write_atomic
 from libra_hpc.policies.serving.serving_view import ServingView
 
-MAGIC, FORMAT = b"LIBRASRV", 1
+MAGIC, FORMAT = b"LIBRASRV", 2
 PAGE_BYTES, SLOT_BYTES, SLOTS = 4096, 64, 64
 HEAD = struct.Struct("<8sII")
-SLOT = struct.Struct("<IIQIIQQQQII")
-"""Process id (0: free), sequence (odd while it is written), `time.monotonic_ns` of the write, requests served, those of
-them that wait, `monotonic_ns` of the oldest arrival of the waiting and of the oldest last token (0: none), bytes of the
-bodies of the waiting, requests so far, low bits of the tokens so far, thousandths of its KV caches in use."""
+SLOT = struct.Struct("<IIQII")
+"""Process id (0: free), sequence (odd while it is written), `time.monotonic_ns` of the write, requests served,
+thousandths of its KV caches in use."""
 TRIES = 64
 """Reads of a slot until it is torn; writing one takes some microseconds."""
 ENDED_S = 2.0
@@ -60,49 +59,25 @@ class Page:
     def read(self) -> ServingView:
         """What all processes of the server do, in seconds of `time.monotonic`."""
         closed = bool(HEAD.unpack_from(self._map)[2])
-        written, served, waiting, arrival, token, waiting_bytes, requests, kv_use = inf, 0, 0, inf, inf, 0, 0, 0.0
+        written, served, kv_use = inf, 0, 0.0
         for offset in range(SLOT_BYTES, PAGE_BYTES, SLOT_BYTES):
             if self._map[offset : offset + 4] == b"\0\0\0\0":
                 continue
             slot = self._slot(offset)
             if slot is None:
                 continue
-            written = min(written, slot.written)
-            served, waiting = served + slot.served, waiting + slot.waiting
-            arrival, token = min(arrival, slot.arrival), min(token, slot.last_token)
-            waiting_bytes, requests = waiting_bytes + slot.waiting_bytes, requests + slot.requests
+            written, served = min(written, slot.written), served + slot.served
             kv_use = max(kv_use, slot.kv_use)
-        return ServingView(
-            closed=closed,
-            written=written if written < inf else -inf,
-            served=served,
-            waiting=waiting,
-            arrival=arrival,
-            last_token=token,
-            waiting_bytes=waiting_bytes,
-            requests=requests,
-            kv_use=kv_use,
-        )
+        return ServingView(closed, written if written < inf else -inf, served, kv_use)
 
     def _slot(self, offset: int) -> ServingView | None:
         """One process; None for one that has ended."""
         for _ in range(TRIES):
-            pid, sequence, written, served, waiting, arrival, token, size, total, _, kv_use = SLOT.unpack(
-                self._map[offset : offset + SLOT.size]
-            )
+            pid, sequence, written, served, kv_use = SLOT.unpack(self._map[offset : offset + SLOT.size])
             if not sequence % 2 and self._map[offset : offset + 8] == struct.pack("<II", pid, sequence):
                 break
         else:
             written = 0
         if not pid or (time.monotonic() - written * NS > ENDED_S and not os.path.exists(f"/proc/{pid}")):
             return None
-        return ServingView(
-            written=written * NS,
-            served=served,
-            waiting=waiting,
-            arrival=arrival * NS if waiting else inf,
-            last_token=token * NS if token else inf,
-            waiting_bytes=size,
-            requests=total,
-            kv_use=kv_use / 1000,
-        )
+        return ServingView(False, written * NS, served, kv_use / 1000)

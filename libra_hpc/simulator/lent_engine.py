@@ -2,7 +2,6 @@
 
 - A request arrives -> the server waits for the end of the rollout step that has begun, and for no further one.
 - The borrowed engine would begin a step -> the live gate (`policies.serving.step_gate`) decides with how many tokens.
-- The owner gives slack -> the gate is asked between two steps of the server, too.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from .simulated_agents import Agents
 
 SERVER = STEP + 1
 """Rank of the server's events: a rollout step that ends at the same moment has ended."""
-BYTES = 4
-"""Bytes of a prompt token."""
 NEVER_S = 1e9
 """The server reports to nobody."""
 CHANGED = Callable[[bool], None]
@@ -40,9 +37,8 @@ class Served:
 
 
 class _Open:
-    def __init__(self, arrival: float, prompt_tokens: int) -> None:
-        self.arrival, self.prompt_tokens = arrival, prompt_tokens
-        self.first = self.last = -1.0
+    def __init__(self, arrival: float) -> None:
+        self.arrival, self.first = arrival, -1.0
 
 
 class LentEngine:
@@ -64,13 +60,12 @@ class LentEngine:
         self.engine: Engine | None = None
         self._events, self._requests, self._agents, self._changed = events, requests, agents, changed
         self._gate = StepGate(limits)
-        self._slack = limits.give == "slack"
         limits_of_server = SimulationSettings(
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             block_size=settings.block_size,
             report_s=NEVER_S,
-            max_stretch=1 if self._slack else settings.max_stretch,
+            max_stretch=settings.max_stretch,
         )
         self._server = Engine(
             name=f"{spec.name}-server",
@@ -81,10 +76,6 @@ class LentEngine:
             version=0,
             now=events.now,
         )
-        if self._slack:
-            self._server.before = self._server_may
-        self._budget = max(settings.max_num_batched_tokens, settings.max_num_seqs)
-        self._settling = self._turn = False
         self._open: dict[SimulatedRequest, _Open] = {}
         self._number = 0
         self._at = IDLE
@@ -100,28 +91,12 @@ class LentEngine:
 
     def _may(self, now: float) -> int:
         assert self.engine is not None
-        decision = self._gate.decide(self._view(now), StepWork(*self.engine.work), now)
-        return 0 if self._turn else decision.tokens
+        view = ServingView(written=now, served=len(self._open))
+        return self._gate.decide(view, StepWork(*self.engine.work), now).tokens
 
     def _stepped(self, seconds: float) -> None:
         assert self.engine is not None
         self._gate.stepped(StepWork(*self.engine.work), seconds, self._events.now)
-
-    def _view(self, now: float) -> ServingView:
-        if not self._open:
-            return ServingView(written=now)
-        if not self._slack:
-            return ServingView(written=now, served=len(self._open))
-        waiting = [one for one in self._open.values() if one.first < 0.0]
-        return ServingView(
-            written=now,
-            served=len(self._open),
-            waiting=len(waiting),
-            arrival=min((one.arrival for one in waiting), default=IDLE),
-            last_token=min((one.last for one in self._open.values() if one.first >= 0.0), default=IDLE),
-            waiting_bytes=BYTES * sum(one.prompt_tokens for one in waiting),
-            requests=self._number,
-        )
 
     def _set_open(self, is_open: bool) -> None:
         if is_open != self.is_open:
@@ -129,9 +104,6 @@ class LentEngine:
             self._changed(is_open)
 
     # --- the server
-
-    def _server_may(self, now: float) -> int:
-        return 0 if self._settling else self._budget
 
     def _next_arrival(self) -> None:
         if self._number < len(self._requests):
@@ -148,11 +120,10 @@ class LentEngine:
             left=request.output_tokens,
         )
         idle = not self._open
-        self._open[simulated] = _Open(now, request.prompt_tokens)
+        self._open[simulated] = _Open(now)
         self._server.submit(simulated, now)
         if idle:
-            self._turn = True
-            self._set_open(self._slack)
+            self._set_open(False)
             self._schedule(now if self.engine is None else self._agents.cut(self.engine))
         elif self._at != IDLE and self._server.next_at < self._at:
             self._schedule(self._server.next_at)
@@ -168,29 +139,13 @@ class LentEngine:
             return
         now = self._events.now
         self._at = IDLE
-        self._settling = self._slack
         self._settle(now)
-        self._settling = False
-        if self._slack and self._server.requests:
-            end = now
-            if self.engine is not None:
-                self._turn = False
-                self._agents.offer(self.engine)
-                end = self._agents.cut(self.engine)
-                self._turn = True
-            self._events.at(end, self._begin, None, rank=SERVER)
-        elif self._server.next_at != IDLE:
+        if self._server.next_at != IDLE:
             self._schedule(self._server.next_at)
         else:
-            self._turn = False
             self._set_open(True)
             if self.engine is not None:
                 self._agents.offer(self.engine)
-
-    def _begin(self, _: None) -> None:
-        self._server.wake(self._events.now)
-        self._server.advance(self._events.now)
-        self._schedule(self._server.next_at)
 
     def _settle(self, now: float) -> None:
         for ended in self._server.advance(now):
@@ -203,7 +158,6 @@ class LentEngine:
                 self._got(one, now)
 
     def _got(self, one: _Open, now: float) -> None:
-        one.last = now
         if one.first < 0.0:
             one.first = now
             self.served.ttft_s.append(now - one.arrival)

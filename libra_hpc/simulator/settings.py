@@ -24,7 +24,7 @@ class LenderSpec(msgspec.Struct, frozen=True):
 
     requests: tuple[ServingRequest, ...] = ()
     """What the owner's server serves on the same device; it has the engine's step times."""
-    limits: GateLimits = GateLimits(0.5, 0.15)
+    limits: GateLimits = GateLimits(0.5)
     away: tuple[tuple[float, float], ...] = ()
     """(from, to): when the engine is taken back, seconds."""
     join_s: float = 5.0

@@ -13,8 +13,8 @@ COMMANDS = [
     ("lend serve --slo ttft=500ms --runs model -- python x", "--slo = 'ttft=500ms': tpot is missing; valid: "),
     ("lend serve --slo ttl=1s --runs model -- python x", "--slo = 'ttl=1s': 'ttl' is no limit of a server; valid: "),
     (
-        "lend serve --slo ttft=1s,tpot=1s --give al --runs model -- python",
-        "--give = 'al': unknown value; valid: idle, slack.",
+        "lend serve --slo ttft=1s,tpot=1s --give slack --runs model -- python",
+        "--give = 'slack': a guest steps only while nobody is served; valid: lend serve without --give.",
     ),
     (
         "lend serve --slo ttft=1s,tpot=1s --hours 8-25 --runs model -- python",

@@ -216,6 +216,7 @@ class EngineUnderTest:
         self._turns: list[str] = []
         """Ids of the turns sent since `begin`."""
         self.stats: list[EngineStats] = []
+        self.doing = Doing()
         self.loaded: Greedy = []
         """What it said with the weights that it had loaded itself."""
         self.reported = 0
@@ -257,7 +258,9 @@ class EngineUnderTest:
             message = from_engine.decode(body)
             if isinstance(message, EngineStats):
                 self.stats.append(message)
-            elif not isinstance(message, Doing):
+            elif isinstance(message, Doing):
+                self.doing = message
+            else:
                 self._inbox.append((message, len(self.stats)))
 
     def expect(self, kind: type[Any]) -> Any:
@@ -313,6 +316,14 @@ class EngineUnderTest:
             if not select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise AssertionError(f"no such report; last: {self.stats[-1:]}")
             self._take(self._connection.recv(1 << 20))
+
+    def wait_phase(self, phase: str) -> None:
+        """Until it reports that phase."""
+        assert self._connection is not None
+        self._connection.settimeout(PATIENCE_S)
+        while phase not in self.doing.now:
+            self._take(self._connection.recv(1 << 20))
+        self._connection.settimeout(None)
 
     def idle(self) -> EngineStats:
         """The report of an engine that has just fallen idle."""

@@ -121,7 +121,7 @@ def test_devices_differ_in_graphs_sleep_and_tokens_of_a_step_only() -> None:
 
 
 def test_steps_are_asynchronous_on_gpus_that_serve_nobody_else() -> None:
-    gate = GateConfig(page="p", ttft_s=1.0, tpot_s=1.0)
+    gate = GateConfig(page="p", ttft_s=1.0)
     ahead = [({}, False), ({"device": "cuda"}, True), ({"device": "cuda", "gate": gate}, False)]
     for fields, wanted in ahead:
         assert engine_arguments(config(async_steps=True, **fields))["async_scheduling"] is wanted
@@ -182,7 +182,7 @@ def test_reports_are_paced_while_busy_and_follow_falling_idle_once() -> None:
 
 
 def test_a_gpu_engine_whose_cache_has_a_size_starts_in_the_memory_that_is_left() -> None:
-    gate = GateConfig(page="page", ttft_s=0.5, tpot_s=0.15)
+    gate = GateConfig(page="page", ttft_s=0.5)
     for shared in ({"gate": gate, "kv_cache_mb": 64}, {"kv_cache_mb": 64}):
         assert engine_arguments(config(device="cuda", **shared))["gpu_memory_utilization"] < 0.1
     assert "gpu_memory_utilization" not in engine_arguments(config(device="cuda", kv_cache_mb=0))

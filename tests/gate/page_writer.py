@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from math import inf
 from pathlib import Path
 
 from libra_hpc.gate.page import NS, PAGE_BYTES, SLOT, SLOT_BYTES
@@ -21,13 +20,10 @@ class PageWriter:
         self._offset, self._pid, self._sequence = number * SLOT_BYTES, pid or os.getpid(), 0
 
     def write(self, view: ServingView) -> None:
-        """Write a view, but for ``closed``; its times may be infinite."""
+        """Write a view, but for ``closed``."""
         self._put(self._sequence + 1)
-        times = (round(time / NS) if -inf < time < inf else 0 for time in (view.written, view.arrival, view.last_token))
-        written, arrival, token = times
-        last = (view.waiting_bytes, view.requests, 0, round(1000 * view.kv_use))
-        counts = (view.served, view.waiting, arrival, token, *last)
-        SLOT.pack_into(self._map, self._offset, self._pid, self._sequence + 1, written, *counts)
+        written, kv_use = round(view.written / NS), round(1000 * view.kv_use)
+        SLOT.pack_into(self._map, self._offset, self._pid, self._sequence + 1, written, view.served, kv_use)
         self._sequence = (self._sequence + 2) % (1 << 32)
         self._put(self._sequence)
 

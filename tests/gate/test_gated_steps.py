@@ -22,7 +22,7 @@ class Plant:
         Page.create(path)
         self.now, self.served, self.max_num_scheduled_tokens = 1000.0, 0, 2048
         self._writer, self._step = PageWriter(path), StepWork()
-        config = GateConfig(page=str(path), ttft_s=0.5, tpot_s=0.1)
+        config = GateConfig(page=str(path), ttft_s=0.5)
         self.steps = GatedSteps(config, self, self, clock=lambda: self.now)
 
     def take(self) -> StepWork:
@@ -32,7 +32,7 @@ class Plant:
         return StepWork(decodes=4, kv_tokens=400, prefill=5000)
 
     def ask(self, work: bool = True) -> bool:
-        self._writer.write(ServingView(written=self.now, served=self.served, last_token=self.now))
+        self._writer.write(ServingView(written=self.now, served=self.served))
         return self.steps.may_step(work)
 
     def wait(self, seconds: float, work: bool = True, every: float = 0.01) -> None:
@@ -52,7 +52,7 @@ def test_kv_memory_follows_the_use_of_the_server_where_the_owner_wants_headroom(
     writer, now = PageWriter(tmp_path / "page"), [1000.0]
     plant = Plant(tmp_path / "other")
     for headroom, shares in ((0.0, [1.0, 1.0, 1.0, 1.0]), (0.2, [0.5, 0.0, 0.0, 0.5])):
-        config = GateConfig(page=str(tmp_path / "page"), ttft_s=0.5, tpot_s=0.1, headroom=headroom)
+        config = GateConfig(page=str(tmp_path / "page"), ttft_s=0.5, headroom=headroom)
         steps = GatedSteps(config, plant, plant, clock=lambda: now[0])
         found = []
         for wait, used in ((0, 0.9), (1, 0.9), (1, 0.3), (10, 0.3)):

@@ -7,7 +7,6 @@ import os
 import struct
 import subprocess
 import time
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -35,35 +34,23 @@ def test_a_new_page_is_open_and_has_no_server(path: Path) -> None:
 
 
 def test_the_layout_is_that_of_the_middleware(path: Path) -> None:
-    PageWriter(path, 2, pid=os.getpid()).write(
-        ServingView(written=5.0, served=3, waiting=2, arrival=4.0, last_token=4.5, waiting_bytes=77, requests=9)
-    )
+    PageWriter(path, 2, pid=os.getpid()).write(ServingView(written=5.0, served=3, kv_use=0.25))
     raw = path.read_bytes()
-    assert raw[:16] == struct.pack("<8sII", b"LIBRASRV", 1, 0)
-    expected = (os.getpid(), 2, 5_000_000_000, 3, 2, 4_000_000_000, 4_500_000_000, 77, 9, 0)
-    assert struct.unpack_from("<IIQIIQQQQI", raw, 2 * SLOT_BYTES) == expected
+    assert raw[:16] == struct.pack("<8sII", b"LIBRASRV", 2, 0)
+    assert struct.unpack_from("<IIQII", raw, 2 * SLOT_BYTES) == (os.getpid(), 2, 5_000_000_000, 3, 250)
 
 
 def test_a_view_is_read_as_it_was_written(path: Path) -> None:
+    written = view(served=3, kv_use=0.25)
+    PageWriter(path).write(written)
+    assert Page(path).read() == pytest.approx(written, abs=1e-6)
+
+
+def test_processes_add_up_and_the_oldest_sign_of_life_counts(path: Path) -> None:
     now = time.monotonic()
-    PageWriter(path).write(view(served=3, waiting=1, arrival=now - 0.5, last_token=now - 0.1, waiting_bytes=7))
-    found = Page(path).read()
-    assert (found.served, found.waiting, found.waiting_bytes, found.closed) == (3, 1, 7, False)
-    assert (found.arrival, found.last_token) == pytest.approx((now - 0.5, now - 0.1), abs=1e-6)
-
-
-def test_processes_add_up_and_the_oldest_time_counts(path: Path) -> None:
-    now = time.monotonic()
-    PageWriter(path, 1).write(view(written=now - 1.0, served=1, last_token=now - 3.0, requests=4))
-    PageWriter(path, 63).write(view(written=now, served=2, waiting=2, arrival=now - 2.0, waiting_bytes=5, requests=3))
-    found = Page(path).read()
-    assert (found.served, found.waiting, found.waiting_bytes, found.requests) == (3, 2, 5, 7)
-    assert (found.written, found.arrival, found.last_token) == pytest.approx((now - 1.0, now - 2.0, now - 3.0))
-
-
-def test_without_waiting_requests_there_is_no_arrival(path: Path) -> None:
-    PageWriter(path).write(view(served=1, waiting=0, arrival=1.0))
-    assert Page(path).read().arrival == inf
+    PageWriter(path, 1).write(view(written=now - 1.0, served=1, kv_use=0.5))
+    PageWriter(path, 63).write(view(written=now, served=2, kv_use=0.25))
+    assert Page(path).read() == pytest.approx(ServingView(False, now - 1.0, 3, 0.5), abs=1e-6)
 
 
 def test_the_owner_closes_and_opens(path: Path) -> None:
@@ -104,7 +91,7 @@ def write_for_ever(path: str) -> None:
     writer, count = PageWriter(path), 0
     while True:
         count += 1
-        writer.write(view(served=count % 1000, waiting=count % 1000, waiting_bytes=count % 1000, requests=count % 1000))
+        writer.write(view(served=count % 1000, kv_use=count % 1000 / 1000))
 
 
 def test_no_view_is_torn(path: Path) -> None:
@@ -115,7 +102,7 @@ def test_no_view_is_torn(path: Path) -> None:
         while len(seen) < 200:
             found = page.read()
             if found.written:
-                assert found.served == found.waiting == found.waiting_bytes == found.requests
+                assert found.served == round(1000 * found.kv_use)
                 seen.add(found.served)
     finally:
         writer.kill()

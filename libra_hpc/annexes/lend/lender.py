@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ import msgspec
 from libra_hpc.errors import UserError
 from libra_hpc.gate.page import Page
 from libra_hpc.process import agent_folders
+from libra_hpc.process.retry import Retry
 
 from . import lender_record as records
 from .guest_process import GuestProcess, wanting
@@ -33,8 +35,9 @@ POLL_S = 0.25
 """Between two rounds.  Double: users share their GPU for so much longer when their owner revokes it."""
 SERVER_SILENT_S = 10.0
 """Without a sign of its loop, until a server counts as not up: no guest starts beside it."""
-AGAIN_S = 30.0
-"""Until a run that could not be joined is tried again; its ranks may restart."""
+AGAIN_S, AGAIN_MOST_S = 30.0, 900.0
+"""Until a run whose guest failed has another; twice as long after each that failed and gave nothing.  Its ranks may
+restart, or users leave no room for a start."""
 
 log = logging.getLogger("libra_hpc.annexes.lend")
 
@@ -61,8 +64,7 @@ class Lender:
         """Tokens of guests that have ended."""
         self._tried: dict[Path, float] = {}
         """When a run had a guest last, or could not be joined, in monotonic seconds."""
-        self._refused: dict[Path, float] = {}
-        """When a run may be tried again."""
+        self._retries: dict[Path, Retry] = defaultdict(lambda: Retry(AGAIN_S, AGAIN_MOST_S))
         boot, pid, ticks = records.own_identity()
         job = os.environ.get("SLURM_JOB_ID", "")
         self._record = LenderRecord(settings.name, socket.gethostname(), boot, pid, ticks, job, settings.terms)
@@ -110,7 +112,7 @@ class Lender:
 
     def _lend(self) -> None:
         now = time.monotonic()
-        found = [run for run in wanting(Path(self._settings.runs)) if self._refused.get(run.path, now) <= now]
+        found = [run for run in wanting(Path(self._settings.runs)) if self._retries[run.path].due(now)]
         if not found:
             return
         run = min(found, key=lambda run: (self._tried.get(run.path, float("-inf")), run.name))
@@ -118,7 +120,7 @@ class Lender:
             self._guest = GuestProcess(run, self._settings.name, self._settings.terms, self._settings.page)
         except OSError as error:
             log.warning("no guest can be started for %s: %s", run.name, error)
-            self._refused[run.path] = now + AGAIN_S
+            self._retries[run.path].failed(now)
 
     def _collect(self) -> None:
         """See to the guest's end."""
@@ -127,8 +129,10 @@ class Lender:
             return
         self._before, self._guest, now = self._before + guest.tokens, None, time.monotonic()
         self._tried[guest.run.path] = now
+        if guest.tokens or not guest.code:
+            self._retries[guest.run.path].succeeded()
         if guest.code:
-            self._refused[guest.run.path] = now + AGAIN_S
+            self._retries[guest.run.path].failed(now)
         log.info("the guest of %s has ended with code %s", guest.run.name, guest.code)
 
     def _report(self, closed: str, silent: bool) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from libra_hpc.errors import invalid
 
-Give = Literal["idle", "slack"]
-"""``idle``: the GPU while nobody is served; ``slack``: also what the limits leave while somebody is."""
 SECONDS = {"ms": 1e-3, "s": 1.0}
 MIB = {"MiB": 1, "GiB": 1024, "MB": 1e6 / 2**20, "GB": 1e9 / 2**20}
 SLO_VALID = "ttft=TIME,tpot=TIME with ms or s, such as ttft=500ms,tpot=150ms"
@@ -64,7 +62,6 @@ class LendTerms(msgspec.Struct, frozen=True):
 
     ttft_s: float
     tpot_s: float
-    give: Give = "idle"
     hours: str = ""
     """Text for `libra_hpc.annexes.lend.hours.Hours.parse`."""
     memory_mib: int = 0

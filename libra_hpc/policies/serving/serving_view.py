@@ -15,15 +15,5 @@ class ServingView(NamedTuple):
     """When the process that has been silent longest wrote last; -inf: none has written yet."""
     served: int = 0
     """Requests in flight."""
-    waiting: int = 0
-    """Requests among them without a first token."""
-    arrival: float = inf
-    """Arrival of the oldest waiting request."""
-    last_token: float = inf
-    """The oldest last token of the requests that get tokens."""
-    waiting_bytes: int = 0
-    """Bytes in the bodies of the waiting requests."""
-    requests: int = 0
-    """In total."""
     kv_use: float = 0.0
     """Share of the server's KV caches in use, 0..1; 0 also where it is unknown."""

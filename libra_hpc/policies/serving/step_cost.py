@@ -54,16 +54,11 @@ class StepWork(NamedTuple):
 class HighQuantile:
     """Follows the 90 % quantile of positive numbers."""
 
-    def __init__(self, value: float = inf) -> None:
+    def __init__(self, value: float) -> None:
         self.value = value
-        """Infinite before the first number."""
 
     def add(self, number: float) -> None:
-        if number <= 0.0:
-            return
-        if self.value == inf:
-            self.value = number
-        else:
+        if number > 0.0:
             self.value *= exp(QUANTILE_MOVE * (QUANTILE if number > self.value else QUANTILE - 1.0))
 
 

@@ -9,12 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
 
 from libra_hpc.annexes.lend import lender_record as records
-from libra_hpc.annexes.lend.lender import LendSettings
+from libra_hpc.annexes.lend.lender import Lender, LendSettings
 from libra_hpc.annexes.lend.lender_record import LenderRecord
 from libra_hpc.annexes.lend.terms import LendTerms
 from libra_hpc.facts.rundir import RunDir
@@ -46,6 +47,17 @@ async def serve():
     await asyncio.sleep(600)
 asyncio.run(serve())
 """
+
+
+class Ended(NamedTuple):
+    """A guest that has ended."""
+
+    run: RunDir
+    code: int
+    tokens: int
+
+    def ended(self) -> bool:
+        return True
 
 
 class Scene:
@@ -140,6 +152,25 @@ def test_a_killed_guest_is_followed_by_another_one(scene: Scene) -> None:
     os.kill(guests(one)[0], signal.SIGKILL)
     wait(lambda: guests(two), "the next guest")
     assert len(guests(one)) == 1, "a run whose guest failed waits"
+
+
+def test_a_run_whose_guests_fail_waits_twice_as_long_each_time_until_one_gives_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(records.VARIABLE, str(tmp_path))
+    Page.create(tmp_path / "page")
+    lender = Lender(LendSettings("l", LendTerms(0.5, 0.15), str(tmp_path), str(tmp_path / "page"), 0))
+    run = RunDir(tmp_path / "one")
+
+    def wait_s(code: int, tokens: int) -> float:
+        """Seconds until the run has another guest, after one that ended so."""
+        lender._guest = Ended(run, code, tokens)  # type: ignore[assignment]
+        lender._collect()
+        return lender._retries[run.path].wait_s(time.monotonic())
+
+    waits = [round(wait_s(1, 0)) for _ in range(7)]
+    assert waits == [30, 60, 120, 240, 480, 900, 900]
+    assert [round(wait_s(1, 5)), round(wait_s(1, 0)), wait_s(0, 0)] == [30, 60, 0.0]
 
 
 def test_a_killed_lender_leaves_no_guest_and_the_server_goes_on(scene: Scene) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from libra_hpc.annexes.lend import lender_record as records
-from libra_hpc.annexes.lend.guest_process import wanting
+from libra_hpc.annexes.lend.guest_process import GuestProcess, wanting
 from libra_hpc.annexes.lend.lender_record import LenderRecord
 from libra_hpc.annexes.lend.terms import LendTerms
 from libra_hpc.facts.rundir import RunDir
@@ -71,7 +71,7 @@ def test_a_lender_whose_clock_is_an_hour_off_is_not_gone(tmp_path: Path, monkeyp
 
 def test_tokens_of_an_engine_that_was_restarted_count_from_0(tmp_path: Path) -> None:
     file = tmp_path / "report"
-    gate = GateConfig(page="", ttft_s=1.0, tpot_s=1.0)
+    gate = GateConfig(page="", ttft_s=1.0)
     given = GivenTokens(Behind(gate, str(file)))
     for tokens in ({"a": 100}, {"a": 150, "b": 10}, {"a": 20, "b": 10}):
         given.beat(tokens)
@@ -92,3 +92,29 @@ def test_only_runs_that_are_open_and_want_lenders_are_served(tmp_path: Path) -> 
     (tmp_path / "file").touch()
     assert [run.name for run in wanting(tmp_path)] == ["a", "b"]
     assert wanting(tmp_path / "absent") == []
+
+
+def test_neither_a_linked_run_nor_one_that_others_may_have_put_there_is_served(tmp_path: Path) -> None:
+    """Below a shared folder of runs."""
+    elsewhere, shared = tmp_path / "elsewhere", tmp_path / "shared"
+    for path in (elsewhere / "link", shared / "open", shared / "file", shared / "mine"):
+        path.mkdir(parents=True)
+        run = RunDir(path)
+        run.write_json(run.config, {"borrow": {"lenders": True}})
+        door = DoorRecord(1, "h", ("127.0.0.1",), 1, "00" * 32, code_stamp(), "", FIRST_GUEST)
+        run.door.write_bytes(msgspec.json.encode(door))
+    (shared / "link").symlink_to(elsewhere / "link")
+    (shared / "open").chmod(0o777)
+    door_file = RunDir(shared / "file").door
+    door_file.rename(elsewhere / "door.json")
+    door_file.symlink_to(elsewhere / "door.json")
+    assert [run.name for run in wanting(shared)] == ["mine"]
+
+
+def test_what_a_guest_prints_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(records.VARIABLE, str(tmp_path))
+    (tmp_path / "precious").write_text("kept")
+    records.log_file(tmp_path, "l").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        GuestProcess(RunDir(tmp_path / "run"), "l", LendTerms(0.5, 0.15), str(tmp_path / "page"))
+    assert (tmp_path / "precious").read_text() == "kept"

@@ -107,7 +107,7 @@ def test_more_time_gives_no_fewer_tokens(there: StepWork, one: float, other: flo
 
 
 def test_the_quantile_is_followed() -> None:
-    rng, found = random.Random(4), HighQuantile()
+    rng, found = random.Random(4), HighQuantile(1.0)
     for _ in range(2000):
         found.add(rng.uniform(1.0, 2.0))
     assert 1.75 < found.value < 2.1

@@ -1,7 +1,8 @@
-"""ASGI middleware for a server whose GPU is lent: it counts requests and writes them to a page shared with the guest.
+"""ASGI middleware for a server whose GPU is lent: it writes what is served to a page shared with the guest.
 
-- A request for tokens arrives -> it waits, until the first bytes of its answer; then it gets tokens, until it ends.
-- After each change, and every `BEAT_S` -> this process's slot of the page is written.
+- A POST or a websocket, whatever its path -> somebody is served until it ends.
+- An engine behind this process runs requests, or has some wait -> they are served, too, also after their POST ended.
+- A request begins or ends, and every `BEAT_S` -> this process's slot of the page is written.
 - The page cannot be used -> one line on stderr, and the server serves on as without this file.
 
 Only the standard library, Python 3.8 or newer.  ``vllm serve ... --middleware libra_hpc_serving.Watch``; in another
@@ -18,7 +19,6 @@ import os
 import struct
 import sys
 import time
-from collections import OrderedDict
 from typing import Any, Awaitable, Callable, Iterator  # noqa: UP035
 
 VARIABLE = "LIBRA_HPC_SERVING_PAGE"
@@ -26,33 +26,25 @@ VARIABLE = "LIBRA_HPC_SERVING_PAGE"
 PAGE_BYTES = 4096
 HEAD = struct.Struct("<8sII")
 """Slot 0, of the lender: `MAGIC`, `FORMAT`, and 1 while the owner gives nothing."""
-MAGIC, FORMAT = b"LIBRASRV", 1
+MAGIC, FORMAT = b"LIBRASRV", 2
 SLOT_BYTES, SLOTS = 64, 64
-SLOT = struct.Struct("<IIQIIQQQQII")
+SLOT = struct.Struct("<IIQII")
 """Slots 1 to 63, one per server process: its id (0: free), sequence (odd while it is written), `time.monotonic_ns` of
-the write, requests it serves, those of them that wait, `monotonic_ns` of the oldest arrival of the waiting and of the
-oldest last token (0: none), bytes of the bodies of the waiting, requests so far, low bits of the number of parts of
-answers so far, thousandths of its KV caches in use."""
+the write, requests it serves, thousandths of its KV caches in use."""
 BEAT_S = 0.25
 """Half: twice the wake-ups of an idle server; double: the guest stops for a server that is only slow."""
 DEAD_S = 2.0
 """Without a write, until the slot of a process that has ended is free."""
-KV_USE: dict = {}  # type: ignore[type-arg]
-"""By number of the engine behind this process: share of its KV caches in use; written by `libra_hpc_serving_kv`."""
-ENDINGS = ("/completions", "/responses", "/messages", "/embeddings", "/generate", "/score", "/rerank", "/pooling")
-"""Ends of the paths whose requests take the GPU."""
+COUNTED_S = 5.0
+"""Seconds for which an engine's counts hold: of several processes before one engine, each step's go to one.  Half: a
+long step counts as idle where no request is open; double: the guest waits as long for what has ended."""
+ENGINES: dict = {}  # type: ignore[type-arg]
+"""By number of the engine behind this process: `time.monotonic` of its last step, requests that run and wait, share of
+its KV caches in use; written by `libra_hpc_serving_engines`."""
 
 Message = Any
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-
-
-class Request:
-    """One that is served."""
-
-    def __init__(self) -> None:
-        self.arrival = time.monotonic_ns()
-        self.bytes = 0
 
 
 class Slot:
@@ -69,16 +61,15 @@ class Slot:
                 self.offset = next(free_slots(self.page), 0)
                 if not self.offset:
                     raise ValueError("all its slots are taken")
-                self.write(*[0] * 8)
+                self.write(0, 0)
             finally:
                 # The map has a descriptor of its own, which would hold the lock.
                 fcntl.flock(file, fcntl.LOCK_UN)
 
-    def write(self, *counts: int) -> None:
-        """Write what follows the time in `SLOT`."""
+    def write(self, served: int, kv_use: int) -> None:
         pid, now = os.getpid(), time.monotonic_ns()
         struct.pack_into("<II", self.page, self.offset, pid, self.sequence + 1)
-        SLOT.pack_into(self.page, self.offset, pid, self.sequence + 1, now, *counts)
+        SLOT.pack_into(self.page, self.offset, pid, self.sequence + 1, now, served, kv_use)
         self.sequence = (self.sequence + 2) % (1 << 32)
         struct.pack_into("<I", self.page, self.offset + 4, self.sequence)
 
@@ -103,39 +94,21 @@ class Watch:
         self.app = app
         self.slot: Slot | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.waiting: OrderedDict[Request, None] = OrderedDict()
-        """In order of arrival."""
-        self.streaming: OrderedDict[Request, int] = OrderedDict()
-        """Time of the last token, the oldest first."""
-        self.bytes = self.total = self.parts = 0
-        self.failed = self.changed = False
+        self.open = 0
+        """Requests."""
+        self.failed = False
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if self.loop is None and not self.failed:
             self.try_to(self.begin)
-        if self.slot is None or scope["type"] != "http" or not scope["path"].rstrip("/").endswith(ENDINGS):
+        if scope["type"] != "websocket" and scope.get("method") != "POST":
             await self.app(scope, receive, send)
             return
-        request = Request()
-
-        async def counting_receive() -> Message:
-            message = await receive()
-            body = message.get("body") if message["type"] == "http.request" else b""
-            if body and request in self.waiting:
-                request.bytes += len(body)
-                self.bytes += len(body)
-            return message
-
-        async def counting_send(message: Message) -> None:
-            if message["type"] == "http.response.body" and message.get("body"):
-                self.try_to(self.token, request)
-            await send(message)
-
-        self.try_to(self.arrived, request)
+        self.try_to(self.count, 1)
         try:
-            await self.app(scope, counting_receive, counting_send)
+            await self.app(scope, receive, send)
         finally:
-            self.try_to(self.left, request)
+            self.try_to(self.count, -1)
 
     def try_to(self, what: Callable[..., None], *arguments: Any) -> None:
         """Never raise into the server; after a failure do nothing more."""
@@ -159,48 +132,15 @@ class Watch:
 
     def beat(self) -> None:
         """Record that the server's loop runs."""
-        self.try_to(self.write)
+        self.try_to(self.count, 0)
         if self.loop is not None and not self.failed:
             self.loop.call_later(BEAT_S, self.beat)
 
-    def arrived(self, request: Request) -> None:
-        self.total += 1
-        self.waiting[request] = None
-        self.write()
-
-    def token(self, request: Request) -> None:
-        if request in self.waiting:
-            self.answered(request)
-        self.parts = (self.parts + 1) % (1 << 32)
-        self.streaming[request] = time.monotonic_ns()
-        self.streaming.move_to_end(request)
-        if not self.changed and self.loop is not None:
-            # The streams of one engine step send in one round of the loop.
-            self.changed = True
-            self.loop.call_soon(self.try_to, self.write)
-
-    def answered(self, request: Request) -> None:
-        del self.waiting[request]
-        self.bytes -= request.bytes
-
-    def left(self, request: Request) -> None:
-        if request in self.waiting:
-            self.answered(request)
-        self.streaming.pop(request, None)
-        self.write()
-
-    def write(self) -> None:
-        self.changed = False
+    def count(self, more: int) -> None:
+        self.open += more
         if self.slot is None:
             return
-        waiting = len(self.waiting)
-        self.slot.write(
-            waiting + len(self.streaming),
-            waiting,
-            next(iter(self.waiting)).arrival if waiting else 0,
-            next(iter(self.streaming.values())) if self.streaming else 0,
-            self.bytes,
-            self.total,
-            self.parts,
-            int(1000 * max(KV_USE.values(), default=0.0)),
-        )
+        since = time.monotonic() - COUNTED_S
+        fresh = [(requests, kv_use) for at, requests, kv_use in ENGINES.values() if at > since]
+        inside = sum(requests for requests, _ in fresh)
+        self.slot.write(max(self.open, inside), int(1000 * max([kv_use for _, kv_use in fresh], default=0.0)))
