@@ -74,7 +74,7 @@ class Coordinator:
         now = time.time()
         self._observations = Observations()
         self._nodes = NodePool(context, self._event, self._observations.on_switch, lambda: self._records.recorded)
-        self._guards = guards or GuardWatch(self._config.algorithm.guard)
+        self._guards = guards or GuardWatch(self._config.algorithm.guard, self._config.rollout.kv_dtype)
         self._nodes.good_step = self._guards.good_step
         self._repartitioner = Repartitioner(context, self._event, self._records.event_now)
         self._sharing = StepSharing(context, self._nodes, self._observations)

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 from libra_hpc.config.run import RunConfig
@@ -26,11 +27,12 @@ NOTICE = "learning notice"
 
 
 class GuardWatch:
-    """Feed it every line of ``metrics.jsonl``; ``guard`` is ``algorithm.guard``."""
+    """Feed it every line of ``metrics.jsonl``; ``guard`` is ``algorithm.guard``, ``kv_dtype`` ``rollout.kv_dtype``."""
 
-    def __init__(self, guard: Literal["off", "notice", "pause", "stop"]) -> None:
-        self._off, self._action = guard == "off", "notice" if guard == "off" else guard
-        self._guards, self._phase = LearningGuards(self._action), ""
+    def __init__(self, guard: Literal["off", "notice", "pause", "stop"], kv_dtype: str = "auto") -> None:
+        self._off, action = guard == "off", "notice" if guard == "off" else guard
+        self._begin = partial(LearningGuards, action, kv_dtype == "fp8")
+        self._action, self._guards, self._phase = action, self._begin(), ""
         self.decided: GuardDecision | None = None
         """Because of which the run ends."""
 
@@ -39,7 +41,7 @@ class GuardWatch:
         if self._off or self.decided is not None:
             return None
         if (phase := series.phase(line)) != self._phase:
-            self._guards, self._phase = LearningGuards(self._action), phase
+            self._guards, self._phase = self._begin(), phase
         decision = self._guards.observe(line)
         if decision is not None and decision.action in ENDS:
             self.decided = decision
@@ -75,7 +77,8 @@ class GuardWatch:
 
 def read_guards(config: RunConfig, run: RunDir, attempt: int, step: int) -> GuardWatch:
     """Guards that have read the steps up to the one at which this start begins; raises `OSError`."""
-    return patiently(lambda: _read(GuardWatch(config.algorithm.guard), run, attempt, step), config.deadlines.storage_s)
+    guard, kv_dtype = config.algorithm.guard, config.rollout.kv_dtype
+    return patiently(lambda: _read(GuardWatch(guard, kv_dtype), run, attempt, step), config.deadlines.storage_s)
 
 
 def _read(watch: GuardWatch, run: RunDir, attempt: int, step: int) -> GuardWatch:

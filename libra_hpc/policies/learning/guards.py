@@ -4,7 +4,8 @@
 - Nearly all groups have equal rewards -> *equal*, a notice: also where a task is solved.
 - Entropy far from its history -> *entropy*, a notice: it also falls where a task is solved.
 - *reward* with *equal* or *entropy* -> *collapse*: the policy itself has changed, or learns nothing any more.
-- The engines' log-probabilities far from the trainer's -> *gap*: samples are weighted wrongly.
+- The engines' log-probabilities far from the trainer's, or from what they were -> *gap*: samples are weighted wrongly.
+- The same gap with KV caches in FP8, whose scales nobody measures -> *cache*, a notice from a smaller gap on.
 - *collapse* or *gap* has held for `HOLD` steps -> pause or stop.  Whoever resumes accepts that: history begins again.
 
 Pure: one line of ``metrics.jsonl`` a step, in order.  All means are over the last `WINDOW` steps.
@@ -37,8 +38,14 @@ EQUAL = 0.95
 """Share of groups of equal rewards."""
 GAP, GAP_NATS = 5.0, 0.1
 """Times the median of its history, and nats: engines in bfloat16 are at 0.01 to 0.05."""
+GAP_MOST = 0.5
+"""Nats, whatever its history: half of the tokens weigh 1.6 times too much or too little.  A tenth: policies with a high
+rate are there by staleness; double: engines that compute wrongly from the first step on are never named."""
 ENTROPY = 4.0
 """Times its median, or one part in so many of it."""
+
+CACHE_NATS = 0.05
+"""With KV caches in FP8: more than in bfloat16, so the caches are the cause, or staleness is."""
 
 READ = ("reward", "reward_std", "equal_groups", "entropy", "logprob_gap")
 """Columns of ``metrics.jsonl``; a value that is missing or not finite is left out."""
@@ -60,8 +67,8 @@ class GuardDecision(NamedTuple):
 class LearningGuards:
     """`observe` takes every step once; ``action`` is the strongest answer."""
 
-    def __init__(self, action: Action) -> None:
-        self._action = action
+    def __init__(self, action: Action, fp8_caches: bool = False) -> None:
+        self._action, self._fp8_caches = action, fp8_caches
         self._values: dict[str, list[float]] = {}
         self._steps: list[int] = []
         """Steps of the rewards."""
@@ -121,6 +128,7 @@ class LearningGuards:
 
     def _findings(self) -> dict[str, str]:
         found = {"gap": self._gap(), "reward": self._reward(), "equal": self._equal(), "entropy": self._entropy()}
+        found["cache"] = self._cache()
         why = found["equal"] or found["entropy"]
         if found["reward"] and why:
             found |= {"collapse": f"{found['reward']}; {why}", "reward": "", "equal": "", "entropy": ""}
@@ -149,9 +157,15 @@ class LearningGuards:
 
     def _gap(self) -> str:
         recent, usual = self._recent_and_usual("logprob_gap")
-        if math.isnan(usual) or recent <= max(GAP * usual, GAP_NATS):
+        if math.isnan(usual) or recent <= min(max(GAP * usual, GAP_NATS), GAP_MOST):
             return ""
         return f"the engines' log-probabilities differ from the trainer's by {recent:.2g} nats, {usual:.2g} before"
+
+    def _cache(self) -> str:
+        recent = _mean(self._values["logprob_gap"][-WINDOW:])
+        if not (self._fp8_caches and recent > CACHE_NATS):
+            return ""
+        return f'beside KV caches in FP8 the gap is {recent:.2g} nats; rollout.kv_dtype = "auto" has none of it'
 
     def _equal(self) -> str:
         equal = _mean(self._values["equal_groups"][-WINDOW:])

@@ -153,6 +153,13 @@ def test_a_policy_that_breaks_is_noticed_and_then_acted_on(action: str, seed: in
             id="engines that disagree with the trainer",
         ),
         pytest.param(
+            learning,
+            {"logprob_gap": lambda step: 0.6},
+            {"notice", "pause"},
+            "log-probabilities differ",
+            id="engines that are wrong from the first step on",
+        ),
+        pytest.param(
             lambda step: 1.0,
             {"noise": 0.0, "equal_groups": lambda step: 1.0},
             {"notice"},
@@ -193,3 +200,12 @@ def test_missing_numbers_and_first_steps_are_not_judged() -> None:
     guards = LearningGuards("pause")
     lines = [{"step": step, "reward": None if step % 2 else 0.0} for step in range(1, 2 * LEAST)]
     assert all(guards.observe(line) is None for line in lines)
+
+
+def test_a_gap_beside_caches_in_fp8_is_named_earlier_and_stops_nothing() -> None:
+    for fp8, named in ((False, []), (True, ["notice"])):
+        guards = LearningGuards("stop", fp8)
+        lines = ({"step": step, "reward": 0.5, "reward_std": 0.5, "logprob_gap": 0.08} for step in range(1, 60))
+        found = [decision for line in lines if (decision := guards.observe(line))]
+        assert [one.action for one in found] == named
+        assert all("KV caches in FP8 the gap is 0.08 nats" in one.reason for one in found)
