@@ -278,7 +278,7 @@ class RolloutEngine:
 
     def follow_server(self) -> list[Generated]:
         """Give KV memory back that the server of this device needs, or take it again; returns requests that ended."""
-        share = 1.0 if self._gate is None else self._gate.kv_share(self._version)
+        share = 1.0 if self._gate is None else self._gate.kv_share()
         return [] if share == self._kv.share else self.set_kv_share(share)
 
     def set_kv_share(self, share: float) -> list[Generated]:

@@ -100,7 +100,7 @@ class GatedSteps:
         """Whether a step may begin now, of at most the tokens that the scheduler has been given; ``work``: whether
         there is anything to do."""
         now = self._clock()
-        tokens, self.reason, _ = self._gate.decide(self._page.read(), self._batches.upcoming(), now)
+        tokens, self.reason = self._gate.decide(self._page.read(), self._batches.upcoming(), now)
         if self._paused_at is not None:
             self.paused_s += now - self._paused_at
         self._paused_at = now if work and not tokens else None
@@ -111,11 +111,11 @@ class GatedSteps:
         self._watch(now, work, closed=not tokens)
         return tokens > 0
 
-    def kv_share(self, step: int) -> float:
-        """What the engine may use of its KV caches now; ``step``: training steps of the run."""
+    def kv_share(self) -> float:
+        """What the engine may use of its KV caches now."""
         if self._kv is None:
             return 1.0
-        self._kv.decide(self._page.read().kv_use, step, self._clock())
+        self._kv.decide(self._page.read().kv_use, self._clock())
         return self._kv.share
 
     def _watch(self, now: float, work: bool, closed: bool) -> None:

@@ -58,7 +58,7 @@ def test_kv_memory_follows_the_use_of_the_server_where_the_owner_wants_headroom(
         for wait, used in ((0, 0.9), (1, 0.9), (1, 0.3), (10, 0.3)):
             now[0] += wait
             writer.write(ServingView(written=now[0], kv_use=used))
-            found.append(steps.kv_share(0))
+            found.append(steps.kv_share())
         assert found == shares
 
 

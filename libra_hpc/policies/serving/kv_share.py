@@ -1,17 +1,16 @@
 """How much of its KV caches a borrowed engine may use while its owner's server needs memory.
 
-After ROSE (arXiv 2605.06534, section 4.2), with a thaw by time beside its freeze to the next step:
+After ROSE (arXiv 2605.06534, section 4.2), with a thaw by time instead of its freeze to the next step:
 
 - The server's KV use crosses the mark (1 - ``headroom``) -> the share is cut to half, once.
 - It is above the mark still, or again, ``settle_s`` after the cut -> the engine is frozen: it keeps no cache.
 - The use stayed below the lower mark (1 - 2 x ``headroom``) for a while -> one step back: half, then whole.  That while
   doubles whenever a cut follows within it, up to `LONGEST` times, so that a server at the mark makes nobody flap.
-- ``thaw = "step"``: a frozen engine stays frozen until the run's next training step, as in ROSE.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -29,7 +28,6 @@ class KvShareRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settle_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     """Until a cut shows in what the server uses."""
     thaw_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
-    thaw: Literal["time", "step"] = "time"
 
 
 class ShareChange(NamedTuple):
@@ -50,37 +48,34 @@ class KvShare:
         self._calm_times = 1
         self._thawed = False
         """Whether the last change gave memory back to the engine."""
-        self._frozen_at = -1
 
     @property
     def share(self) -> float:
         return SHARES[self._level]
 
-    def decide(self, used: float, step: int, now: float) -> ShareChange | None:
-        """``used``: share of the server's KV caches in use; ``step``: training steps of the run; None: no change."""
+    def decide(self, used: float, now: float) -> ShareChange | None:
+        """``used``: share of the server's KV caches in use; None: no change."""
         mark = 1 - self._rule.headroom
         if used > mark:
             self._calm_since = None
-            return self._take(used, step, now)
+            return self._take(used, now)
         if used > mark - self._rule.headroom or self.share == 1:
             self._calm_since = None
             return None
         if self._calm_since is None:
             self._calm_since = now
-        if self.share == 0 and self._rule.thaw == "step":
-            return self._give(f"step {step} began", now) if step > self._frozen_at else None
         calm = now - self._calm_since
         if calm >= self._calm_times * self._rule.thaw_s:
             return self._give(f"{used:.0%} used, calm for {calm:.0f} s", now)
         return None
 
-    def _take(self, used: float, step: int, now: float) -> ShareChange | None:
+    def _take(self, used: float, now: float) -> ShareChange | None:
         if self.share == 0 or now - self._changed < self._rule.settle_s:
             return None
         if self._thawed:
             soon = now - self._changed < self._calm_times * self._rule.thaw_s
             self._calm_times = min(LONGEST, 2 * self._calm_times) if soon else 1
-        self._level, self._changed, self._thawed, self._frozen_at = self._level - 1, now, False, step
+        self._level, self._changed, self._thawed = self._level - 1, now, False
         return ShareChange(self.share, f"the server uses {used:.0%} of its KV caches")
 
     def _give(self, reason: str, now: float) -> ShareChange:

@@ -37,8 +37,6 @@ class GateDecision(NamedTuple):
     tokens: int
     """Most of the next step; 0: it must not begin."""
     reason: Reason
-    limit_s: float = 0.0
-    """Longest that the step may take."""
 
 
 class StepGate:
@@ -62,6 +60,6 @@ class StepGate:
             return GateDecision(0, "served")
         longest = self.limits.share * self.limits.ttft_s
         if not self.cost.known(now):
-            return GateDecision(PROBE, "probe", longest)
+            return GateDecision(PROBE, "probe")
         tokens = self.cost.tokens(batch, longest)
-        return GateDecision(tokens, "open" if tokens else "long", longest)
+        return GateDecision(tokens, "open" if tokens else "long")

@@ -12,9 +12,9 @@ from libra_hpc.policies.serving.kv_share import LONGEST, KvShare, KvShareRule
 RULE = KvShareRule(headroom=0.2, settle_s=1.0, thaw_s=10.0)
 
 
-def play(kv: KvShare, uses: list[tuple[float, float]], step: int = 0) -> list[tuple[float, float]]:
+def play(kv: KvShare, uses: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """(time, share) of every change, of the server's use at these times."""
-    return [(now, change.share) for now, used in uses if (change := kv.decide(used, step, now))]
+    return [(now, change.share) for now, used in uses if (change := kv.decide(used, now))]
 
 
 @pytest.mark.parametrize(
@@ -39,39 +39,32 @@ def test_a_burst_cuts_or_freezes_and_a_calm_server_gives_back(
 
 def test_a_cut_soon_after_a_thaw_doubles_the_wait() -> None:
     kv, waits, now = KvShare(RULE), [], 0.0
-    kv.decide(0.9, 0, now)
+    kv.decide(0.9, now)
     for _ in range(8):
         calm_at = now = now + 1
-        while kv.decide(0.3, 0, now) is None:
+        while kv.decide(0.3, now) is None:
             now += 1
         waits.append(now - calm_at)
         now += 2
-        assert kv.decide(0.9, 0, now) is not None
+        assert kv.decide(0.9, now) is not None
     assert waits == [10 * min(2**number, LONGEST) for number in range(8)]
     # Calm for long: the next cut counts as the first.
     while kv.share < 1:
         now += 1
-        kv.decide(0.3, 0, now)
+        kv.decide(0.3, now)
     now += 10 * LONGEST + 1
-    kv.decide(0.9, 0, now)
+    kv.decide(0.9, now)
     assert play(kv, [(now + 1, 0.3), (now + 10, 0.3), (now + 11, 0.3)]) == [(now + 11, 1.0)]
 
 
-def test_a_freeze_may_last_to_the_next_step() -> None:
-    kv = KvShare(KvShareRule(thaw="step"))
-    play(kv, [(0, 0.9), (1, 0.9)], step=4)
-    assert play(kv, [(float(now), 0.1) for now in range(2, 500)], step=4) == []
-    assert play(kv, [(500, 0.1), (509, 0.1), (510, 0.1)], step=5) == [(500, 0.5), (510, 1.0)]
-
-
-@given(st.lists(st.tuples(st.floats(0, 30), st.floats(0, 1)), max_size=60), st.sampled_from(["time", "step"]))
+@given(st.lists(st.tuples(st.floats(0, 30), st.floats(0, 1)), max_size=60))
 def test_memory_is_taken_only_above_the_mark_and_given_only_below_the_lower_one(
-    uses: list[tuple[float, float]], thaw: str
+    uses: list[tuple[float, float]],
 ) -> None:
-    kv, now = KvShare(KvShareRule(thaw=thaw)), 0.0  # type: ignore[arg-type]
+    kv, now = KvShare(KvShareRule()), 0.0
     for wait, used in uses:
         now, before = now + wait, kv.share
-        change = kv.decide(used, 0, now)
+        change = kv.decide(used, now)
         after = change.share if change else before
         assert kv.share == after
         assert abs(after - before) in (0, 0.5)

@@ -19,7 +19,7 @@ import os
 import struct
 import sys
 import time
-from typing import Any, Awaitable, Callable, Iterator  # noqa: UP035
+from typing import Any, Callable, Iterator  # noqa: UP035
 
 VARIABLE = "LIBRA_HPC_SERVING_PAGE"
 """Environment variable with the path of the page."""
@@ -41,10 +41,6 @@ long step counts as idle where no request is open; double: the guest waits as lo
 ENGINES: dict = {}  # type: ignore[type-arg]
 """By number of the engine behind this process: `time.monotonic` of its last step, requests that run and wait, share of
 its KV caches in use; written by `libra_hpc_serving_engines`."""
-
-Message = Any
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 class Slot:
@@ -98,7 +94,7 @@ class Watch:
         """Requests."""
         self.failed = False
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if self.loop is None and not self.failed:
             self.try_to(self.begin)
         if scope["type"] != "websocket" and scope.get("method") != "POST":
