@@ -104,6 +104,7 @@ class GuestAgent(NodeAgent):
         self._routes.add(wire.StopAgent, self._on_stop)
         self._routes.add(Layout, self._on_layout)
         self._routes.add(wire.Turns, self._engines.on_turns)
+        self._routes.add(wire.WrongEngine, self._engines.on_wrong_engine)
         self._routes.add(wire.WeightsCurrent, self._engines.on_current)
         self._routes.add(Publish, self._carrier.publish)
 

@@ -37,6 +37,7 @@ from libra_hpc.protocol.engine import (
     to_engine,
 )
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
+from libra_hpc.protocol.joining import is_guest
 
 from .commands import child_command
 from .engine_start import engine_config
@@ -58,6 +59,8 @@ class VllmEngine(Supervised):
     version = -1
     updating = -1
     """The newest version it was sent."""
+    closed = False
+    """Whether it computed wrongly too often to be started again."""
     reported: EngineStats | None = None
     """The counters that the rollout leader has."""
 
@@ -96,7 +99,7 @@ class RolloutNode(EngineNode[VllmEngine]):
                     engine.state, engine.version, engine.updating = "loading", -1, -1
                     engine.send(Wake())
                     self._catch_up(engine)
-                elif engine.state == "lost":
+                elif engine.state == "lost" and not engine.closed:
                     await self._spawn(engine)
             self._maybe_ready()
 
@@ -136,6 +139,12 @@ class RolloutNode(EngineNode[VllmEngine]):
                 engine.send(request)
             elif isinstance(request, Generate):
                 self._answer(name, refusal(request.rid, "engine is not ready"))
+
+    def on_wrong_engine(self, message: wire.WrongEngine) -> None:
+        engine = self._engines.get(message.engine)
+        if engine is not None and engine.state == "ready":
+            engine.closed = message.closed
+            self._end(engine, message.reason)
 
     def on_image(self) -> None:
         """The image has another version, or is lost."""
@@ -218,7 +227,7 @@ class RolloutNode(EngineNode[VllmEngine]):
                 engine.updating = engine.version
                 self._context.log("engine_error", rank=self._context.rank, engine=engine.name, reason=what, fatal=fatal)
                 if version >= 0 and engine.state in ("ready", "loading"):
-                    self._end_unable(engine, version, what)
+                    self._end(engine, f"it cannot take version {version} of the weights: {what}")
 
     def _announce(self, engine: VllmEngine, applied: WeightsApplied) -> None:
         served = wire.EngineVersion(
@@ -283,14 +292,14 @@ class RolloutNode(EngineNode[VllmEngine]):
         live = [e.version for e in self._engines.values() if e.state in ("ready", "loading") and e.version >= 0]
         self._carrier.engines_have(min(live, default=None))
 
-    def _end_unable(self, engine: VllmEngine, version: int, what: str) -> None:
-        engine.state, engine.hung = "ending", f"it cannot take version {version} of the weights: {what}"
+    def _end(self, engine: VllmEngine, reason: str) -> None:
+        engine.state, engine.hung = "ending", reason
         # Its turns and the version do not wait for the end of its process.
-        self._report_closed(engine, engine.hung)
+        self._report_closed(engine, reason)
         engine.kill()
 
     def _maybe_ready(self) -> None:
-        if self._wanted and all(e.state == "ready" for e in self._engines.values()):
+        if self._wanted and all(e.state == "ready" or e.closed for e in self._engines.values()):
             seconds = time.monotonic() - self._ordered_at
             self._context.send(0, EngineState(self._context.rank, "rollout", "ready", seconds=seconds))
 
@@ -302,5 +311,8 @@ class RolloutNode(EngineNode[VllmEngine]):
             return
         lost = EngineState(self._context.rank, "rollout", "lost", engine=engine.name, reason=reason)
         self._context.report(lost, self._context.layout.rollout_leader, was=was)
-        if not engine.ends_too_often(reason, time.monotonic()):
+        if engine.closed:
+            if is_guest(self._context.rank):
+                engine.restart_all(f"{engine.title} is closed: {reason}")
+        elif not engine.ends_too_often(reason, time.monotonic()):
             self._context.send(0, lost)

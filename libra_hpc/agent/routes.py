@@ -52,6 +52,7 @@ def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, carrier:
     """Rows of a node with engines."""
     rollout.beside, train.beside = train, rollout
     routes.add(wire.Turns, rollout.on_turns)
+    routes.add(wire.WrongEngine, rollout.on_wrong_engine)
     routes.add(wire.WeightsCurrent, rollout.on_current)
     routes.add(Publish, carrier.publish)
     routes.add(wire.SnapshotPart, lambda part: train.keeper.on_part(part))

@@ -95,6 +95,12 @@ ENGINES = (
     EventKind("engine_ready", "An engine accepts turns, or trainers joins", "rank engine version seconds"),
     _fault("engine_lost", "An engine ended or hung, or a node's trainers", "rank engine reason was", notice=True),
     _fault("engine_error", "A rollout engine reported an error", "rank engine reason fatal"),
+    _fault(
+        "engine_off",
+        "An engine's log-probabilities are beyond the others': it is reloaded, and closed at the second time",
+        "rank engine action reason",
+        notice=True,
+    ),
     _fault("worker_error", "A training process reported an error", "rank reason fatal"),
     _fault("host_lost", "An environment host ended", "rank host reason", notice=True),
     _fault("log_cut", "The log of a process grew too long and was emptied", "rank part reason", notice=True),

@@ -185,6 +185,8 @@ class Committed(msgspec.Struct, tag=True, frozen=True):
     step: int
     indices: tuple[int, ...]
     """Prompts of the batch, including those it gave up."""
+    engine_gaps: dict[int, tuple[float, int]] = {}
+    """See `StepDone.engine_gaps`."""
 
 
 # --- rollout ---
@@ -201,6 +203,15 @@ class Turns(msgspec.Struct, tag=True, frozen=True):
 
     items: tuple[tuple[str, Generate | Abort], ...]
     """(engine, request or abort)"""
+
+
+class WrongEngine(msgspec.Struct, tag=True, frozen=True):
+    """Rollout leader -> rollout node: end an engine that computes wrongly; its turns are elsewhere already."""
+
+    engine: str
+    reason: str
+    closed: bool
+    """Whether no other is started in its place."""
 
 
 class TurnsDone(msgspec.Struct, tag=True, frozen=True):
@@ -379,6 +390,7 @@ MeshMessage = Union[
     Committed,
     TurnsDrained,
     Turns,
+    WrongEngine,
     TurnsDone,
     EngineLoad,
     EngineVersion,

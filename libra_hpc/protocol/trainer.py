@@ -15,12 +15,15 @@ import msgspec
 from .codec import Codec
 from .engine_state import Doing, EngineState
 
+ENGINES = 256
+"""Numbers of engines in a loss mask; 0: the policy has not generated the token, 1: an engine without a number."""
+
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
     """One sequence of ``n`` tokens of a finished trajectory, as the trainer gets it.
 
-    ``loss_mask`` marks the tokens that the policy generated. ``logprobs`` are behaviour log-probabilities, 0.0
-    elsewhere.
+    ``loss_mask`` marks the tokens that the policy generated, with the number of their engine (`ENGINES`). ``logprobs``
+    are behaviour log-probabilities, 0.0 elsewhere.
     """
 
     uid: str
@@ -212,6 +215,8 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
     """Share of loss tokens outside of ``algorithm.mask_tokens`` or ``mask_sequences``."""
     kl_clamped: float = 0.0
     """Share of loss tokens whose log-ratio in a KL term was cut (`libra_hpc.trainer.grpo.KL_BOUND`)."""
+    engine_gaps: dict[int, tuple[float, int]] = {}
+    """By number of an engine: the sum behind ``logprob_gap`` over its tokens, and how many these are."""
 
 
 class Offered(msgspec.Struct, tag=True, frozen=True):

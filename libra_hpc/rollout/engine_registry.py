@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from libra_hpc.policies.learning.engine_gaps import Gap
 from libra_hpc.policies.scheduling.availability import Availability
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.measured_steps import MeasuredSteps
@@ -19,6 +20,7 @@ from libra_hpc.policies.scheduling.turn_migration import Running
 from libra_hpc.process.progress import TURN, DeadlineLimits, ProgressWatch
 from libra_hpc.protocol.engine_state import EngineState, EngineStats, LenderKind
 from libra_hpc.protocol.joining import is_guest
+from libra_hpc.protocol.trainer import ENGINES
 
 from .engines.lender_totals import LenderTotals
 from .trajectory import Trajectory
@@ -59,6 +61,8 @@ class EngineRegistry:
         self.turns = ProgressWatch(deadlines)
         """Turns in flight, by (engine, request)."""
         self.engines: dict[str, EngineEntry] = {}
+        self.numbers: dict[str, int] = {}
+        """Numbers by engine, which the tokens of a batch have; after many starts two may have one."""
         self.generated = self.prefilled = 0
         """Tokens since the start, of all own engines including lost ones."""
         self.lenders: dict[tuple[str, LenderKind], LenderTotals] = {}
@@ -76,6 +80,7 @@ class EngineRegistry:
     def ready(self, engine: EngineState) -> None:
         capacity = engine.capacity
         assert capacity is not None
+        self.numbers.setdefault(engine.engine, 2 + len(self.numbers) % (ENGINES - 2))
         lender = None
         if is_guest(engine.rank):
             self.of_guests[engine.engine] = engine.lender_kind
@@ -148,6 +153,11 @@ class EngineRegistry:
 
     def request(self, name: str, episode: str) -> str:
         return next(rid for rid, sent in self.engines[name].inflight.items() if sent.trajectory.episode == episode)
+
+    def judged(self, gaps: Mapping[int, Gap]) -> tuple[dict[str, Gap], dict[str, str]]:
+        """What `EngineGaps.observe` needs: the gaps by engine, and every engine's lender."""
+        found = {name: gaps[number] for name, number in self.numbers.items() if number in gaps}
+        return found, {name: one.lender.name if one.lender else "" for name, one in self.engines.items()}
 
     def applied(self, name: str, version: int) -> None:
         self._board.applied(name, version)

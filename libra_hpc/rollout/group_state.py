@@ -53,10 +53,16 @@ class GroupState:
         shaped = [rules.shaped(t.reward, t.context, t.info.get(TRUNCATED) == 1.0) for t in self.done]
         return [(t, reward) for t, reward in zip(self.done, shaped, strict=True) if reward is not None]
 
-    def to_group(self, advantage: Advantage, rules: LengthRules = ANY_LENGTH, refill: Refill = NO_REFILL) -> Group:
+    def to_group(
+        self,
+        advantage: Advantage,
+        rules: LengthRules = ANY_LENGTH,
+        refill: Refill = NO_REFILL,
+        numbers: Mapping[str, int] = MappingProxyType({}),
+    ) -> Group:
         """The complete group for the trainer, without the trajectories that do not count; the same at every call.
 
-        One that ``refill`` would replace, past its bound, has no advantages.
+        One that ``refill`` would replace, past its bound, has no advantages. ``numbers``: those of engines.
         """
         if self._group is not None:
             return self._group
@@ -65,7 +71,8 @@ class GroupState:
         rewards, turns = [reward for _, reward in counted], [[turn.reward for turn in t.turns] for t, _ in counted]
         values = [0.0] * len(counted) if equal or not counted else advantage(rewards, turns)
         pairs = zip(counted, values, strict=True)
-        self._group = Group(self.index, tuple(sample for (t, _), a in pairs for sample in t.samples_for_training(a)))
+        samples = (sample for (t, _), a in pairs for sample in t.samples_for_training(a, numbers))
+        self._group = Group(self.index, tuple(samples))
         return self._group
 
 

@@ -19,9 +19,10 @@ from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.learning.advantages import LengthRules, Refill, advantage_named
+from libra_hpc.policies.learning.engine_gaps import EngineGaps
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.staleness import StalenessGate
-from libra_hpc.protocol.agents import Batch, Fatal, Group, GroupDone, RolloutReport
+from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, GroupDone, RolloutReport
 from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.protocol.env import EVALUATIONS, HostReady
@@ -31,7 +32,7 @@ from .attempts import ERROR_CHARS, Attempts
 from .environments import Environments
 from .evaluation import Evaluations
 from .failures import FailureBook
-from .group_state import batch_stats
+from .group_state import GroupState, batch_stats
 from .open_groups import length_of, open_groups
 from .prompt_order import PromptOrder
 from .surroundings import Surroundings
@@ -56,6 +57,7 @@ class RolloutLeader:
         rollout, algorithm = config.rollout, config.algorithm
         self._rules = LengthRules(algorithm.truncated, algorithm.overlong_soft, rollout.max_model_len)
         self._refill = Refill(algorithm.refill_batches * algorithm.prompts_per_step if algorithm.refill else 0)
+        self._gaps = EngineGaps(algorithm.eta)
         self._parts = [one.name for one in config.task.train]
         self._task = "" if self._parts else config.task.name
         self.evaluations = Evaluations(config.task.eval, config.run.steps, surroundings.evaluated)
@@ -102,9 +104,12 @@ class RolloutLeader:
         )
         self.schedule_pass()
 
-    def on_committed(self, indices: tuple[int, ...]) -> None:
+    def on_committed(self, committed: Committed) -> None:
         if self._order is not None:
-            self._order.trained(indices)
+            self._order.trained(committed.indices)
+        off = self._gaps.observe(committed.step, *self._turns.engines.judged(committed.engine_gaps))
+        if off is not None:
+            self._turns.end(off)
 
     def _admit(self) -> None:
         now = self._clock()
@@ -241,6 +246,9 @@ class RolloutLeader:
         self._order.close(trajectory.index)
         self.schedule_pass()
 
+    def _to_group(self, group: GroupState) -> Group:
+        return group.to_group(self._advantage, self._rules, self._refill, self._turns.engines.numbers)
+
     def _compose(self) -> None:
         engines = self._turns.engines
         while self._order is not None and (due := self._order.next_batch()):
@@ -254,14 +262,14 @@ class RolloutLeader:
                 self._order.take_replaced(),
                 engines.of_guests,
             )
-            composed = tuple(group.to_group(self._advantage, self._rules, self._refill) for group in groups)
+            composed = tuple(self._to_group(group) for group in groups)
             self._around.composed(step, [trajectory for group in groups for trajectory in group.done], composed)
             self._send(self._train_leader, Batch(step, composed, stats, self._order.take_given_up()))
             self._order.take_ended()
         if self._order is not None and self._config.streamed:
             step, ended = self._order.take_ended()
             for index, group in ended:
-                found = group.to_group(self._advantage, self._rules, self._refill) if group else Group(index, ())
+                found = self._to_group(group) if group else Group(index, ())
                 self._send(self._train_leader, GroupDone(step, found))
 
     # --- engines

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise, repeat
+from types import MappingProxyType
 from typing import Any, Literal
 
 from msgspec.structs import replace
@@ -108,8 +109,12 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
     @property
     def mask(self) -> bytes:
         """uint8 for each token; 1: the policy generated it."""
+        return self.mask_by_engine({})
+
+    def mask_by_engine(self, numbers: Mapping[str, int]) -> bytes:
+        """The mask with the number of its engine for each token that the policy generated, where it has one."""
         return bytes(self.prompt_tokens) + b"".join(
-            bytes(turn.new_tokens) + b"\x01" * turn.gen_tokens for turn in self.turns
+            bytes(turn.new_tokens) + bytes([numbers.get(turn.engine, 1)]) * turn.gen_tokens for turn in self.turns
         )
 
     @property
@@ -208,9 +213,11 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
             max_context=max_context,
         )
 
-    def samples_for_training(self, advantage: float | list[float]) -> list[Sample]:
+    def samples_for_training(
+        self, advantage: float | list[float], numbers: Mapping[str, int] = MappingProxyType({})
+    ) -> list[Sample]:
         """Its samples in which something was generated, with one advantage, or one for each turn."""
-        found, by_token, mask = list[Sample](), array("f"), self.mask
+        found, by_token, mask = list[Sample](), array("f"), self.mask_by_engine(numbers)
         if isinstance(advantage, list):
             of_tokens = chain.from_iterable(map(repeat, advantage, (turn.gen_tokens for turn in self.turns)))
             by_token = array("f", (next(of_tokens) if own else 0.0 for own in mask))

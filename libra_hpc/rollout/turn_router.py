@@ -16,11 +16,12 @@ import time
 from collections.abc import Mapping
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.policies.learning.engine_gaps import EngineOff
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.protocol import Finished, Policy, TurnView
 from libra_hpc.process.progress import TURN
-from libra_hpc.protocol.agents import Turns, TurnsDrained
+from libra_hpc.protocol.agents import Turns, TurnsDrained, WrongEngine
 from libra_hpc.protocol.engine import Abort, Generate, Generated
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
 
@@ -204,6 +205,13 @@ class TurnRouter:
                 self._maybe_drained(self.engines.engines[engine].rank)
 
     # --- engines
+
+    def end(self, off: EngineOff) -> None:
+        """End an engine that computes wrongly; its turns go on elsewhere, without what they have of it."""
+        rank = self.engines.engines[off.engine].rank
+        self._around.log("engine_off", rank=rank, engine=off.engine, action=off.action, reason=off.reason)
+        self._around.send(rank, WrongEngine(off.engine, off.reason, closed=off.action == "close"))
+        self.engine_lost(off.engine, off.reason)
 
     def engine_ready(self, engine: EngineState) -> None:
         """An engine accepts turns; one of the same name is replaced."""

@@ -16,6 +16,7 @@ import math
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -163,6 +164,7 @@ class Trainer(WorkerLoop):
             if total is not None:
                 skipped, updates, finite = skipped + (not finite), updates + (finite and total > 0), True
         self._state = folders.TrainerState(message.step, self._state.updates + updates)
+        gaps = _engine_gaps(samples)
         return StepDone(
             step=message.step,
             generation=message.generation,
@@ -172,7 +174,8 @@ class Trainer(WorkerLoop):
             ratio_truncated=0.0,
             clipped=0.0,
             behaviour_kl=0.0,
-            logprob_gap=0.0,
+            logprob_gap=sum(gap for gap, _ in gaps.values()) / max(1, sum(count for _, count in gaps.values())),
+            engine_gaps=gaps,
             entropy=0.0,
             tokens=sum(map(tokens_of, samples)),
             loss_tokens=sum(map(loss_tokens_of, samples)),
@@ -214,6 +217,19 @@ class Trainer(WorkerLoop):
             answer = SaveFailed(str(folder), copied.step, str(error), tier)
         with contextlib.suppress(OSError):
             self.written(answer)
+
+
+def _engine_gaps(samples: Iterable[Sample]) -> dict[int, tuple[float, int]]:
+    """`StepDone.engine_gaps`: simulated engines are sure of each token, so what is not 0 is a gap."""
+    found: dict[int, tuple[float, int]] = {}
+    for sample in samples:
+        mask, off = sample.loss_mask, array("f", sample.logprobs)
+        zero = sample.logprobs.count(0) == len(sample.logprobs)
+        for number in set(mask) - {0}:
+            gap = 0.0 if zero else sum(abs(value) for value, one in zip(off, mask, strict=True) if one == number)
+            before = found.get(number, (0.0, 0))
+            found[number] = before[0] + gap, before[1] + mask.count(number)
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -356,7 +356,8 @@ class TrainLeader(StepRequests):
         self._batches = {step: kept for step, kept in self._batches.items() if step > oldest}
         self._cuts = {step: cut for step, cut in self._cuts.items() if step > oldest}
         self._ended = {}
-        self._send(self._rollout_leader, Committed(self.step, indices))
+        gaps = replies[0].engine_gaps if replies else {}
+        self._send(self._rollout_leader, Committed(self.step, indices, gaps))
         now = self._clock()
         tokens = sum(tokens_of(sample) for group in batch.groups for sample in group.samples)
         # Without replies, the step was found committed in a member that joined.

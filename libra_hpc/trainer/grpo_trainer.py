@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.protocol.trainer import PortionDone, Sample, StepDone, TrainPortion, TrainStep
+from libra_hpc.protocol.trainer import ENGINES, PortionDone, Sample, StepDone, TrainPortion, TrainStep
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.mcore import parallel_state
 from libra_hpc.trainer.model.packing import Pack, decode, pack
@@ -43,7 +43,10 @@ class Ahead(NamedTuple):
 
 NOTHING = Ahead(-1, -1, 0)
 LOSS, RATIO, TRUNCATED, CLIPPED, MASKED, CLAMPED, GAP, KL, REFERENCE_KL, ENTROPY, TOKENS, NORM = range(12)
-"""Places in the vector of sums that is reduced with the gradients: those of `Terms`, and two; then the norm."""
+"""Places in the vector of sums that is reduced with the gradients: those of `Terms`, and two.
+
+Then, by number of the engine, the sums behind GAP, and their tokens; in a list the norm follows."""
+GAPS, COUNTS = slice(NORM, NORM + ENGINES), slice(NORM + ENGINES, NORM + 2 * ENGINES)
 
 
 class GrpoTrainer:
@@ -60,7 +63,7 @@ class GrpoTrainer:
         self._work, self._reference = work, reference
         self._engine, self._replicas, self._settings = engine, replicas, run.algorithm
         self._micro_tokens, self._temperature = run.train.micro_tokens, run.rollout.temperature
-        self._sums = torch.zeros(TOKENS + 1, dtype=torch.float32, device=engine.device)
+        self._sums = torch.zeros(COUNTS.stop, dtype=torch.float32, device=engine.device)
         self._tokens = self._loss_tokens = self._shared = 0
         """Tokens of the present step, all ranks of this world together."""
         self._ahead = NOTHING
@@ -147,6 +150,7 @@ class GrpoTrainer:
             reference_kl=None if self._reference is None else means[REFERENCE_KL],
             masked=means[MASKED],
             kl_clamped=means[CLAMPED],
+            engine_gaps=_engine_gaps(sums[0][0]) if sums else {},
         )
 
     def _packed(
@@ -246,24 +250,23 @@ class GrpoTrainer:
 
         def loss(head: Head, batch: Pack) -> torch.Tensor:
             logprobs, entropy = head.likelihood(batch.targets, self._temperature)
-            terms = grpo_terms(
-                LossTokens(
-                    logprobs,
-                    logprobs.detach() if old is None else next(old).detach(),
-                    batch.behaviour,
-                    batch.advantages,
-                    batch.sequences,
-                    batch.lengths,
-                    batch.trajectories,
-                    self._context,
-                ),
-                self._loss,
-                settings,
-                None if frozen is None else next(frozen),
+            tokens = LossTokens(
+                logprobs,
+                logprobs.detach() if old is None else next(old).detach(),
+                batch.behaviour,
+                batch.advantages,
+                batch.sequences,
+                batch.lengths,
+                batch.trajectories,
+                self._context,
             )
+            terms = grpo_terms(tokens, self._loss, settings, None if frozen is None else next(frozen))
             # Unlike a copy from the host, this does not wait for the device.
             count = logprobs.new_full((), len(logprobs))
-            self._sums += torch.stack([*(term.detach().float() for term in terms), entropy, count])
+            self._sums[:NORM] += torch.stack([*(term.detach().float() for term in terms), entropy, count])
+            gaps = (tokens.proximal - tokens.behaviour).abs().float()
+            self._sums[GAPS].index_add_(0, batch.engines, gaps)
+            self._sums[COUNTS].index_add_(0, batch.engines, torch.ones_like(gaps))
             return terms.loss
 
         self._engine.forward_backward(packs, loss, first=first, last=last)
@@ -311,11 +314,17 @@ def _totals(message: TrainStep) -> list[int]:
     return [total for total in message.divisors if total is not None]
 
 
+def _engine_gaps(sums: list[float]) -> dict[int, tuple[float, int]]:
+    """`StepDone.engine_gaps` of a minibatch."""
+    found = enumerate(zip(sums[GAPS], sums[COUNTS], strict=True))
+    return {number: (gap, int(count)) for number, (gap, count) in found if count}
+
+
 def _means(sums: list[tuple[list[float], int]]) -> dict[int, float]:
     """Metrics by place, from the sums and the divisor of each update, at least one."""
     count = max(1.0, sum(s[TOKENS] for s, _ in sums))
     means = {place: sum(s[place] for s, _ in sums) / count for place in range(TOKENS)}
     first, last = sums[0][0], sums[-1][0]
     means[LOSS] = sum(s[LOSS] / total for s, total in sums) / len(sums)
-    means[GAP], means[NORM] = first[GAP] / max(1.0, first[TOKENS]), last[NORM]
+    means[GAP], means[NORM] = first[GAP] / max(1.0, first[TOKENS]), last[-1]
     return means

@@ -47,7 +47,7 @@ def tokens_of(sample: Sample) -> int:
 
 
 def loss_tokens_of(sample: Sample) -> int:
-    return sample.loss_mask.count(1)
+    return len(sample.loss_mask) - sample.loss_mask.count(0)
 
 
 def divisor(samples: Iterable[Sample], aggregate: str, longest: int) -> int:

@@ -278,6 +278,23 @@ async def test_an_engine_that_cannot_take_new_weights_is_not_waited_for_and_the_
         assert not made.events("hung")
 
 
+async def test_an_engine_that_computes_wrongly_is_reloaded_and_at_the_second_time_closed(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        await made.up()
+        made.write(1)
+        await made.until(lambda: made.node.version == 1, "the weights are applied")
+        made.node.on_wrong_engine(wire.WrongEngine("r2.0", "it is off", closed=False))
+        await made.until(lambda: made.states("lost"), "a start is asked for")
+        assert "it is off" in made.states("lost")[0].reason
+        await made.up(2)
+        assert made.served()[1].version == 1, "it begins with the whole image"
+        made.node.on_wrong_engine(wire.WrongEngine("r2.0", "it is off again", closed=True))
+        await made.until(lambda: len(made.events("engine_lost")) == 2, "it is ended")
+        await made.node.start()
+        assert (made.node.pids, len(made.states("lost"))) == ({}, 1), "nobody starts it"
+        assert "it is off again" in made.events("engine_lost")[1]["reason"]
+
+
 async def test_an_engine_that_never_takes_new_weights_is_ended(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         await made.up()

@@ -11,7 +11,7 @@ from libra_hpc.policies.learning.guards import HOLD, READ
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.traces.read import encode
 
-from .harness import PROMPTS, SIMULATED, Chaos, sound
+from .harness import PROMPTS, SIMULATED, Chaos, patched, sound
 
 pytestmark = [pytest.mark.timeout(300)]
 SAMPLES = 4
@@ -31,6 +31,34 @@ def workload(file: Path) -> Path:
     )
     file.write_bytes(encode(records))
     return file
+
+
+WRONG = """
+from libra_hpc.agent.rollout_node import RolloutNode
+from msgspec.structs import replace
+import struct
+answer = RolloutNode._answer
+def wrong(self, name, done):
+    answer(self, name, replace(done, logprobs=struct.pack("f", -1.0) * (len(done.logprobs) // 4)))
+RolloutNode._answer = wrong
+"""
+
+
+@pytest.mark.chaos
+def test_an_engine_whose_log_probabilities_are_off_is_reloaded_then_closed_and_the_run_ends_well(
+    tmp_path: Path,
+) -> None:
+    case = Chaos(tmp_path, steps=60, hybrid=0, rollout=3)
+    case.submit(*patched(tmp_path, WRONG, 3))
+    sound(case)
+    assert [(event["engine"], event["action"]) for event in case.events("engine_off")] == [
+        ("r3.0", "reload"),
+        ("r3.0", "close"),
+    ]
+    assert case.events("engine_off")[0]["reason"].endswith("by 1 nats, those of the others by 0")
+    (reloaded,) = [event for event in case.events("engine_ready") if event.get("engine") == "r3.0"][1:]
+    assert reloaded["version"] > 0
+    assert len(case.events("engine_lost")) == 2
 
 
 @pytest.mark.chaos

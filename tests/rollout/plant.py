@@ -15,7 +15,7 @@ from libra_hpc.config.learn import EvalPart
 from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.protocol import agents as wire
-from libra_hpc.protocol.agents import Batch, Group, Turns
+from libra_hpc.protocol.agents import Batch, Committed, Group, Turns
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.engine import Abort, Generate, Generated
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
@@ -64,6 +64,16 @@ def engine_stats(*, generated: int, prefilled: int, steps: int) -> EngineStats:
     return EngineStats(
         running=4, kv_use=0.25, generated_tokens=generated, prefill_tokens=prefilled, steps=steps, busy_s=0.1
     )
+
+
+def plain_batch(batch: Batch) -> Batch:
+    """The batch with loss masks of 0 and 1, whichever engines its tokens are from."""
+    return msgspec.structs.replace(batch, groups=tuple(map(plain_group, batch.groups)))
+
+
+def plain_group(group: Group) -> Group:
+    samples = [msgspec.structs.replace(one, loss_mask=bytes(map(bool, one.loss_mask))) for one in group.samples]
+    return Group(group.index, tuple(samples))
 
 
 class Plant:
@@ -179,7 +189,7 @@ class Plant:
             self.aborts += [(engine, item) for engine, item in message.items if isinstance(item, Abort)]
         elif isinstance(message, Batch):
             assert rank == TRAIN_LEADER
-            self.batches.append(message)
+            self.batches.append(plain_batch(message))
 
     def to_host(self, host: int, message: Any) -> None:
         self.host.append(message)
@@ -366,7 +376,7 @@ class Plant:
 
     def commit(self, batch: Batch) -> None:
         self.version = batch.step
-        self.leader.on_committed((*(group.index for group in batch.groups), *batch.given_up))
+        self.leader.on_committed(Committed(batch.step, (*(group.index for group in batch.groups), *batch.given_up)))
         for engine in self.engines:
             self.engines[engine] = self.version
             self.leader.on_engine_version(engine, self.version)

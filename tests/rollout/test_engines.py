@@ -10,7 +10,7 @@ import pytest
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
-from libra_hpc.protocol.agents import Turns, TurnsDrained
+from libra_hpc.protocol.agents import Batch, Committed, Turns, TurnsDrained, WrongEngine
 from libra_hpc.protocol.codec import pack_f32, unpack_i32
 from tests.rollout.plant import STOP, Emptiest, Plant, engine_stats, sampling
 
@@ -101,7 +101,7 @@ async def test_an_engine_behind_in_weights_gets_no_turns_until_it_caught_up() ->
 async def test_a_version_counts_once_every_live_engine_has_it_and_who_fails_is_not_waited_for() -> None:
     plant = Plant(engines=3, eta=0, steps=3).start()
     first = await plant.batch()
-    plant.leader.on_committed(tuple(group.index for group in first.groups))
+    plant.leader.on_committed(Committed(1, tuple(group.index for group in first.groups)))
     for engine in ("e0", "e1"):
         plant.leader.on_engine_version(engine, 1)
         plant.engines[engine] = 1
@@ -156,6 +156,25 @@ async def test_a_running_turn_is_moved_and_its_record_is_complete() -> None:
     assert first["engine"] == "e0"
     assert [second[name] for name in ("engine", "from", "turn", "reason")] == ["e1", "e0", 0, "moved"]
     assert plant.leader.resubmitted == 0, "nothing went wrong"
+
+
+async def test_an_engine_that_computes_wrongly_is_ended_and_its_turns_go_on_elsewhere() -> None:
+    plant = Plant(engines=3, eta=0, steps=3).start()
+    batch = await plant.batch()
+    numbers, (sent,) = plant.leader._turns.engines.numbers, plant.of(Batch)
+    for line, sample in ((line, s) for group in sent.groups for line in plant.lines for s in group.samples):
+        if sample.trajectory == f"{line.index}.{line.sample}":
+            assert set(sample.loss_mask) - {0} == {numbers[turn.engine] for turn in line.turns}
+    gaps = {number: (10.0 if name == "e1" else 0.0, 2000) for name, number in numbers.items()}
+    gaps[numbers["e1"]] = 2000.0, 2000
+    plant.version = 1
+    await plant.run(lambda: plant.leader.on_engine_version("e1", 1) or True)
+    plant.leader.on_committed(Committed(1, tuple(group.index for group in batch.groups), gaps))
+    (end,) = plant.of(WrongEngine)
+    assert (end.engine, end.closed) == ("e1", False)
+    (event,) = plant.kinds("engine_off")
+    assert (event["engine"], event["rank"], event["action"]) == ("e1", 4, "reload")
+    assert "e1" not in plant.leader._turns.engines.engines
 
 
 async def test_a_turn_that_ends_before_its_interruption_arrives_is_taken_as_it_is() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from libra_hpc.policies.scheduling.availability import LEAVES_S, Availability
 from libra_hpc.policies.scheduling.board import EngineView
-from libra_hpc.protocol.agents import TurnsDrained
+from libra_hpc.protocol.agents import Committed, TurnsDrained
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.protocol.joining import FIRST_GUEST
@@ -34,7 +34,7 @@ async def test_a_guest_that_is_behind_gets_no_turns_and_nobody_waits_for_it() ->
     plant = await with_guest(eta=0, steps=3)
     await plant.run(lambda: at(plant, OWN) and at(plant, GUEST))
     first = await plant.batch()
-    plant.leader.on_committed(tuple(group.index for group in first.groups))
+    plant.leader.on_committed(Committed(1, tuple(group.index for group in first.groups)))
     plant.leader.on_engine_version(OWN, 1)
     plant.engines[OWN] = 1
     await plant.run(lambda: len(plant.inbox) >= 4)
@@ -115,7 +115,7 @@ async def test_turns_of_an_engine_that_stands_still_go_on_elsewhere_until_it_ste
         assert one.turns[-1].engine == OWN
     assert plant.leader.resubmitted == 0, "nothing went wrong"
     plant.leader.on_engine_load(GUEST, paused(3.0, still=False, steps=2))
-    plant.leader.on_committed(tuple(group.index for group in first.groups))
+    plant.leader.on_committed(Committed(1, tuple(group.index for group in first.groups)))
     for name in (OWN, GUEST):
         plant.leader.on_engine_version(name, 1)
     await plant.run(lambda: at(plant, GUEST))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from libra_hpc.protocol.agents import Batch, Group, GroupDone
-from tests.rollout.plant import Plant
+from tests.rollout.plant import Plant, plain_group
 from tests.rollout.restarts import STEPS, restarted
 
 
@@ -56,7 +56,7 @@ async def test_groups_come_ahead_of_a_synchronous_batch_once_they_or_their_promp
     plant = Plant(eta=eta, prompts=4, equal={1}, refill_batches=2, in_order=True).start()
     for step in (1, 2):
         batch = await plant.batch(step, random.Random(step))
-        ahead = {one.group.index: one.group for one in plant.sent if isinstance(one, GroupDone) and one.step == step}
+        ahead = {one.group.index: plain_group(one.group) for one in plant.of(GroupDone) if one.step == step}
         assert bool(ahead) == (eta == 0)
         groups = {group.index: group for group in batch.groups} | {i: Group(i, ()) for i in batch.given_up}
         assert len(ahead) < len(groups), "the last ones come with the batch"

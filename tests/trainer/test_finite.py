@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,24 @@ def spoiled(message: TrainStep, minibatch: int, spoil: Any = bad_advantage) -> T
 
 def assert_finite(done: StepDone) -> None:
     assert all(math.isfinite(value) for value in msgspec.to_builtins(done).values() if isinstance(value, float))
+
+
+def test_the_gap_is_the_sum_of_those_of_the_engines(tmp_path: Path, world: ReplicaPlace) -> None:
+    make_model("qwen2", tmp_path / "model")
+    message = train_step(1, 0)
+    samples = [
+        msgspec.structs.replace(one, loss_mask=one.loss_mask.replace(b"\1", bytes([1 + number % 3])))
+        for number, one in enumerate(message.minibatches[0])
+    ]
+    expected = Counter(mark for one in samples for mark in one.loss_mask if mark)
+    (plain,), (done,) = (
+        [build(tmp_path / "model", world)[1].step(TrainStep(1, 0, (tuple(batch),), message.divisors))]
+        for batch in (message.minibatches[0], samples)
+    )
+    assert {number: tokens for number, (_, tokens) in done.engine_gaps.items()} == expected
+    gap = sum(gap for gap, _ in done.engine_gaps.values()) / done.loss_tokens
+    assert gap == pytest.approx(done.logprob_gap) == pytest.approx(plain.logprob_gap)
+    assert (done.loss, done.grad_norm) == pytest.approx((plain.loss, plain.grad_norm))
 
 
 def test_a_sum_that_only_the_report_has_skips_no_update(tmp_path: Path, world: ReplicaPlace) -> None:

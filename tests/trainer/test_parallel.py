@@ -88,7 +88,7 @@ def test_every_loss_token_is_on_one_rank_and_every_row_attends_once(cp: int, tp:
 def test_ranks_share_the_work_of_one_long_sequence() -> None:
     (long,) = (decode(sample) for sample in samples(1, 1))
     repeated = long._replace(
-        **{name: getattr(long, name).repeat(40) for name in ("tokens", "mask", "logprobs", "advantages")}
+        **{name: getattr(long, name).repeat(40) for name in ("tokens", "mask", "logprobs", "advantages", "engines")}
     )
     work = []
     for place in places(4):

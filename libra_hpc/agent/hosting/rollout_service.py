@@ -212,6 +212,6 @@ class RolloutService:
                 leader.on_host(self._number(rank, host), message.message)
             case wire.EnvHostLost(rank=rank, host=host, reason=reason):
                 leader.on_host_down(self._number(rank, host), reason)
-            case wire.Committed(indices=indices):
-                leader.on_committed(indices)
+            case wire.Committed():
+                leader.on_committed(message)
                 self._unwritten.append(message)

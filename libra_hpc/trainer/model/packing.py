@@ -46,6 +46,8 @@ class Example(NamedTuple):
     """float32[n], behaviour log-probabilities, 0 outside the mask."""
     advantages: torch.Tensor
     """float32[n]"""
+    engines: torch.Tensor
+    """int64[n], numbers as in `Sample.loss_mask`."""
     trajectory_tokens: int = 0
     """See `Sample.trajectory_tokens`."""
 
@@ -111,6 +113,8 @@ class Pack(NamedTuple):
     """float32[m]"""
     advantages: torch.Tensor
     """float32[m]"""
+    engines: torch.Tensor
+    """int64[m], number of the engine of a loss token"""
     sequences: torch.Tensor
     """int64[m], place of a loss token's sequence in the pack"""
     lengths: torch.Tensor
@@ -129,7 +133,7 @@ def decode(sample: Sample) -> Example:
     Raises `ValueError` when its arrays differ in length or its first token is marked for loss.
     """
     tokens = torch.frombuffer(bytearray(sample.tokens), dtype=torch.int32).long()
-    mask = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8).bool()
+    mask = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8)
     logprobs = torch.frombuffer(bytearray(sample.logprobs), dtype=torch.float32)
     one = example(sample.uid, tokens=tokens, mask=mask, logprobs=logprobs, advantage=sample.advantage)
     if sample.advantages:
@@ -145,7 +149,7 @@ def example(uid: str, tokens: torch.Tensor, mask: torch.Tensor, logprobs: torch.
         )
     if len(mask) and bool(mask[0]):
         raise ValueError(f"sample {uid}: the first token is marked for loss, but nothing predicts it")
-    return Example(tokens, mask, logprobs, torch.full_like(logprobs, advantage))
+    return Example(tokens, mask.bool(), logprobs, torch.full_like(logprobs, advantage), mask.long())
 
 
 def pack(
@@ -250,7 +254,7 @@ def _assemble(parts: Sequence[_Part], device: torch.device, place: ReplicaPlace)
     positions = torch.cat([*(torch.arange(shared, len(one.tokens)) for one, shared in parts), torch.arange(rest)])
     row_of = torch.full_like(tokens, -1)
     row_of[rows] = torch.arange(len(rows))
-    before, targets = _loss_tokens(group, places)
+    before, targets, engines = _loss_tokens(group, places)
     where = row_of[before]
     mine = where >= 0
     behaviour = torch.cat([torch.empty(0), *(s.logprobs[s.mask] for s in group)])
@@ -279,6 +283,7 @@ def _assemble(parts: Sequence[_Part], device: torch.device, place: ReplicaPlace)
         targets=targets[mine].to(device),
         behaviour=behaviour[mine].to(device),
         advantages=advantages[mine].to(device),
+        engines=engines[mine].to(device),
         sequences=sequences[mine].to(device),
         lengths=counts.float().to(device),
         trajectories=torch.tensor([float(s.trajectory_tokens or s.mask.sum()) for s in group]).to(device),
@@ -287,11 +292,13 @@ def _assemble(parts: Sequence[_Part], device: torch.device, place: ReplicaPlace)
     )
 
 
-def _loss_tokens(group: Sequence[Example], places: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the tokens before those with loss, and these, int64[m]; ``places``: rows of each example's tokens."""
+def _loss_tokens(group: Sequence[Example], places: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Rows of the tokens before those with loss, these, and their engines, int64[m]; ``places``: rows of each example's
+    tokens."""
     before = [at[one.mask.nonzero()[:, 0] - 1] for one, at in zip(group, places, strict=True)]
     nothing = torch.empty(0, dtype=torch.int64)
-    return torch.cat([nothing, *before]), torch.cat([nothing, *(one.tokens[one.mask] for one in group)])
+    found = (before, [one.tokens[one.mask] for one in group], [one.engines[one.mask] for one in group])
+    return (torch.cat([nothing, *parts]) for parts in found)
 
 
 def _cut(spans: Sequence[_Span], piece: range) -> Iterator[tuple[_Span, int, int]]:
