@@ -32,7 +32,8 @@ MASTER_BYTES = 4
 SLICE_LOGITS = 32 << 20
 """Logits that exist at a time, as in `libra_hpc.trainer.model.head`."""
 LOGIT_BYTES = (8, 6)
-"""Bytes of each in the forward pass (float32, and its exponential) and in the backward pass (float32 and bfloat16)."""
+"""Bytes of each in the forward pass (float32, and its exponential) and in the backward pass (float32 and bfloat16), in
+plain torch; kernels of the head need 2."""
 MARK_BYTES = 1 / 8
 """A bit for each rounded weight: whether it changed (`trainer.saved.weight_changes`)."""
 STATE_BYTES = MOMENT_BYTES + MASTER_BYTES

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from libra_hpc.config.learn import Recompute
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.trainer.model import megatron_model
-from libra_hpc.trainer.model.fusions import Rotate, gated_gradient, install
+from libra_hpc.trainer.model.kernels import gated_gradient, install_gate
 from libra_hpc.trainer.model.mcore import fused_bias_swiglu
 from libra_hpc.trainer.model.packing import decode, pack
-from libra_hpc.trainer.model.rotary import RotaryTable, rotated
+from libra_hpc.trainer.model.rotary import RotaryTable, Rotate, rotated
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -60,9 +60,9 @@ def test_the_gradient_of_the_gated_activation(dtypes: tuple[torch.dtype, torch.d
 def test_a_cpu_keeps_the_form_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
     before = fused_bias_swiglu.swiglu_back
     monkeypatch.setattr(fused_bias_swiglu, "swiglu_back", before)
-    install(torch.device("cpu"))
+    install_gate(torch.device("cpu"))
     assert fused_bias_swiglu.swiglu_back is before
-    install(CUDA)
+    install_gate(CUDA)
     assert fused_bias_swiglu.swiglu_back is gated_gradient
 
 

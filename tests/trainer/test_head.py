@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,12 +19,13 @@ from libra_hpc.models import memory
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.trainer.device import file_store
 from libra_hpc.trainer.model import compat, head
-from libra_hpc.trainer.model.head import Likelihood, likelihood, loss_rows
+from libra_hpc.trainer.model.head import PLAIN, Likelihood, Passes, likelihood, loss_rows, passes_fault, plain_slope
 
 from .support import WAIT_S
 from .worker_process import FORKS
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 37, 24, 1000, 0.7
+ROOT = Path(__file__).parents[2]
 SEVERAL = 150 * TOKENS
 """Logits of a slice that make slices of 128 columns, and a shorter last one."""
 
@@ -158,6 +163,53 @@ def test_the_peak_is_what_the_planner_counts_and_a_fraction_of_whole_logits(
     sliced, whole = peak(likelihood, temperature=1.0) + given, peak(plain, 1.0)
     assert sliced == pytest.approx(memory.head_bytes(shape, tokens, 1), rel=0.05)
     assert sliced < 0.15 * whole
+
+
+def _with_kernels(file: Path) -> None:
+    """Triton's kernels on this CPU, over several slices and several blocks of each, in both types."""
+    torch.set_num_threads(1)
+    from libra_hpc.trainer.model import head_kernels
+
+    head_kernels.BLOCK = 64
+    head.SLICE_LOGITS = 2 * SEVERAL
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        assert passes_fault(torch.device("cpu"), dtype, head.kernels()) == ""
+        *both, targets, arriving = inputs()
+        for name, passes in {"kernels": head.kernels(), "plain": PLAIN}.items():
+            head.choose_passes = lambda *_, passes=passes: passes  # type: ignore[assignment, misc]
+            own = [one.to(dtype).requires_grad_() for one in both]
+            got = likelihood(*own, targets, temperature=TEMPERATURE)
+            found[dtype, name] = got.logprobs.detach(), got.entropy, *gradients(got.logprobs, arriving, *own)
+    torch.save(found, file)
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs `pip install --no-deps triton==3.6.0`")
+def test_the_kernels_equal_plain_torch(tmp_path: Path) -> None:
+    # Triton reads the variable when it is imported, and torch may have done that in this process.
+    line = (
+        f"from tests.trainer.test_head import Path, _with_kernels; _with_kernels(Path({str(tmp_path / 'found.pt')!r}))"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", line], env=environment, cwd=ROOT, timeout=WAIT_S, check=True)
+    found = torch.load(tmp_path / "found.pt")
+    # The interpreter cuts bfloat16 off, where a GPU rounds to the nearest.
+    for dtype, most in {torch.float32: 1e-6, torch.bfloat16: 2**-7}.items():
+        got, want = found[dtype, "kernels"], found[dtype, "plain"]
+        assert_near(got[0], want[0], 1e-6)
+        assert float(got[1]) == pytest.approx(float(want[1]), rel=1e-5)
+        for mine, other in zip(got[2:], want[2:], strict=True):
+            assert_near(mine, other, most)
+
+
+def test_a_wrong_kernel_of_the_head_is_named() -> None:
+    cpu = torch.device("cpu")
+    assert passes_fault(cpu, torch.bfloat16, PLAIN) == ""
+    twice = Passes(PLAIN.reduce, lambda *given: 2 * plain_slope(*given))
+    assert passes_fault(cpu, torch.bfloat16, twice).startswith("a gradient differs by")
+    nothing = Passes(lambda *_: None, plain_slope)
+    assert passes_fault(cpu, torch.float32, nothing).startswith("the largest logit differs by")
 
 
 def _tensor_rank(rank: int, folder: Path, sequence_parallel: bool) -> None:

@@ -7,23 +7,28 @@ log-sum-exp, one float32 per token, is stored. Against slices of tokens, a slice
 - reads its rows of the weight once per pass
 - needs two collectives over tensor ranks per pack, not two per slice
 
+On CUDA, Triton's kernels (`head_kernels`) read 16-bit logits once forward, and read and write them once backward;
+`plain_reduce` and `plain_slope` take their place where they fail.
+
 The sums over a row (log-sum-exp, entropy) are carried from slice to slice relative to the largest logit so far (arXiv
 1805.02867).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from .kernels import VocabSlice, choose, difference
 from .mcore import GPTModel, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 SLICE_LOGITS = 32 << 20
-"""Logits that exist at a time: 128 MiB in float32, at most twice that with their exponentials. At 32k tokens a slice
-has 1,024 columns. Half: thinner matrix products. Double: 256 MiB more at the peak."""
+"""Logits that exist at a time: 128 MiB in float32, at most twice that with their exponentials; 64 MiB for kernels. At
+32k tokens a slice has 1,024 columns. Half: thinner matrix products. Double: 256 MiB more at the peak."""
 ALIGNED = 128
 """Columns of a slice are a multiple of this, as matrix units want."""
 
@@ -102,6 +107,15 @@ def likelihood(
     return Likelihood(*_Likelihood.apply(hidden, weight, targets, temperature, group))  # type: ignore[no-untyped-call]
 
 
+class Passes(NamedTuple):
+    """What is done to the logits of one slice."""
+
+    reduce: Callable[[VocabSlice, torch.Tensor], None]
+    """`plain_reduce`, or what computes the same."""
+    slope: Callable[[VocabSlice, torch.Tensor, torch.Tensor], torch.Tensor]
+    """`plain_slope`, or what computes the same."""
+
+
 class _Likelihood(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -112,26 +126,14 @@ class _Likelihood(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # No kernel runs without tokens.
+        passes = choose_passes(hidden.device, hidden.dtype) if len(hidden) else PLAIN
         column = targets if group is None else targets - dist.get_rank(group) * len(weight)
-        peak = hidden.new_full((len(hidden),), torch.finfo(torch.float32).min, dtype=torch.float32)
-        # Of each token: sum of exp(x), sum of x exp(x), and x of the target, where x = logit - peak.
-        total, spread, chosen = torch.zeros_like(peak), torch.zeros_like(peak), torch.zeros_like(peak)
+        sums = empty_sums(hidden)
         for begin, end in _slices(len(hidden), len(weight)):
-            logits = _logits(hidden, weight[begin:end], temperature)
-            at, inside = _within(column, begin, end)
-            above = torch.maximum(peak, logits.amax(-1))
-            total, spread = _rebased(total, spread, peak - above)
-            peak = above
-            # The target's logit stays unshifted until the peak is final.
-            chosen = torch.where(inside, logits.gather(1, at[:, None])[:, 0], chosen)
-            logits -= peak[:, None]
-            exponential = logits.exp()
-            total = total + exponential.sum(-1)
-            spread = spread + exponential.mul_(logits).sum(-1)
-            # Freed before the next slice is computed.
-            del logits, exponential
-        here = (column >= 0) & (column < len(weight))
-        own = peak
+            passes.reduce(VocabSlice(hidden, weight[begin:end], column - begin, temperature), sums)
+        own, total, spread, chosen = sums
+        here, peak = (column >= 0) & (column < len(weight)), own
         if group is not None:
             peak = own.clone()
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
@@ -142,7 +144,7 @@ class _Likelihood(torch.autograd.Function):
         total, spread, chosen = sums
         log_total = total.log()
         entropy = (log_total - spread / total).sum()
-        ctx.temperature = temperature
+        ctx.passes, ctx.temperature = passes, temperature
         ctx.save_for_backward(hidden, weight, column, peak + log_total)
         ctx.mark_non_differentiable(entropy)
         return chosen - log_total, entropy
@@ -150,20 +152,85 @@ class _Likelihood(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _entropy: Any) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, column, logsumexp = ctx.saved_tensors
-        scale = -gradient[:, None] / ctx.temperature
+        scale = -gradient / ctx.temperature
         hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
         weight_gradient = torch.empty_like(weight)
         for begin, end in _slices(len(hidden), len(weight)):
-            at, inside = _within(column, begin, end)
-            # d logp / d logit = (one-hot - p) / temperature
-            slope = _logits(hidden, weight[begin:end], ctx.temperature).sub_(logsumexp[:, None]).exp_()
-            slope.scatter_add_(1, at[:, None], -inside.float()[:, None])
-            cast = slope.mul_(scale).to(weight.dtype)
+            part = weight[begin:end]
+            slope = ctx.passes.slope(VocabSlice(hidden, part, column - begin, ctx.temperature), logsumexp, scale)
+            torch.mm(slope.t(), hidden, out=weight_gradient[begin:end])
+            hidden_gradient += slope @ part
+            # Freed before the next slice is computed.
             del slope
-            torch.mm(cast.t(), hidden, out=weight_gradient[begin:end])
-            hidden_gradient += cast @ weight[begin:end]
-            del cast
         return hidden_gradient.to(hidden.dtype), weight_gradient, None, None, None
+
+
+def empty_sums(hidden: torch.Tensor) -> torch.Tensor:
+    """Four sums of each token: the largest x so far, the sum of exp(y), that of y exp(y), and the target's x.
+
+    x = logit / temperature, y = x - the largest.
+    """
+    sums = hidden.new_zeros((4, len(hidden)), dtype=torch.float32)
+    sums[0] = torch.finfo(torch.float32).min
+    return sums
+
+
+def plain_reduce(one: VocabSlice, sums: torch.Tensor) -> None:
+    """Add a slice to `empty_sums`."""
+    peak, total, spread, chosen = sums
+    logits, (at, inside) = _logits(one), _within(one)
+    above = torch.maximum(peak, logits.amax(-1))
+    # The target's logit stays unshifted until the peak is final.
+    chosen = torch.where(inside, logits.gather(1, at[:, None])[:, 0], chosen)
+    logits -= above[:, None]
+    exponential = logits.exp()
+    total, spread = _rebased(total, spread, peak - above)
+    total = total + exponential.sum(-1)
+    spread = spread + exponential.mul_(logits).sum(-1)
+    sums.copy_(torch.stack([above, total, spread, chosen]))
+
+
+def plain_slope(one: VocabSlice, logsumexp: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """(p - one-hot) * ``scale``, in the type of the weight: d log p / d logit = (one-hot - p) / temperature."""
+    at, inside = _within(one)
+    slope = _logits(one).sub_(logsumexp[:, None]).exp_()
+    slope.scatter_add_(1, at[:, None], -inside.float()[:, None])
+    return slope.mul_(scale[:, None]).to(one.weight.dtype)
+
+
+PLAIN = Passes(plain_reduce, plain_slope)
+
+
+@cache
+def choose_passes(device: torch.device, dtype: torch.dtype) -> Passes:
+    """Triton's kernels on CUDA, where they pass a comparison with plain torch."""
+    if device.type != "cuda":
+        return PLAIN
+    return choose("the head runs in plain torch; its kernels", kernels, PLAIN, partial(passes_fault, device, dtype))
+
+
+def kernels() -> Passes:
+    """Triton's; raises `ImportError` without the package."""
+    from .head_kernels import reduce, slope
+
+    return Passes(reduce, slope)
+
+
+def passes_fault(device: torch.device, dtype: torch.dtype, passes: Passes) -> str:
+    """What passes do wrong on a few tokens and two slices, in words; empty: nothing."""
+    source, hidden = torch.Generator().manual_seed(0), 64
+    rows, weight = (torch.randn(count, hidden, generator=source).to(device, dtype) for count in (5, 1736))
+    column, scale = torch.tensor([0, 1535, 1536, 1735, 1736]), torch.randn(5, generator=source).to(device)
+    slices = [VocabSlice(rows, weight[a:b], column.to(device) - a, 0.8) for a, b in ((0, 1536), (1536, 1736))]
+    found = []
+    for reduce, slope in (passes, PLAIN):
+        sums = empty_sums(rows)
+        for one in slices:
+            reduce(one, sums)
+        found.append([*sums, *(slope(one, sums[0] + sums[1].log(), scale) for one in slices)])
+    got, want = found
+    names = "the largest logit", "the sum", "the spread", "the target's logit", "a gradient", "a later gradient"
+    return difference(got, want, names)
 
 
 def _slices(tokens: int, vocab: int) -> Iterator[tuple[int, int]]:
@@ -171,14 +238,15 @@ def _slices(tokens: int, vocab: int) -> Iterator[tuple[int, int]]:
     return ((begin, min(begin + width, vocab)) for begin in range(0, vocab, width))
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits = (hidden @ weight.t()).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
+def _logits(one: VocabSlice) -> torch.Tensor:
+    logits = (one.hidden @ one.weight.t()).float()
+    return logits if one.temperature == 1.0 else logits.div_(one.temperature)
 
 
-def _within(column: torch.Tensor, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _within(one: VocabSlice) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's target as a column of the slice, clamped, and whether it is one."""
-    return (column - begin).clamp(0, end - begin - 1), (column >= begin) & (column < end)
+    last = len(one.weight) - 1
+    return one.column.clamp(0, last), (one.column >= 0) & (one.column <= last)
 
 
 def _rebased(total: torch.Tensor, spread: torch.Tensor, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

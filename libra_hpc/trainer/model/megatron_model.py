@@ -6,7 +6,7 @@ else is Megatron-Core's.
 
 Fusions are off or run uncompiled (`trainer.model.compat.eager_import`): compilation takes longer than a short run.
 Only the gated activation is fused: it stores its input alone, two MLP widths per token and layer less. CUDA has own
-forms of what is left (`libra_hpc.trainer.model.fusions`).
+forms of what is left (`libra_hpc.trainer.model.kernels`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from libra_hpc.models.architecture import Architecture, stage_layers
 from libra_hpc.models.memory import Recompute
 from libra_hpc.weights.names import ReplicaPlace
 
-from . import compat, context, fusions, moe
+from . import compat, context, moe
 from .attention import Kernel, rectangles
 from .attention_check import choose_kernel
 from .delta_net import GatedDeltaNet
 from .head import return_hidden_states
+from .kernels import install_gate
 from .mcore import (
     GPTModel,
     IdentityOp,
@@ -275,7 +276,7 @@ def build_model(
     """
     config = transformer_config(shape, dtype, place)
     moe.install()
-    fusions.install(device)
+    install_gate(device)
     norm = OffsetNorm if shape.kind.norm_offset else Norm
     stages = stage_layers(shape.layers, place.pp)
     # Megatron-Core builds as many layers of the stage as there are specifications.
