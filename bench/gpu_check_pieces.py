@@ -2,7 +2,8 @@
 
 - Layer: difference of two depths of the trainer's model, over a pack of one trajectory, of equal ones, of mixed ones.
   Kernels of a profile are products, attention, or the rest: elementwise operations and sums of gradients.
-- Attention and head: the trainer's own functions, alone, over a grid of lengths and sizes.
+- Levers, each beside its plain form: attention, head and experts, alone, over a grid of lengths and sizes; their plain
+  form comes first. Norm and gated activation: beside the least bytes that a kernel of one pass would move.
 - Copies between host and device, and on the device.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from msgspec.structs import replace
@@ -30,10 +32,13 @@ from libra_hpc.models.devices import Device
 from libra_hpc.models.shapes import ModelShape, model_shape
 from libra_hpc.models.train_seconds import TrainCost, work_of
 from libra_hpc.trainer.device import choose_device, local_store
+from libra_hpc.trainer.model import head as trainer_head
 from libra_hpc.trainer.model.attention import rectangles
 from libra_hpc.trainer.model.attention_check import choose_kernel
 from libra_hpc.trainer.model.context import Columns
-from libra_hpc.trainer.model.head import likelihood
+from libra_hpc.trainer.model.head import choose_passes, likelihood
+from libra_hpc.trainer.model.kernels import choose_product, install_gate, one_by_one
+from libra_hpc.trainer.model.mcore import fused_bias_swiglu
 from libra_hpc.trainer.model.packing import ALONE, Pack, example, pack
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.train_engine import TrainEngine, close_world, init_world
@@ -129,6 +134,10 @@ def pieces(setting: Setting, figures: Figures) -> None:
         for loss in losses:
             head(bench, replace(shape, layers=1), loss)
     for shape in models:
+        if shape.experts:
+            experts(bench, shape, tokens)
+    elementwise(bench, models[0], tokens)
+    for shape in models:
         layer(bench, replace(shape, vocab=VOCAB), tokens)
 
 
@@ -160,8 +169,42 @@ def head(bench: Bench, shape: ModelShape, loss: int) -> None:
     hidden, weight = bench.random(loss, shape.hidden), bench.random(shape.vocab, shape.hidden)
     targets = torch.randint(0, shape.vocab, (loss,), device=bench.device)
     counted = bench.counted(shape, [loss], loss, "head")
-    what = f"head, {loss:,} tokens x {shape.hidden:,} x {shape.vocab:,}"
-    bench.both(what, lambda: likelihood(hidden, weight, targets, temperature=1.0)[0], (hidden, weight), counted)
+    forms = {"plain": trainer_head.PLAIN, "the trainer's choice": choose_passes(bench.device, torch.bfloat16)}
+    for name, passes in forms.items():
+        what = f"head, {loss:,} tokens x {shape.hidden:,} x {shape.vocab:,}, {name}"
+        with patch.object(trainer_head, "choose_passes", lambda *_, passes=passes: passes):
+            bench.both(what, lambda: likelihood(hidden, weight, targets, temperature=1.0)[0], (hidden, weight), counted)
+
+
+def experts(bench: Bench, shape: ModelShape, tokens: int) -> None:
+    """The first product of a layer's experts, every one with as many tokens, and the two products of its gradients."""
+    inner, outer, rows = shape.hidden, 2 * shape.moe_intermediate, tokens * shape.experts_per_token
+    counted = 2 * rows * inner * outer / (bench.hardware.peak_flops * bench.hardware.product_efficiency)
+    ends = torch.arange(1, shape.experts + 1, device=bench.device, dtype=torch.int32) * (rows // shape.experts)
+    with torch.no_grad():
+        x, gradient = bench.random(rows, inner), bench.random(rows, outer)
+        weights = bench.random(shape.experts, outer, inner)
+        chosen = choose_product(inner, outer, bench.device, x.dtype)
+        for name, product in {"one by one": one_by_one, "the trainer's choice": chosen}.items():
+            work = {
+                "forward": partial(product, x, weights.mT, ends),
+                "gradient of tokens": partial(product, gradient, weights, ends),
+                "gradient of weights": partial(product, gradient.t(), x, ends),
+            }
+            for part, one in work.items():
+                bench.figures.add(f"{shape.name}, experts, {name}: {part}, s", bench.seconds(one), counted)
+
+
+def elementwise(bench: Bench, shape: ModelShape, tokens: int) -> None:
+    """Norm and gated activation as the trainer has them."""
+    install_gate(bench.device)
+    element_s = tokens * 2 / (bench.hardware.hbm_bytes_s * bench.hardware.stream_efficiency)
+    x, both = bench.random(tokens, shape.hidden), bench.random(tokens, 2 * shape.intermediate)
+    scale = bench.random(shape.hidden)
+    norm = partial(torch.nn.functional.rms_norm, x, (shape.hidden,), scale, 1e-6)
+    bench.both("norm", norm, (x, scale), [passes * shape.hidden * element_s for passes in (2, 5)])
+    gate = partial(fused_bias_swiglu.bias_swiglu_impl, both, None)
+    bench.both("gated activation", gate, (both,), [passes * shape.intermediate * element_s for passes in (3, 8)])
 
 
 def layer(bench: Bench, shape: ModelShape, tokens: int) -> None:

@@ -131,6 +131,25 @@ def test_a_kernels_name_has_its_kind(kernel: str, kind: str) -> None:
     assert next(one for one, name in pieces.KERNELS.items() if name.search(kernel)) == kind
 
 
+def test_each_lever_has_a_row_beside_its_plain_form(tmp_path: Path) -> None:
+    pieces = pytest.importorskip("bench.gpu_check_pieces")
+    figures = Figures(tmp_path / "f")
+    bench = pieces.Bench(pieces.choose_device("cpu", 0, 1), SETTING.hardware(), figures)
+    dense, mixture = pieces.GRIDS["cpu"][0]
+    pieces.experts(bench, mixture, 64)
+    pieces.head(bench, dense, 32)
+    pieces.attention(bench, msgspec.structs.replace(dense, layers=1), [32, 32])
+    pieces.elementwise(bench, dense, 64)
+    names = [figure.what for figure in figures.read()]
+    assert all(figure.measured > 0 and figure.predicted > 0 for figure in figures.read())
+    plain = [name for name in names if any(form in name for form in ("plain", "one by one", "padded blocks"))]
+    for name in plain:
+        lever, form = name.rpartition(":")[0].rsplit(", ", 1)
+        assert name.replace(form, "the trainer's choice") in names, lever
+    assert len(plain) == 3 + 2 + 2
+    assert len(names) == 2 * len(plain) + 4
+
+
 def test_every_step_has_its_function() -> None:
     assert {step.name for step in check.STEPS} == set(MEASURES)
     assert callable(measure_of("facts"))
