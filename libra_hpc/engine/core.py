@@ -183,6 +183,7 @@ class RolloutEngine:
             prompt = read_prompt(request, self._max_model_len, self._vocab_size)
         except TurnRejected as error:
             return refusal(request.rid, str(error))
+        salt = self._salt(request)
         # vLLM's workers drop an id one step after its end, so a re-submitted id must be new to them.
         key = f"{self._serial:x}"
         self._serial += 1
@@ -195,13 +196,15 @@ class RolloutEngine:
                 pooling_params=None,
                 arrival_time=time.time(),
                 lora_request=None,
-                cache_salt=self._salt(request),
+                cache_salt=salt,
                 data_parallel_rank=None,
                 priority=request.priority,
             )
         )
         most = min(len(prompt) + request.max_tokens, self._max_model_len)
-        self._turns[key] = TurnInFlight(request.rid, time.monotonic(), most)
+        self._turns[key] = turn = TurnInFlight(request.rid, time.monotonic(), most)
+        if salt is not None:
+            turn.kv_version, turn.oldest_kv = self._version, int(salt)
         self._ids[request.rid] = key
         return None if self._fits(key) else self.abort(request.rid)
 
@@ -270,6 +273,9 @@ class RolloutEngine:
         recomputed = 0 if self._keeps else self._drop_caches()
         version = self._staged.switch()
         self._set_version(version)
+        for key, turn in self._turns.items():
+            if self._keeps and not self._scheduler.requests[key].num_computed_tokens:
+                turn.kv_version = version
         self._refuses = ""
         seconds = time.monotonic() - started
         self._counters.busy_s += seconds
@@ -351,6 +357,7 @@ class RolloutEngine:
                     turn.recomputed = max(0, turn.recomputed - 1)
             if output.prefill_stats is not None:
                 turn.cached_tokens = output.prefill_stats.num_cached_tokens
+                turn.kv_version = turn.oldest_kv if turn.cached_tokens else turn.kv_version
                 self._counters.prefill_tokens += output.prefill_stats.num_computed_tokens
                 self._counters.cached_tokens += turn.cached_tokens
             if output.new_token_ids:

@@ -56,6 +56,8 @@ class TurnInFlight:
         """``most_tokens``: of its context at its end."""
         self.rid, self.most_tokens = rid, most_tokens
         self.arrived = arrived
+        self.kv_version, self.oldest_kv = -1, -1
+        """Where KV outlives updates: weights of its own first KV, and the oldest that it may find in a cache."""
         self.scheduled = math.inf
         self.cached_tokens = 0
         self.recomputed = 0
@@ -89,6 +91,7 @@ class TurnInFlight:
             queue_s=started - self.arrived,
             run_s=now - started,
             error=error,
+            kv_version=self.kv_version if self._spans and self.kv_version < self._spans[0][0] else -1,
         )
 
 

@@ -119,10 +119,15 @@ BATCH = (
     Number("replaced_groups", "", "Groups of equal rewards that others replaced (`algorithm.refill`)"),
     Number("trajectories", "", "Trajectories of the batch"),
     Number(
-        "staleness_mean", VERSIONS, "Versions between the first sampled token and the training, mean over trajectories"
+        "staleness_mean",
+        VERSIONS,
+        "Versions between the first token, or KV that it used, and the training, mean over trajectories",
     ).shown(ALWAYS, mean, "staleness: {:.2f} mean", head="stale"),
     Number("staleness_max", VERSIONS, "The same, the highest").shown(ALWAYS, highest, "staleness: {:.0f} max"),
     Number("gen_tokens", "tokens", "Generated tokens of the batch"),
+    Number("old_kv_tokens", "tokens", "Of `gen_tokens`: in turns over KV that is older than their weights").shown(
+        ALWAYS, total, "staleness: {:,} tokens over kept KV of older weights", quiet=True
+    ),
     Number("guest_tokens", "tokens", "Of `gen_tokens`: in turns that engines of guests ended").shown(
         ALWAYS, total, "guests: {:,} tokens generated", quiet=True
     ),

@@ -85,6 +85,8 @@ class Generated(msgspec.Struct, tag=True, frozen=True):
     queue_s: float
     run_s: float
     error: str = ""
+    kv_version: int = -1
+    """Oldest weight version that the kept KV of its tokens may have, if ``versions`` begins later; -1: it does not."""
 
 
 def refusal(rid: str, why: str) -> Generated:

@@ -45,6 +45,8 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Engine that generated (the end of) it."""
     versions: tuple[tuple[int, int], ...] = ()
     """(weight version, tokens generated under it), in order."""
+    kv_version: int = -1
+    """The oldest `Generated.kv_version` of its parts; -1: none has one."""
     recomputed: int = 0
     """Context tokens that an engine had computed before the turn and that had to be computed again."""
     evicted: int = 0

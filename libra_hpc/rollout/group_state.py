@@ -154,6 +154,7 @@ def _of_turns(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "turns_p50": quantile(counts, 0.5),
         "turns_p95": quantile(counts, 0.95),
         "recomputed_tokens": sum(turn.recomputed for turn in turns),
+        "old_kv_tokens": sum(turn.gen_tokens for turn in turns if turn.kv_version >= 0),
         "evicted_tokens": sum(turn.evicted for turn in turns),
         "samples_per_trajectory": 1.0 + sum(turn.new_sample for turn in turns) / len(trajectories),
     }

@@ -86,8 +86,9 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
 
     @property
     def oldest(self) -> int:
-        """Weight version of its first token; -1: it has none."""
-        return min([version for version, _ in self.versions], default=-1)
+        """Oldest weight version of its tokens, and of the KV that these used; -1: it has no token."""
+        kept = [turn.kv_version for turn in self.turns if turn.kv_version >= 0]
+        return min([*(version for version, _ in self.versions), *kept], default=-1)
 
     @property
     def newest(self) -> int:
@@ -170,6 +171,7 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
             gen_tokens=turn.gen_tokens + count,
             engine=engine,
             versions=(*turn.versions, *generated.versions),
+            kv_version=min({turn.kv_version, generated.kv_version} - {-1}, default=-1),
             recomputed=turn.recomputed + again,
             evicted=turn.evicted + (again if stayed else 0),
         )

@@ -227,11 +227,13 @@ def test_kept_kv_serves_the_groups_of_its_weights_and_no_later_one(
     (done,) = [message for message in messages if isinstance(message, Generated)]
     assert applied.recomputed == 0
     assert [version for version, _ in done.versions] == [first, second]
+    assert done.kv_version == -1, "its first span has that version"
     # A group goes on with what it has; a later one begins anew, and then has the new weights alone.
-    assert cached("b", first).cached_tokens == 96
+    old_kv = cached("b", first)
+    assert (old_kv.cached_tokens, old_kv.versions, old_kv.kv_version) == (96, ((second, 8),), first)
     for rid, found in (("c", 0), ("d", 96)):
         later = cached(rid, second)
-        assert later.cached_tokens == found
+        assert (later.cached_tokens, later.kv_version) == (found, -1)
         assert logprobs_of(later) == pytest.approx(new.logprobs(context + tokens_of(later), 100), abs=1e-3)
     # An engine that lacks the version of the group does not pass its KV for one of that version.
     assert cached("early", third).cached_tokens == 96

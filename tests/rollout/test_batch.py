@@ -87,6 +87,19 @@ def answer(cached: int, version: int = 0) -> Generated:
     )
 
 
+def test_staleness_counts_from_the_oldest_kv_that_a_turn_used() -> None:
+    stats = []
+    for kv_version in (-1, 2):
+        trajectory = finished(0, 0, {})
+        trajectory.add_environment(pack_i32([3]))
+        for part in (kv_version, -1):
+            done = generated("", [7], finish="stop", versions=((4, 1),))
+            trajectory.add_generated(msgspec.structs.replace(done, kv_version=part), "e0")
+        trajectory.turns = trajectory.turns[1:]
+        stats.append(batch_stats([GroupState(0, 1, [trajectory])], 5))
+    assert [(one["staleness_max"], one["old_kv_tokens"]) for one in stats] == [(1, 0), (3, 2)]
+
+
 def test_tokens_computed_again_are_counted_and_evictions_apart_from_moves_and_new_weights() -> None:
     trajectory = Trajectory(index=0, sample=0)
     trajectory.add_environment(pack_i32([1] * 40))
