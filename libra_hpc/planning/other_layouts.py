@@ -24,6 +24,7 @@ from libra_hpc.policies.control.layout_choice import OtherLayout
 from libra_hpc.policies.control.plays import PlayWork, Seconds
 from libra_hpc.policies.search.batch_work import sample_of
 from libra_hpc.policies.search.run_plan import DevicePool, RunPlan
+from libra_hpc.traces.cut import cut_at
 
 from .best_plan import best_plans
 from .initial import hybrid_of, interchangeable, run_file_values
@@ -58,8 +59,9 @@ class OtherLayouts:
     def __call__(self, work: PlayWork, train: int, train_s: float) -> list[OtherLayout]:
         """The best layouts; ``train`` nodes take ``train_s`` for a batch. Raises `UserError` where nothing fits."""
         asked = self._asked
-        batch = replace(asked.batch, trajectories=work.groups * asked.group, sample=sample_of(work.records))
-        played = Work(tuple(work.records), Assumed(), asked.max_model_len)
+        records = cut_at(work.records, asked.max_model_len).trajectories
+        batch = replace(asked.batch, trajectories=work.groups * asked.group, sample=sample_of(records))
+        played = Work(tuple(records), Assumed(), asked.max_model_len)
         pool, core = self._pool, self._config.components.train.nodes
         worlds = HybridWorlds(max(0, train - core) // self._own.nodes, self._own.dp)
         counted = TrainCost(asked.shape, pool.device, pool.node_devices, batch.training)

@@ -68,6 +68,11 @@ def test_slow_training_gets_nodes_and_so_do_slow_engines(config: RunConfig) -> N
     assert rolls.seconds.rollout > rolls.seconds.train
 
 
+def test_what_is_expected_beyond_the_longest_context_ends_there(config: RunConfig) -> None:
+    layouts = OtherLayouts(config, lookup, {4})
+    assert layouts(work(50_000, FAST), 2, 600.0) == layouts(work(32_768 - 500, FAST), 2, 600.0)
+
+
 def test_engines_of_another_degree_have_the_capacity_of_the_table_as_measured(config: RunConfig) -> None:
     layouts = OtherLayouts(config, lookup, {4})
     shape, gpu = layouts._asked.shape, layouts._pool.device
