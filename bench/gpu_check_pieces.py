@@ -104,7 +104,7 @@ class Bench(NamedTuple):
                 TrainCost(shape, self.hardware, 1, asked).time(core_layout(one_pack)).parts.get(name, 0.0)
                 for name in names
             )
-            for asked in (work, replace(work, forwards=1))
+            for asked in (work, replace(work, reference=shape))
         )
         return twice - once, once
 

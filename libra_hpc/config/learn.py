@@ -243,7 +243,7 @@ class AlgorithmSection(Section, frozen=True):
     """Where they count: a term of the ``loss``, or taken from each token's advantage (``reward``)."""
     reference: Annotated[str, Names("reference")] = INITIAL
     """Reference policy, frozen: ``initial`` (the weights of ``model.path``, also in a resumed run), or the folder of a
-    model of the same shape. That may be a teacher (docs/algorithms.md)."""
+    model with the same tokenizer, of any supported shape: a teacher (docs/algorithms.md)."""
     reference_kl_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the KL term to the reference policy; above 0 each training world holds its weights in host memory, and
     a step has one forward pass more."""

@@ -95,15 +95,10 @@ class RunConfig(Section, frozen=True):
     @property
     def unstreamed(self) -> str:
         """Why a synchronous run trains whole batches, in a sentence; empty: it does not."""
-        algorithm = self.algorithm
-        if algorithm.eta == 0 and algorithm.minibatches > 1:
-            reason = f"algorithm.minibatches = {algorithm.minibatches} has updates within a batch"
-        elif algorithm.eta == 0 and algorithm.has_reference:
-            kept = "needs the memory of gradients for the reference policy"
-            reason = f"algorithm.reference_kl_coef = {algorithm.reference_kl_coef} {kept}"
-        else:
+        count = self.algorithm.minibatches
+        if self.algorithm.eta or count == 1:
             return ""
-        return f"training waits for whole batches: {reason}"
+        return f"training waits for whole batches: algorithm.minibatches = {count} has updates within a batch"
 
     @property
     def max_open_groups(self) -> int:

@@ -42,8 +42,8 @@ class NodeWork(msgspec.Struct, frozen=True):
     """Whether the core keeps them."""
     core_nodes: int = 0
     """Nodes that share the training state, for one of them; 0: not of the core."""
-    reference: bool = False
-    """Whether it holds its part of a reference policy."""
+    reference: float = 0.0
+    """Bytes of a reference policy, of which it holds its part."""
     elastic_nodes: int = 1
     """Nodes of its world, where it trains outside the core."""
     kv_bytes: float = 0.0
@@ -127,7 +127,7 @@ def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
         weight_staging=float(work.engines * shape.weight_bytes) if work.rolls else 0.0,
         snapshots=snapshot_bytes(shape, work.core_nodes) if work.snapshots else 0.0,
         checkpoint_copy=shape.params * STATE_BYTES / work.core_nodes if work.core_nodes else 0.0,
-        reference_policy=shape.weight_bytes / (work.core_nodes or work.elastic_nodes) if work.reference else 0.0,
+        reference_policy=work.reference / (work.core_nodes or work.elastic_nodes),
         kv_tier=work.kv_bytes if work.rolls else 0.0,
         environments=work.environment_bytes,
         processes=PROCESS_BYTES,

@@ -3,7 +3,7 @@
 - State: weights, float32 gradients, AdamW's moments, and a float32 copy of weights of another type: 18 bytes per bf16
   parameter, and a bit that marks changes. All copies of a parameter in the core share all but weights and gradients;
   an elastic replica lacks them.
-- A reference policy is in host memory (`host_memory`), and for its pass in the place of the gradients.
+- A reference policy is in host memory (`host_memory`), and for its pass in the place of activations and logits.
 - Several minibatches beside elastic replicas: a step that loses one returns to a copy of the optimizer's state.
 - Activations: what a layer retains for its backward pass (`activation_bytes_per_token`); context parallelism divides
   it, but for gathered keys and values. With full recomputation, a layer retains its input, and one at a time the rest.
@@ -108,12 +108,13 @@ class TrainMemory(msgspec.Struct, frozen=True):
     minibatch_copy: float
     activations: float
     logits: float
+    reference_policy: float
+    """What it needs beyond activations and logits."""
     workspace: float
 
     @property
     def total(self) -> float:
-        state = self.weights + self.gradients + self.optimizer + self.minibatch_copy
-        return state + self.activations + self.logits + self.workspace
+        return sum(float(getattr(self, name)) for name in self.__struct_fields__)
 
     def terms(self) -> dict[str, float]:
         """Terms by their names in words; without those that are 0, but for the logits."""
@@ -144,10 +145,11 @@ def train_memory(
     micro_batches: int,
     pack_tokens: float,
     copies: bool = False,
+    reference: ModelShape | None = None,
 ) -> TrainMemory:
     """Memory of the fullest device when a replica runs ``micro_batches`` of at most ``pack_tokens`` tokens each.
 
-    ``copies``: whether steps have several minibatches, and elastic replicas.
+    ``copies``: whether steps have several minibatches, and elastic replicas. ``reference``: a frozen model.
     """
     layers = stage_layers(shape.layers, layout.pp)
     # Of stages with equally many layers the first has the most micro-batches in flight.
@@ -162,6 +164,7 @@ def train_memory(
                 in_flight=min(layout.pp - stage, micro_batches),
                 pack_tokens=pack_tokens,
                 copies=copies,
+                reference=reference,
             )
             for stage in sorted(stages)
         ),
@@ -268,6 +271,7 @@ def _stage(
     in_flight: int,
     pack_tokens: float,
     copies: bool,
+    reference: ModelShape | None,
 ) -> TrainMemory:
     common, experts = stage_params(shape, layout.degrees, stage)
     own = 0.0 if layout.elastic else common / layout.copies + experts / layout.expert_copies
@@ -282,12 +286,19 @@ def _stage(
     activations = in_flight * layers * layer(layout.recompute)
     if layout.recompute == "full":
         activations += layer("none")
+    last, frozen = stage == layout.pp - 1, 0.0
+    logits = head_bytes(shape, tokens, layout.tp) if last else 0.0
+    if reference:
+        frozen = activation_bytes_per_token(reference, "none", layout.tp, layout.etp) * tokens
+        frozen = max(frozen, head_bytes(reference, tokens, layout.tp) if last else 0.0)
+        frozen += sum(stage_params(reference, layout.degrees, stage)) * reference.dtype_bytes
     return TrainMemory(
         weights=(common + experts) * shape.dtype_bytes,
         gradients=(common + experts) * GRAD_BYTES,
         optimizer=own * (optimizer_bytes(shape) + marks),
         minibatch_copy=own * STATE_BYTES if copies else 0.0,
         activations=activations,
-        logits=head_bytes(shape, tokens, layout.tp) if stage == layout.pp - 1 else 0.0,
+        logits=logits,
+        reference_policy=max(0.0, frozen - activations - logits),
         workspace=device.workspace_bytes,
     )

@@ -73,9 +73,8 @@ class TrainWork(msgspec.Struct, frozen=True, kw_only=True):
     longest_loss: float
     minibatches: int = 1
     """Optimizer steps per global batch."""
-    forwards: int = 0
-    """Log-probability passes before the update: one for the proximal policy with several minibatches, one for a
-    reference. Its weights come from host memory in below a second, not counted."""
+    reference: ModelShape | None = None
+    """A frozen model with a pass before the update. Its weights come from host memory in a second, not counted."""
 
     @property
     def trajectories(self) -> float:
@@ -99,7 +98,11 @@ class TrainWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def work_of(
-    lengths: Iterable[tuple[int, int]], *, trajectories: int = 0, minibatches: int = 1, forwards: int = 0
+    lengths: Iterable[tuple[int, int]],
+    *,
+    trajectories: int = 0,
+    minibatches: int = 1,
+    reference: ModelShape | None = None,
 ) -> TrainWork:
     """The work of so many trajectories like these, of (tokens, loss tokens) each; 0: of these, at least one."""
     known = sorted(lengths)
@@ -111,7 +114,7 @@ def work_of(
         longest=float(known[-1][0]),
         longest_loss=float(known[-1][1]),
         minibatches=minibatches,
-        forwards=forwards,
+        reference=reference,
     )
 
 
@@ -158,6 +161,10 @@ class TrainCost:
         self._flops_s = device.peak_flops * device.product_efficiency
         self._bytes_s = device.hbm_bytes_s * device.stream_efficiency
         self._tokens = work.tokens
+        self._forwards = float(work.minibatches > 1)
+        """Passes before the update, of this model: of the proximal policy, and of a reference by its products."""
+        if work.reference:
+            self._forwards += work.reference.layer_flops_per_token / shape.layer_flops_per_token
         self._flops = forward_flops(shape, self._tokens, work.squares, work.loss)
         self._forward, self._backward = self._layer_seconds(self._tokens, work.squares)
         self._head = self._head_seconds(work.loss)
@@ -178,7 +185,7 @@ class TrainCost:
             2 * products * self.shape.hidden / self._flops_s + moved / self._bytes_s
             for products, moved in zip((1, 1 + BACKWARD), LOGIT_BYTES, strict=True)
         )
-        return loss * self.shape.vocab * (forward * (1 + self.work.forwards) + backward)
+        return loss * self.shape.vocab * (forward * (1 + self._forwards) + backward)
 
     def _layer_seconds(self, tokens: float, squares: float) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of one layer on one device: of a forward pass, and of its backward pass."""
@@ -234,6 +241,7 @@ class TrainCost:
             micro_batches=self.micro_batches(layout),
             pack_tokens=self.pack_tokens(layout),
             copies=shared and self.work.minibatches > 1,
+            reference=self.work.reference,
         )
 
     def limit(self, layout: TrainLayout, shared: bool = False) -> Limit | None:
@@ -280,9 +288,9 @@ class TrainCost:
         peak_s = (1.0 + BACKWARD) * self._flops / (every.devices * self.device.peak_flops)
         return TrainTime(parts, n, peak_s / sum(parts.values()))
 
-    def _repeated(self, layout: TrainLayout) -> int:
+    def _repeated(self, layout: TrainLayout) -> float:
         """Forward passes of a layer beside the first."""
-        return (layout.recompute == "full") + self.work.forwards
+        return (layout.recompute == "full") + self._forwards
 
     def _reduces(self, layout: TrainLayout) -> float:
         """Collectives per layer: two in each forward and backward pass."""
@@ -325,7 +333,7 @@ class TrainCost:
             sent = tokens / layout.tp * shape.experts_per_token * shape.hidden * element
             ep = reduces * layers * sent * (layout.ep - 1) / layout.ep / self._link(layout.degrees.expert_processes)
         if layout.pp > 1:
-            pp = (2 + self.work.forwards) * tokens / layout.tp * shape.hidden * element / self._link(layout.replica)
+            pp = (2 + self._forwards) * tokens / layout.tp * shape.hidden * element / self._link(layout.replica)
         return {"tp": tp, "cp": cp, "ep": ep, "pp": pp}
 
     def _reduction(self, layout: TrainLayout) -> float:

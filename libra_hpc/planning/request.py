@@ -32,7 +32,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.traces.cut import Cut, cut_at
 from libra_hpc.traces.read import read_trace
 
-from .run_work import node_work
+from .run_work import node_work, reference_shape
 from .work import Assumed, Work
 
 
@@ -186,6 +186,8 @@ def request(
     recorded = tuple(one for one in cut.trajectories if one.generated)
     work = Work(recorded, assumed, rollout.max_model_len)
     trajectories = algorithm.prompts_per_step * algorithm.group_size
+    reference = reference_shape(config, shape)
+    hybrid_reference = float(reference.weight_bytes) if reference and config.components.hybrid.nodes else 0.0
     return PlanRequest(
         shape=shape,
         pools=tuple(pools),
@@ -194,7 +196,7 @@ def request(
             sample=sample_of(work.sample(trajectories, algorithm.group_size)),
             eta=algorithm.eta,
             minibatches=algorithm.minibatches,
-            forwards=int(algorithm.minibatches > 1) + int(algorithm.has_reference),
+            reference=reference,
         ),
         group=algorithm.group_size,
         max_model_len=rollout.max_model_len,
@@ -204,10 +206,8 @@ def request(
         work=work,
         policy=rollout.policy,
         hosts=HostUse(
-            core=node_work(config, "train"),
-            rolls=msgspec.structs.replace(
-                node_work(config, "rollout"), reference=algorithm.has_reference and config.components.hybrid.nodes > 0
-            ),
+            core=node_work(config, "train", reference),
+            rolls=msgspec.structs.replace(node_work(config, "rollout", None), reference=hybrid_reference),
             optional="train.snapshot_every" not in config.given,
         ),
         keep_kv=rollout.kv_after_update == "keep",

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import os
+
+import msgspec
+
 from libra_hpc.config.node_groups import TrainWorld, core_world
 from libra_hpc.config.run import RunConfig
 from libra_hpc.models.capacity import GIB, MIB
 from libra_hpc.models.host_memory import NodeWork
 from libra_hpc.models.memory import TrainLayout
+from libra_hpc.models.shapes import ModelShape, model_shape
 
 
-def node_work(config: RunConfig, name: str) -> NodeWork:
+def reference_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:
+    """The reference policy's, in the trainer's type; that of ``policy`` where no folder is named, None without one."""
+    algorithm = config.algorithm
+    if not algorithm.has_reference or not os.path.isdir(algorithm.reference):
+        return policy if algorithm.has_reference else None
+    return msgspec.structs.replace(model_shape(algorithm.reference), dtype_bytes=policy.dtype_bytes)
+
+
+def node_work(config: RunConfig, name: str, reference: ModelShape | None) -> NodeWork:
     """What a node of a component does with its memory; ``kv_bytes`` are those of one GPU."""
     task, environments = config.task, 0.0
     # The address space is a limit, far above what most tools take: it counts where the user chose it.
     if name == "rollout" and "task.tool_memory_mb" in config.given:
         environments = float(task.hosts * task.tool_processes * task.tool_memory_mb * MIB)
     return NodeWork(
-        reference=config.algorithm.has_reference and name != "rollout",
+        reference=float(reference.weight_bytes) if reference and name != "rollout" else 0.0,
         elastic_nodes=config.components.hybrid.nodes_per_replica,
         rolls=name != "train",
         engines=_engines(config, name),

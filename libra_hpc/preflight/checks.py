@@ -19,7 +19,7 @@ from libra_hpc.config.load import named_paths
 from libra_hpc.config.node_groups import stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.models.shapes import ModelShape, model_shape, shape_from_config
+from libra_hpc.models.shapes import ModelShape, model_shape, read_config, shape_from_config
 from libra_hpc.models.supported import most_positions, refusals
 from libra_hpc.policies.scheduling.registry import check_policy
 from libra_hpc.slurm.queue.query import slurm_seconds
@@ -357,10 +357,25 @@ def context_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserEr
         yield invalid("rollout.max_model_len", config.rollout.max_model_len, why, f"16 to {positions}")
 
 
+def reference_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
+    """The trainer's layout and the longest trajectory fit a reference policy of its own shape, too."""
+    folder = config.algorithm.reference_folder(INITIAL)
+    if folder not in ("", INITIAL):
+        own = read_config(Path(folder) / "config.json", REFERENCE, folder)
+        try:
+            shape = shape_from_config(own, REFERENCE)
+            shape.check_tp(config.train.tp, "train.tp")
+            _raise_first(shape_fits_world(config, shape, frozen=True))
+            _raise_first(context_fits(config, own))
+        except UserError as error:
+            yield UserError(f"{REFERENCE} = {folder!r} is another model: {error}")
+
+
 MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]], ...] = (
     tensor_parallel_divides,
     model_fits_world,
     context_fits,
+    reference_fits,
     cache_type_runs,
     cache_fits,
     delta_nets_run,

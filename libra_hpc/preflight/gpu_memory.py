@@ -28,7 +28,7 @@ from libra_hpc.models.devices import Device, device
 from libra_hpc.models.memory import RECOMPUTE, USABLE, TrainMemory, memory_limit, train_memory
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape, shape_from_config
 from libra_hpc.models.train_parallel import runs
-from libra_hpc.planning.run_work import world_layout
+from libra_hpc.planning.run_work import reference_shape, world_layout
 
 from .job_checks import degrees_of, worlds
 from .named_files import naming
@@ -154,6 +154,7 @@ def training_memory(config: RunConfig, own: StageGpu, *, pack: int = 0, in_fligh
         micro_batches=in_flight,
         pack_tokens=pack or fullest_pack(config),
         copies=config.algorithm.minibatches > 1 and config.components.hybrid.nodes > 0,
+        reference=reference_shape(config, own.shape),
     )
 
 

@@ -26,7 +26,7 @@ from libra_hpc.errors import invalid
 from libra_hpc.models.capacity import GIB, MIB
 from libra_hpc.models.host_memory import WEIGHTS, HostRoom, NodeMemory, NodeWork, node_memory
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape
-from libra_hpc.planning.run_work import node_work
+from libra_hpc.planning.run_work import node_work, reference_shape
 from libra_hpc.slurm.fit import usable
 from libra_hpc.slurm.queue.query import Partition
 
@@ -73,7 +73,7 @@ def host_needs(config: RunConfig, model: ModelShape, partitions: Sequence[Partit
         return []
     shape = msgspec.structs.replace(model, dtype_bytes=DTYPE_BYTES[config.model.dtype])
     parts = stages(config)
-    nodes = {name: node_memory(shape, _work(config, name)) for name in parts}
+    nodes = {name: node_memory(shape, _work(config, name, shape)) for name in parts}
     every = [(part, nodes[name]) for name, part in parts.items() for _ in range(part.nodes)]
     together = tuple(memory for _, memory in every)
     if config.slurm.executor == "local":
@@ -105,8 +105,8 @@ def node_rooms(config: RunConfig, partitions: Sequence[Partition]) -> dict[str, 
     return found
 
 
-def _work(config: RunConfig, name: str) -> NodeWork:
-    work = node_work(config, name)
+def _work(config: RunConfig, name: str, shape: ModelShape) -> NodeWork:
+    work = node_work(config, name, reference_shape(config, shape))
     return msgspec.structs.replace(work, kv_bytes=work.kv_bytes * getattr(config.components, name).gpus)
 
 

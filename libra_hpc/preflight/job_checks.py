@@ -249,11 +249,14 @@ def model_fits_world(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Us
     yield from shape_fits_world(config, shape_from_config(dict(model), "model.path"))
 
 
-def shape_fits_world(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
-    """Every stage has a layer; expert ranks divide the experts, and the processes of a stage of both worlds."""
+def shape_fits_world(config: RunConfig, shape: ModelShape, *, frozen: bool = False) -> Iterator[UserError]:
+    """Every stage has a layer; expert ranks divide the experts, and the processes of a stage of both worlds.
+
+    ``frozen``: a model beside the policy, which may lack its experts.
+    """
     if shape.layers < config.train.pp:
         yield invalid("train.pp", config.train.pp, f"the model has only {shape.layers} layers", f"1 to {shape.layers}")
-    for name, world in worlds(config).items():
+    for name, world in worlds(config).items() if shape.experts or not frozen else ():
         fault = expert_fault(shape.experts, shape.expert_columns, degrees_of(world), world.ranks // world.pp)
         if fault is not None:
             where = "on hybrid nodes, " if name == "hybrid" else ""

@@ -20,7 +20,8 @@ from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.facts.columns import COLUMNS
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.devices import device, devices
-from libra_hpc.models.shapes import model_shape, read_config
+from libra_hpc.models.shapes import model_shape, read_config, shape_from_config
+from libra_hpc.models.supported import refusals
 from libra_hpc.models.tensors import TIED_HEAD, hf_shapes, predicts_ahead, tensor_fault
 from libra_hpc.tasks.task_registry import GYM_TASK, TASKS, unknown_task
 from libra_hpc.user_file import FORM, FUNCTION_FORM
@@ -51,22 +52,22 @@ def read_model_config(config: RunConfig) -> dict[str, Any]:
 
 def check_vocabulary(folder: str, model: Mapping[str, Any]) -> None:
     """Raise `UserError` for a tokenizer with ids beyond the vocabulary of ``model``, the config.json."""
-    ids, rows = largest_token(Path(folder) / "tokenizer.json") + 1, model.get("vocab_size")
-    if isinstance(rows, int) and ids > rows:
-        what = f"its tokenizer has ids up to {ids - 1:,}, and its config.json a vocab_size of {rows:,}"
+    last, rows = max(vocabulary(Path(folder) / "tokenizer.json").values(), default=-1), model.get("vocab_size")
+    if isinstance(rows, int) and last >= rows:
+        what = f"its tokenizer has ids up to {last:,}, and its config.json a vocab_size of {rows:,}"
         raise invalid("model.path", folder, what, "a tokenizer within the model's vocabulary")
 
 
-def largest_token(path: Path) -> int:
-    """The largest id of a ``tokenizer.json``; -1 where its form is unknown."""
+def vocabulary(path: Path) -> dict[str, int]:
+    """Ids by token of a ``tokenizer.json``; empty where its form is unknown."""
     try:
         content = json.loads(path.read_bytes())
-        vocabulary = content["model"]["vocab"]
-        added = [int(token["id"]) for token in content.get("added_tokens", ())]
-        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return max([*ids, *added], default=-1)
+        known = content["model"]["vocab"]
+        # Unigram models have a list of tokens with their scores.
+        ids = known if isinstance(known, dict) else {token: number for number, (token, _) in enumerate(known)}
+        return ids | {token["content"]: int(token["id"]) for token in content.get("added_tokens", ())}
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return -1
+        return {}
 
 
 def check_run_dir(config: RunConfig) -> None:
@@ -243,20 +244,26 @@ EMBEDDING = "model.embed_tokens.weight"
 VALID = "a folder whose *.safetensors are the weights of its config.json"
 
 
-def check_reference(path: str, model: str) -> None:
-    """Raise `UserError` unless the folder ``algorithm.reference`` has weights of the shape of ``model``."""
+def check_reference(path: str, policy: str) -> None:
+    """Raise `UserError` unless ``algorithm.reference`` has a model that scores the tokens of ``policy``."""
     if not Path(path).is_dir():
         raise invalid(REFERENCE, path, "no such folder", f"{INITIAL}, or {VALID}")
-    _check(REFERENCE, path, Path(model))
+    for refusal in refusals(model := read_config(Path(path) / "config.json", REFERENCE, path)):
+        raise refusal.error(REFERENCE)
+    rows = shape_from_config(model, REFERENCE).vocab
+    own, other = (vocabulary(Path(folder) / "tokenizer.json") for folder in (path, policy))
+    if any(number >= rows or own.get(token, number) != number for token, number in other.items()):
+        raise invalid(REFERENCE, path, "its tokens are not those of model.path", "a model with the same tokenizer")
+    _check(REFERENCE, path)
 
 
 def check_weights(path: str) -> None:
     """Raise `UserError` unless the weight files of ``model.path`` are whole and those of its config.json."""
-    _check("model.path", path, Path(path))
+    _check("model.path", path)
 
 
-def _check(field: str, path: str, model: Path) -> None:
-    """Raise `UserError` unless the weight files of ``path`` are whole and those of the config.json of ``model``."""
+def _check(field: str, path: str) -> None:
+    """Raise `UserError` unless the weight files of ``path`` are whole and those of its config.json."""
     folder = Path(path)
     missing = [name for name in _indexed(field, folder / INDEX) if not (folder / name).is_file()]
     if missing:
@@ -265,15 +272,14 @@ def _check(field: str, path: str, model: Path) -> None:
         found = folder_shapes(folder)
     except WeightFileError as error:
         raise invalid(field, path, str(error).removeprefix(f"{folder}/").rstrip("."), VALID) from error
-    shape = read_shape(model)
+    shape = read_shape(folder)
     if shape.kind.sigmoid_router or shape.delta_net:
         found = {name: size for name, size in found.items() if not predicts_ahead(name, shape.layers)}
     # A layer has tensors: with more layers than there are tensors some are missing anyway.
     wanted = hf_shapes(msgspec.structs.replace(shape, layers=min(shape.layers, len(found))))
     if fault := tensor_fault(found, wanted, shape.tied_embeddings):
         keys = f"num_hidden_layers = {shape.layers}, hidden_size = {shape.hidden}, vocab_size = {shape.vocab}"
-        owner = "its config.json" if model == folder else "the config.json of model.path"
-        raise invalid(field, path, f"by {owner} ({keys}) {fault}", VALID)
+        raise invalid(field, path, f"by its config.json ({keys}) {fault}", VALID)
 
     if shape.tied_embeddings and TIED_HEAD in found and _data(folder, TIED_HEAD) != _data(folder, EMBEDDING):
         why = f"{TIED_HEAD} is not {EMBEDDING}, and config.json has tie_word_embeddings = true"

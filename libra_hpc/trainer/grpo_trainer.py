@@ -27,6 +27,7 @@ from .elastic import ElasticReplicas
 from .grpo import grpo_terms
 from .link import BatchRejected, PeerLost
 from .losses import LossTokens, loss_named
+from .packed_model import PackedModel
 from .saved.reference_policy import ReferencePolicy
 from .shards import PLAIN, SampleWork, spread
 from .train_engine import LARGEST_NORM, TrainEngine
@@ -80,7 +81,8 @@ class GrpoTrainer:
         """
         begin, number = time.monotonic(), message.portion
         (packs,), ahead = self._packed(message, number, (message.samples,), (None,))
-        self._add(packs, None, None, first=number == 0, last=False)
+        (reference,) = self._reference_logprobs([packs])
+        self._add(packs, None, reference, first=number == 0, last=False)
         # Reading them waits for the device.
         self._sums.tolist()
         seconds = ahead.seconds + time.monotonic() - begin
@@ -206,16 +208,16 @@ class GrpoTrainer:
 
     def _proximal(self, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
         """Return log-probabilities under the weights before the step; none where the first update is the only one."""
-        return self._logprobs(batches) if len(batches) > 1 else [None]
+        return self._logprobs(self._engine, batches) if len(batches) > 1 else [None]
 
     def _reference_logprobs(self, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
         if self._reference is None:
             return [None] * len(batches)
-        with self._reference.weights():
-            return self._logprobs(batches)
+        with self._reference.model() as model:
+            return self._logprobs(model, batches)
 
-    def _logprobs(self, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
-        """Return every pack's log-probabilities under the present weights; none before the last stage."""
+    def _logprobs(self, model: PackedModel, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
+        """Return every pack's log-probabilities by ``model``; none before the last stage."""
         out: list[list[torch.Tensor] | None] = []
         for packs in batches:
             found: list[torch.Tensor] = []
@@ -224,7 +226,7 @@ class GrpoTrainer:
                 found.append(head.likelihood(batch.targets, self._temperature).logprobs)
                 return found[-1].sum()
 
-            self._engine.forward(packs, keep)
+            model.forward(packs, keep)
             out.append(found)
         return out
 

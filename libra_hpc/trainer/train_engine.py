@@ -6,39 +6,33 @@ gradients and shards the optimizer. Replicas outside of it (`libra_hpc.trainer.e
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from libra_hpc.config.learn import OptimizerSection
-from libra_hpc.models.architecture import Architecture, check_experts, check_parallel
+from libra_hpc.models.architecture import Architecture
 from libra_hpc.models.memory import Recompute
-from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
-    get_forward_backward_func,
     parallel_state,
 )
-from libra_hpc.trainer.model.megatron_model import build_model
-from libra_hpc.trainer.model.packing import Pack, PackedLayout, padding
-from libra_hpc.trainer.model.rotary import Rotary
+from libra_hpc.trainer.model.packing import Pack
 from libra_hpc.trainer.saved.optimizer_state import OptimizerState
 from libra_hpc.weights.names import ReplicaPlace, own_entries
 
 from .adamw import adamw, learning_rate
 from .device import Store, backend, give_back, take_again
 from .model import compat
+from .packed_model import Loss, PackedModel
 
-Loss = Callable[[Head, Pack], torch.Tensor]
-"""Maps the output layer over a pack's loss tokens to the summed loss (a scalar)."""
 LARGEST_NORM = 1e18
 """Largest usable gradient norm: Adam squares gradients in float32, whose range ends at 3e38."""
 NO_STEP = -1
@@ -102,7 +96,7 @@ def close_world() -> None:
     dist.destroy_process_group()
 
 
-class TrainEngine:
+class TrainEngine(PackedModel):
     """Forward, backward and update of one rank; weights are uninitialised until a state is loaded."""
 
     def __init__(
@@ -116,32 +110,20 @@ class TrainEngine:
         recompute: Recompute = "none",
         elastic: bool = False,
     ) -> None:
-        check_parallel(shape, split.tp, split.pp)
-        check_experts(shape, tp=split.tp, ep=split.ep, etp=split.expert_ranks, ranks=split.stage_stride)
-        self.shape, self.device, self.dtype, self.split = shape, device, dtype, split
+        super().__init__(shape, device, dtype, split, recompute)
         self.elastic = elastic
         """Whether this world has weights and gradients only: the optimizer is elsewhere."""
         self.reduce: Callable[[], None] = lambda: None
         """Sums the gradients with those of other worlds in place; called after this world's own reduction."""
         _ENGINES.add(self)
-        model = build_model(shape, device, dtype, split, recompute=recompute)
         self._counted = _counted(shape, split)
-        self._rotary = Rotary(shape, device, dtype)
-        self._config = model.config
-        self.ddp = DistributedDataParallel(
-            self._config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True), model
-        )
+        self._config = self.module.config
+        reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.ddp = self._called = DistributedDataParallel(self._config, reduction, self.module)
         self._grad_clip = settings.grad_clip
         self._optimizer: Any = None if elastic else adamw(self.ddp, dtype, settings)
         self._scheduler: Any = None if elastic else learning_rate(self._optimizer, settings, updates)
-        self._run = get_forward_backward_func()
-        self._no_tokens = torch.zeros((), dtype=torch.int, device=device)
         self.state = OptimizerState(self._optimizer, self.named_parameters())
-
-    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's parameters by Megatron-Core name, ordered as `own_entries`."""
-        found = dict(self.ddp.module.named_parameters())
-        return {name: found.pop(name) for name in own_entries(self.shape, self.split)}
 
     def buckets(self) -> tuple[list[Any], list[Any]]:
         """Megatron-Core's flat pieces of weights and gradients: of shared parameters, and of experts.
@@ -193,48 +175,6 @@ class TrainEngine:
             # The other data-parallel ranks sum with this one.
             with compat.mcore_device():
                 self._finalize([self.ddp], None, None, False)
-
-    def layout(self, pack: Pack) -> PackedLayout:
-        return dataclasses.replace(pack.layout, rotary=self._rotary.tables(pack.positions[0]))
-
-    def _even(self, packs: list[Pack]) -> list[Pack]:
-        """Packs of the same number on all ranks: in each one they exchange tokens for each other's experts."""
-        if self.split.ep == 1:
-            return packs
-        count = torch.tensor(len(packs), device=self.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        return packs + [padding(self.device, self.split)] * (int(count) - len(packs))
-
-    @torch.no_grad()
-    def forward(self, packs: list[Pack], loss: Loss) -> None:
-        """Call ``loss`` for every pack without gradients; only the last pipeline stage does."""
-        packs = self._even(packs)
-        if packs:
-            self._schedule(packs, loss, forward_only=True)
-
-    def _schedule(self, packs: list[Pack], loss: Loss, *, forward_only: bool) -> None:
-        def step(
-            iterator: Iterator[Pack], model: torch.nn.Module
-        ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-            pack = next(iterator)
-
-            def total(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-                with compat.without_shim():
-                    return loss(Head(self.ddp.module, hidden[0], pack.where), pack), self._no_tokens, {}
-
-            with compat.without_shim():
-                return model(pack.tokens, pack.positions, None, packed_seq_params=self.layout(pack)), total
-
-        with compat.mcore_device():
-            self._run(
-                forward_step_func=step,
-                data_iterator=iter(packs),
-                model=[self.ddp],
-                num_microbatches=len(packs),
-                seq_length=max(p.tokens.shape[1] for p in packs),
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
 
     def _finalize(
         self, model: list[torch.nn.Module], num_tokens: torch.Tensor | None, pg_collection: Any, force_all_reduce: bool

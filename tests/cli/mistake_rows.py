@@ -16,6 +16,7 @@ from .run_file_rows import RUN_FILE, SIMULATED, overrides
 MODELS: dict[str, Mapping[str, object]] = {
     "model": MODEL,
     "player": {**MODEL, "vocab_size": 2048},
+    "brief": {**MODEL, "max_position_embeddings": 64},
     "no-tokenizer": MODEL,
     "no-weights": MODEL,
     "slow": MODEL,

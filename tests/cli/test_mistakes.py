@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_text_tokenizer(made / "player")
     (made / "torn" / "config.json").write_text("{")
     (made / "slow" / "tokenizer.model").touch()
-    wide = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 1_000_000}]}
+    wide = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"content": "c", "id": 1_000_000}]}
     (made / "wide" / "tokenizer.json").write_text(json.dumps(wide))
     (made / "secret").mkdir()
     made.chmod(0o777)

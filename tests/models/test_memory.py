@@ -40,6 +40,18 @@ def test_bytes_of_a_parameter(layout: TrainLayout, state: float, copy: float) ->
     assert two.total - one.total == pytest.approx(copy * P)
 
 
+def test_a_reference_is_where_activations_are_before_and_after() -> None:
+    def frozen(name: str, micro_batches: int) -> TrainMemory:
+        pipeline, other = msgspec.structs.replace(CORE, pp=2), model_shape(name)
+        sizes = {"micro_batches": micro_batches, "pack_tokens": 4096}
+        return train_memory(SHAPE, pipeline, A800, **sizes, reference=other)
+
+    least, weights = frozen("qwen3-32b", 1), 2 * sum(stage_params(model_shape("qwen3-32b"), Degrees(8, 2), 0))
+    room = least.activations + least.logits
+    assert weights < least.reference_policy + room < 1.2 * weights
+    assert frozen("qwen3-4b", 4).reference_policy == 0.0
+
+
 def test_context_ranks_share_the_cores_state() -> None:
     assert of(msgspec.structs.replace(CORE, cp=2)).optimizer == pytest.approx(of(CORE).optimizer / 2)
 

@@ -21,7 +21,7 @@ AGENTIC = [(800 + 60 * i, 500 + 40 * i) for i in range(512)]
 
 
 def cost(
-    lengths: list[tuple[int, int]] = AGENTIC, shape: ModelShape = QWEN, factor: float = 1.0, **more: int
+    lengths: list[tuple[int, int]] = AGENTIC, shape: ModelShape = QWEN, factor: float = 1.0, **more: Any
 ) -> TrainCost:
     return TrainCost(shape, A800, 8, msgspec.structs.replace(work_of(lengths), **more), factor)
 
@@ -118,8 +118,8 @@ def test_a_pipeline_has_a_bubble_that_shrinks_with_micro_batches(pp: int) -> Non
 
     few, many = (cost().time(layout(2, pp, dp=dp)) for dp in (64, 1))
     assert share(few) > 2 * share(many) > 0
-    drained = cost(minibatches=4).time(layout(2, pp))
-    assert drained.parts["bubble"] == pytest.approx(4 * many.parts["bubble"], rel=0.1), "every update drains it"
+    drained, whole = (cost(**more).time(layout(2, pp)) for more in ({"minibatches": 4}, {"reference": QWEN}))
+    assert drained.parts["bubble"] == pytest.approx(4 * whole.parts["bubble"], rel=0.1), "every update drains it"
 
 
 def test_micro_batches_hold_whole_trajectories() -> None:
@@ -130,8 +130,10 @@ def test_micro_batches_hold_whole_trajectories() -> None:
 
 def test_recomputation_is_less_than_a_pass_of_everything() -> None:
     none, selective, full = (cost().time(layout(8, recompute=how)).total for how in ("none", "selective", "full"))
-    reference = cost(forwards=1).time(layout(8)).total
+    reference = cost(reference=QWEN).time(layout(8)).total
     assert none < selective < full < reference < 1.4 * none
+    teacher = cost(reference=model_shape("qwen3-32b")).time(layout(8)).total
+    assert teacher - none == pytest.approx(2.3 * (reference - none), rel=0.05), "in proportion to its products"
 
 
 def test_tokens_without_loss_cost_no_head() -> None:

@@ -191,7 +191,7 @@ def test_a_plan_counts_the_reference_policys_memory_and_its_pass() -> None:
     plain = validate(run_file(model={"path": model}))
     config = plain.changed(algorithm={"reference_kl_coef": 0.001})
     before, asked, shape = request(plain), request(config), model_shape(model)
-    assert (before.batch.forwards, asked.batch.forwards) == (0, 1)
+    assert (before.batch.reference, asked.batch.reference) == (None, asked.shape)
     (pool,) = before.pools
     core = msgspec.structs.replace(before.hosts.core, snapshots=False, core_nodes=pool.nodes - 1)
     rooms = dict.fromkeys(("train", "hybrid", "rollout"), HostRoom(node_memory(shape, core).total))

@@ -133,7 +133,7 @@ async def test_a_portion_that_is_refused_is_repeated(monkeypatch: pytest.MonkeyP
     assert len(world.joins()) == 2
 
 
-@pytest.mark.parametrize("algorithm", [{"eta": 1}, {"minibatches": 2}, {"reference_kl_coef": 0.1}])
+@pytest.mark.parametrize("algorithm", [{"eta": 1}, {"minibatches": 2}])
 async def test_what_needs_the_whole_batch_waits_for_it(algorithm: dict[str, Any]) -> None:
     world = await after_one_step(1, **algorithm)
     end(world, 2, *range(GROUPS, 2 * GROUPS))

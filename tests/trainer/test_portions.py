@@ -21,11 +21,20 @@ from .test_core import Run
 
 
 def trained(
-    model_dir: Path, world: ReplicaPlace, steps: list[TrainStep], parts: int, micro_tokens: int, *, whole: bool = False
+    model_dir: Path,
+    world: ReplicaPlace,
+    steps: list[TrainStep],
+    parts: int,
+    micro_tokens: int,
+    *,
+    whole: bool = False,
+    coef: float = 0.0,
 ) -> tuple[list[StepDone], dict[str, torch.Tensor]]:
-    """Answers and weights of one process; ``whole``: a step's parts come in one message."""
-    engine, trainer = build(model_dir, world)
-    trainer = GrpoTrainer(engine, trainer._replicas, ALGORITHM.changed(train={"micro_tokens": micro_tokens}))
+    """Answers and weights of one process; ``whole``: a step's parts come in one message; ``coef`` to its start."""
+    settings = ALGORITHM.changed(algorithm={"reference": str(model_dir), "reference_kl_coef": coef})
+    engine, trainer = build(model_dir, world, settings=settings)
+    settings = settings.changed(train={"micro_tokens": micro_tokens})
+    trainer = GrpoTrainer(engine, trainer._replicas, settings, reference=trainer._reference)
     done = []
     for step in steps:
         ahead, last = in_portions(step, parts)
@@ -51,8 +60,8 @@ def test_parts_ahead_of_a_step_give_the_same_step(tmp_path: Path, world: Replica
     make_model(kind, tmp_path / "model")
     steps = [longest_first(train_step(step, 0)) for step in (1, 2, 3)]
 
-    def run(parts: int, micro_tokens: int, **options: bool) -> tuple[list[StepDone], dict[str, torch.Tensor]]:
-        return trained(tmp_path / "model", world, steps, parts, micro_tokens, **options)
+    def run(parts: int, micro_tokens: int, whole: bool = False) -> tuple[list[StepDone], dict[str, torch.Tensor]]:
+        return trained(tmp_path / "model", world, steps, parts, micro_tokens, whole=whole, coef=0.3)
 
     # With every sample alone in its pack, packs do not depend on the parts.
     alone, streamed = run(1, 1), run(4, 1)

@@ -37,13 +37,14 @@ def with_reference(folder: Path) -> RunConfig:
     return algorithm(temperature=0.8, reference=str(folder), reference_kl_coef=COEF)
 
 
-@pytest.mark.parametrize("kl_in", ["loss", "reward"])
-def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPlace, kl_in: str) -> None:
+@pytest.mark.parametrize(("kl_in", "teacher"), [("loss", "qwen3"), ("reward", "gemma3_text"), ("reward", "qwen3_moe")])
+def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPlace, kl_in: str, teacher: str) -> None:
     """In the reward as a teacher, whose likelihoods are advantages of tokens."""
     policy, settings = make_model("qwen3", tmp_path / "model", tied=True), with_reference(tmp_path / "other")
     if kl_in == "reward":
         settings = settings.changed(algorithm={"kl": "k1", "kl_in": "reward"})
-    other = make_model("qwen3", tmp_path / "other", tied=True)
+    sizes = {} if teacher == "qwen3" else {"hidden_size": 48}
+    other = make_model(teacher, tmp_path / "other", tied=True, **sizes)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(0.9)
@@ -80,6 +81,8 @@ def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPla
     assert before
     assert after
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "no update changes it"
+    assert trainer._reference
+    assert not any(map(torch.numel, trainer._reference._model.module.parameters())), "memory for a pass alone"
 
 
 def test_a_resumed_run_has_the_reference_of_its_start(tmp_path: Path, world: ReplicaPlace) -> None:
@@ -109,19 +112,23 @@ def test_without_a_reference_there_is_no_column(tmp_path: Path, world: ReplicaPl
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("kind", "layout", "elastic_dp"),
+    ("kind", "teacher", "layout", "elastic_dp"),
     [
-        ("qwen3", Layout(cp=2), 2),
-        pytest.param("qwen2", Layout(tp=2, pp=2), 1, marks=pytest.mark.nightly),
-        pytest.param("qwen3_moe", Layout(dp=2, ep=2), 2, marks=pytest.mark.nightly),
+        ("qwen3", "qwen3_moe", Layout(cp=2), 2),
+        pytest.param("qwen2", "", Layout(tp=2, pp=2), 1, marks=pytest.mark.nightly),
+        pytest.param("qwen2", "qwen3_moe", Layout(tp=2, pp=2), 1, marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", "", Layout(dp=2, ep=2), 2, marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", "qwen2", Layout(dp=2, ep=2), 2, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
 def test_every_layout_and_elastic_replicas_equal_one_process(
-    tmp_path: Path, world: ReplicaPlace, kind: str, layout: Layout, elastic_dp: int
+    tmp_path: Path, world: ReplicaPlace, kind: str, teacher: str, layout: Layout, elastic_dp: int
 ) -> None:
     make_model(kind, tmp_path / "model", tied=kind == "qwen2")
-    settings = with_reference(tmp_path / "model")
+    if teacher:
+        make_model(teacher, tmp_path / "teacher", layers=3, hidden_size=48)
+    settings = with_reference(tmp_path / ("teacher" if teacher else "model"))
     core = Replica(tmp_path, "core", tmp_path / "model", **layout._asdict(), run=settings, elastic_dp=elastic_dp)
     other = layout._replace(dp=elastic_dp)._asdict()
     elastic = Replica(
@@ -138,7 +145,7 @@ def test_every_layout_and_elastic_replicas_equal_one_process(
     join_all([core, elastic], 0, tmp_path / "meet")
     for step, alone in enumerate(want, 1):
         if step == 3:
-            # The memory that the reference borrows was given back meanwhile.
+            # Its memory was given back meanwhile.
             elastic.ask(Standby(), Freed)
             join_all([core, elastic], step, tmp_path / "again")
         done = step_all([core, elastic], step, 3 * (step // 3))[0]

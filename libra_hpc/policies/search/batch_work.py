@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from libra_hpc.errors import UserError
+from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.train_seconds import TrainWork, work_of
 from libra_hpc.protocol.trace import TrajectoryRecord
 
@@ -19,13 +20,13 @@ class BatchWork(msgspec.Struct, frozen=True):
     eta: int = 1
     """Staleness bound: batches that rollout may be ahead. With 0, the stages take turns."""
     minibatches: int = 1
-    forwards: int = 0
+    reference: ModelShape | None = None
     """See `TrainWork`."""
 
     @property
     def streamed(self) -> bool:
         """Whether groups are trained as they are complete, and not when the batch is (`RunConfig.streamed`)."""
-        return self.eta == 0 and self.minibatches == 1 and not self.forwards
+        return self.eta == 0 and self.minibatches == 1
 
     @property
     def longest(self) -> int:
@@ -39,7 +40,7 @@ class BatchWork(msgspec.Struct, frozen=True):
     @property
     def training(self) -> TrainWork:
         return work_of(
-            self.sample, trajectories=self.trajectories, minibatches=self.minibatches, forwards=self.forwards
+            self.sample, trajectories=self.trajectories, minibatches=self.minibatches, reference=self.reference
         )
 
 

@@ -1,8 +1,8 @@
-"""The reference policy: a frozen copy of weights in host memory, from a Hugging Face folder.
+"""The reference policy: a frozen model of any shape, in host memory, from a Hugging Face folder.
 
 - The processes of a world with the same parameters share one copy, a piece each.
-- For a pass, the gradient buffers hold the weights: between two steps they have no content. So the device needs no
-  further memory, and the model, its parallelism and its packs are those of the policy.
+- For a pass its weights are on the device, where the activations of training are before and after. Parallelism and
+  packs are those of the policy.
 """
 
 from __future__ import annotations
@@ -10,65 +10,73 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from libra_hpc.trainer.train_engine import TrainEngine
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.trainer.model.mcore import parallel_state
+from libra_hpc.trainer.packed_model import PackedModel
 from libra_hpc.weights.names import from_hf, own_entries
 
 from .checkpoint import TensorFiles
 
 
 class ReferencePolicy:
-    """Lends its weights to the model of ``engine``."""
+    """Has the parallelism of ``policy``."""
 
-    def __init__(self, engine: TrainEngine, folder: Path) -> None:
-        """Overwrites the gradients; raises `OSError` when the weights cannot be read."""
-        self._buffers = [*engine.ddp.buffers, *engine.ddp.expert_parallel_buffers]
-        with self._in_gradients(), torch.no_grad(), TensorFiles(folder) as files:
-            parameters = engine.named_parameters()
-            for name, entry in own_entries(engine.shape, engine.split).items():
-                parameters[name].copy_(from_hf(entry, files, engine.shape, engine.split))
-        self._pieces = [_own_piece(buffer).to("cpu", copy=True) for buffer in self._buffers]
-
-    @contextmanager
-    def weights(self) -> Iterator[None]:
-        """Within, the model has these weights, and no gradients; collective over the copies of a parameter."""
-        for buffer, piece in zip(self._buffers, self._pieces, strict=True):
-            own = _own_piece(buffer)
-            own.copy_(piece)
-            if buffer.data_parallel_world_size > 1:
-                dist.all_gather_into_tensor(_as_weights(buffer), own, group=buffer.data_parallel_group)
-        with self._in_gradients():
-            yield
+    def __init__(self, policy: PackedModel, folder: Path) -> None:
+        """Raises `OSError` when the weights cannot be read; collective over the world."""
+        model = PackedModel(read_shape(folder), policy.device, policy.dtype, policy.split)
+        parameters = model.named_parameters()
+        with torch.no_grad(), TensorFiles(folder) as files:
+            for name, entry in own_entries(model.shape, model.split).items():
+                parameters[name].copy_(from_hf(entry, files, model.shape, model.split))
+        self._model = model
+        parts: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] = ([], [])
+        for parameter in parameters.values():
+            # Megatron-Core's mark of experts that other ranks have others of.
+            parts[not getattr(parameter, "allreduce", True)].append(parameter)
+        groups = (
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+            parallel_state.get_expert_data_parallel_group(),
+        )
+        self._shared = [_Shared(*one) for one in zip(parts, groups, strict=True) if one[0]]
 
     @contextmanager
-    def _in_gradients(self) -> Iterator[None]:
-        """Within, parameters have their places in the gradient buffers."""
-        own = [(parameter, parameter.data) for buffer in self._buffers for parameter in buffer.params]
+    def model(self) -> Iterator[PackedModel]:
+        """The model while it has its weights; collective over the copies of a parameter."""
+        for one in self._shared:
+            one.fetch()
         try:
-            for buffer in self._buffers:
-                flat = _as_weights(buffer)
-                for parameter in buffer.params:
-                    begin = parameter.data.storage_offset() - buffer.param_data.storage_offset()
-                    parameter.data = flat[begin : begin + parameter.numel()].view(parameter.shape)
-            yield
+            yield self._model
         finally:
-            for parameter, data in own:
-                parameter.data = data
+            for one in self._shared:
+                one.drop()
 
 
-def _as_weights(buffer: Any) -> torch.Tensor:
-    """The front of the float32 gradients as a flat buffer of weights."""
-    weights = buffer.param_data
-    return buffer.grad_data.view(weights.dtype)[: weights.numel()]
+class _Shared:
+    """Parameters that the processes of ``group`` have in common, of which each keeps a piece."""
 
+    def __init__(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._parameters = [(parameter, parameter.shape) for parameter in parameters]
+        self._group, self._device = group, parameters[0].device
+        flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
+        size = -(-len(flat) // group.size())
+        own = flat[group.rank() * size :][:size]
+        self._piece = torch.nn.functional.pad(own, (0, size - len(own))).to("cpu", copy=True)
+        self.drop()
 
-def _own_piece(buffer: Any) -> torch.Tensor:
-    """Return the piece of `_as_weights` that this process has for all copies; Megatron-Core pads buffers to whole
-    pieces."""
-    flat, size = _as_weights(buffer), buffer.param_data.numel() // buffer.data_parallel_world_size
-    rank = buffer.data_parallel_group.rank()
-    return flat[rank * size : (rank + 1) * size]
+    def fetch(self) -> None:
+        flat = own = self._piece.to(self._device)
+        if self._group.size() > 1:
+            flat = own.new_empty(len(own) * self._group.size())
+            dist.all_gather_into_tensor(flat, own, group=self._group)
+        begin = 0
+        for parameter, shape in self._parameters:
+            parameter.data = flat[begin : begin + shape.numel()].view(shape)
+            begin += shape.numel()
+
+    def drop(self) -> None:
+        for parameter, _ in self._parameters:
+            parameter.data = parameter.data.new_empty(0)
