@@ -116,6 +116,7 @@ def simulate(
         calibration=calibration,
         devices_file=devices,
         kv_dtype=kv_dtype,
+        longest=max_context,
         async_steps=async_steps,
         host_gb=host_kv_gb,
     )

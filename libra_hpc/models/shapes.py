@@ -9,6 +9,7 @@ import json
 import math
 import os
 import tomllib
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,14 @@ FUSED, SPLIT = ("in_proj_qkvz", "in_proj_ba"), ("in_proj_qkv", "in_proj_z", "in_
 """Projections of gated delta nets: queries, keys and values, gates, and two numbers of each head."""
 KV_ELEMENT_BYTES = {"auto": 0, "fp8": 1}
 """Values of ``rollout.kv_dtype``; 0: as of a weight."""
+BLOCK = 32
+"""Tokens of a block of KV cache, `rollout.block_size` by default."""
+IN_FLIGHT = 4096
+"""Tokens of two steps of vLLM on a GPU: a layer with a window retains them besides until a step has ended."""
+STATE, STATES = -1, 2
+"""Layers with a state, which vLLM retains twice: at the last whole block, for other turns, and now."""
+PADDED = 1.5
+"""Kinds of layers whose counts differ by less have groups of the larger one."""
 
 
 class DeltaNet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +54,8 @@ class DeltaNet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tokens that the convolution sees."""
     fused: bool
     """Projections are `FUSED`, else `SPLIT`."""
+    state_element_bytes: int = 0
+    """Bytes of an element of the state of an engine; 0: as of a weight."""
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -62,6 +73,12 @@ class DeltaNet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def channels(self) -> int:
         """Queries, keys and values, which are convolved."""
         return 2 * self.keys + self.values
+
+    def state_bytes(self, tp: int, weight_bytes: int) -> int:
+        """Bytes of the states of a layer and a sequence on each of ``tp`` devices."""
+        convolved = self.channels * (self.kernel - 1) * weight_bytes
+        state = self.values * self.key_dim * (self.state_element_bytes or weight_bytes)
+        return (convolved + state) // tp
 
     def sections(self, name: str) -> tuple[int, ...]:
         """Rows of queries, of keys and of values in a tensor that has them one after the other; empty: it has not."""
@@ -129,6 +146,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Bytes of a weight."""
     kv_element_bytes: int = 0
     """Bytes of an element of the KV cache; 0: as of a weight."""
+    longest: int = 0
+    """Tokens of the sequences that KV caches are counted for; 0: windows count as whole caches, and no states."""
     untrained: str = ""
     """Why this version can only plan with the model; empty: it can train it."""
 
@@ -198,19 +217,42 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def weight_bytes(self) -> int:
         return self.params * self.dtype_bytes
 
-    def kv_bytes_per_device(self, tp: int) -> int:
-        """Bytes of one token's keys and values on each of ``tp`` devices; heads are replicated if ``tp > kv_heads``."""
+    def kv_bytes_per_device(self, tp: int, in_flight: int = IN_FLIGHT) -> int:
+        """Bytes on each of ``tp`` devices for a token of a sequence of `longest`, its layers' states shared out.
+
+        Heads are replicated if ``tp > kv_heads``.
+        """
         each = 2 * -(-self.kv_heads // tp) * self.head_dim * (self.kv_element_bytes or self.dtype_bytes)
-        return self.attention_layers * each
+        if not self.longest:
+            return self.attention_layers * each
+        return -(-each * self._reserved(each, tp, in_flight) // self.longest)
+
+    def _reserved(self, each: int, tp: int, in_flight: int) -> int:
+        """Tokens of one layer's cache that vLLM reserves for a sequence of `longest`; ``each``: bytes of one.
+
+        Layers of a kind form groups of one size, the last of them padded. A group takes blocks from one pool.
+        """
+        state = self.delta_net.state_bytes(tp, self.dtype_bytes) if self.delta_net else 0
+        # A block of attention is as large as a state.
+        block = BLOCK * max(1, -(-state // (BLOCK * each)))
+        kinds = Counter(self.windows) if self.windows else Counter({0: self.attention_layers})
+        blocks = {width: -(-min(width - 1 + in_flight, self.longest) // block) + 1 for width in kinds}
+        blocks[0] = -(-self.longest // block)
+        if self.delta_net:
+            kinds[STATE], blocks[STATE] = self.layers - self.attention_layers, STATES
+        fewest, most = min(kinds.values()), max(kinds.values())
+        size = most if most < PADDED * fewest else fewest
+        return sum(-(-count // size) * size * blocks[kind] * block for kind, count in kinds.items())
 
     @property
     def kv_ratio(self) -> float:
         """Bytes of a KV cache over those of one in the type of the weights."""
         return (self.kv_element_bytes or self.dtype_bytes) / self.dtype_bytes
 
-    def with_kv(self, kv_dtype: str) -> ModelShape:
-        """This model with KV caches of a type as in the run file."""
-        return msgspec.structs.replace(self, kv_element_bytes=KV_ELEMENT_BYTES[kv_dtype])
+    def with_kv(self, kv_dtype: str, longest: int = 0) -> ModelShape:
+        """This model with KV caches of a type as in the run file, and for contexts of at most ``longest`` tokens."""
+        differs = bool(self.windows or self.delta_net)
+        return msgspec.structs.replace(self, kv_element_bytes=KV_ELEMENT_BYTES[kv_dtype], longest=longest * differs)
 
     @property
     def layer_flops_per_token(self) -> int:
@@ -377,6 +419,7 @@ def _delta_net(config: dict[str, Any], name: str, kind: str) -> DeltaNet:
         value_dim=_count(config, name, "linear_value_head_dim"),
         kernel=_count(config, name, "linear_conv_kernel_dim"),
         fused=kind == "fused",
+        state_element_bytes=DTYPE_BYTES.get(str(config.get("mamba_ssm_dtype")), 0) if kind == "split" else 0,
     )
 
 

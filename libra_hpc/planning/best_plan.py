@@ -30,6 +30,7 @@ from libra_hpc.simulator.settings import Colocation, EngineSpec, SimulationSetti
 
 from .remembered import Remembered
 from .request import PlanRequest
+from .work import mean_context
 
 STOP = 1.1
 """Times the best seconds so far: so much worse on a few batches is worse on many."""
@@ -257,8 +258,7 @@ class Bound:
         self._generated = sum(one.generated for one in work)
         prompts = {one.prompt_id: one.prompt_tokens for one in work}
         self._new = sum(prompts.values()) + sum(turn.new_tokens for one in work for turn in one.turns)
-        # A token's mean context is half of the last one's, weighted by generated tokens.
-        self._context = sum(one.generated * (one.prompt_tokens + one.context) / 2 for one in work) / self._generated
+        self._context = mean_context(work)
         self._alone = [[alone(one) for one in work[at : at + size]] for at in range(0, len(work), size)]
         self._known: dict[str, tuple[float, float]] = {}
 

@@ -33,7 +33,7 @@ from libra_hpc.traces.cut import Cut, cut_at
 from libra_hpc.traces.read import read_trace
 
 from .run_work import node_work, reference_shape
-from .work import Assumed, Work
+from .work import Assumed, Work, mean_context
 
 
 class PlanRequest(msgspec.Struct, frozen=True):
@@ -172,7 +172,7 @@ def request(
             "a model folder in the run file, or --model with a folder or a known name such as qwen3-14b",
         )
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
-    shape = model_shape(own.model or config.model.path).with_kv(rollout.kv_dtype)
+    shape = model_shape(own.model or config.model.path)
     shape = msgspec.structs.replace(shape, dtype_bytes=dtype_bytes)
     devices_file = Path(own.devices) if own.devices else None
     if _without_nodes(config, gpus):
@@ -186,6 +186,9 @@ def request(
     recorded = tuple(one for one in cut.trajectories if one.generated)
     work = Work(recorded, assumed, rollout.max_model_len)
     trajectories = algorithm.prompts_per_step * algorithm.group_size
+    sample = work.sample(trajectories, algorithm.group_size)
+    # Of short sequences an engine holds fewer tokens than of long ones, where layers have windows; with states, too.
+    shape = shape.with_kv(rollout.kv_dtype, max(1, round(mean_context(sample))))
     reference = reference_shape(config, shape)
     hybrid_reference = float(reference.weight_bytes) if reference and config.components.hybrid.nodes else 0.0
     return PlanRequest(
@@ -193,7 +196,7 @@ def request(
         pools=tuple(pools),
         batch=BatchWork(
             trajectories=trajectories,
-            sample=sample_of(work.sample(trajectories, algorithm.group_size)),
+            sample=sample_of(sample),
             eta=algorithm.eta,
             minibatches=algorithm.minibatches,
             reference=reference,

@@ -134,6 +134,12 @@ class Work(msgspec.Struct, frozen=True):
         return _generated(self.assumed, self.longest, trajectories, group, seed)
 
 
+def mean_context(work: Sequence[TrajectoryRecord]) -> float:
+    """Tokens behind a generated one: of a trajectory half of those at its ends, weighted by what it generates."""
+    generated = sum(one.generated for one in work)
+    return sum(one.generated * (one.prompt_tokens + one.context) / 2 for one in work) / generated
+
+
 @lru_cache(maxsize=8)
 def _generated(assumed: Assumed, longest: int, trajectories: int, group: int, seed: int) -> list[TrajectoryRecord]:
     """Not to be changed: other plays have the same."""

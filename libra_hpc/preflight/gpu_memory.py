@@ -106,7 +106,8 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
             continue
         shape = model_shape(config.modelled("model") or config.model.path) if simulated or model is None else model
         shape = msgspec.structs.replace(
-            shape.with_kv(config.rollout.kv_dtype), dtype_bytes=DTYPE_BYTES[config.model.dtype]
+            shape.with_kv(config.rollout.kv_dtype, config.rollout.max_model_len),
+            dtype_bytes=DTYPE_BYTES[config.model.dtype],
         )
         own = StageGpu(stage, component, gpu, shape)
         if stage != "rollout":

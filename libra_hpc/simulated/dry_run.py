@@ -77,7 +77,7 @@ def _check_hardware(config: RunConfig, component: str) -> None:
             "a known model such as qwen3-14b, or a Hugging Face folder",
         )
     device(found.device, found.devices or None)
-    shape = model_shape(found.model).with_kv(config.rollout.kv_dtype)
+    shape = model_shape(found.model).with_kv(config.rollout.kv_dtype, config.rollout.max_model_len)
     if component != "rollout":
         shape.check_tp(config.train.tp)
     rollout = config.rollout

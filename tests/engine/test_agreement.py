@@ -10,12 +10,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from libra_hpc.engine.settings import CPU_STEP_TOKENS
 from libra_hpc.engine.warm_up import DECODES, PROMPT
 from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.capacity import MIB
+from libra_hpc.models.shapes import model_shape
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.engine import Generated, StopEngine
 from libra_hpc.protocol.engine_state import EngineState
@@ -50,6 +54,8 @@ from .engine_harness import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+LONGEST = 1024
+"""Context of `engine_config`."""
 TEMPERATURE = 0.7
 TOLERANCE = 1e-3
 PROMPTS = [[1 + (7 * i + 3 * k) % 60 for k in range(3 + 5 * i)] for i in range(8)]
@@ -151,6 +157,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     try:
         ready: EngineState = engine.ready()
         assert (ready.version, ready.capacity.tp) == (7, tp)
+        counted = model_shape(model.folder).with_kv("auto", LONGEST).kv_bytes_per_device(tp, CPU_STEP_TOKENS)
+        assert ready.capacity.kv_tokens == pytest.approx(16 * MIB // counted, rel=0.01)
         warm, decoded, read = ready.capacity.warm_up
         assert decoded.steps - warm.steps == decoded.generated_tokens - warm.generated_tokens == DECODES
         assert (read.steps - decoded.steps, read.prefill_tokens - decoded.prefill_tokens) == (1, PROMPT)
@@ -212,7 +220,9 @@ def test_gated_delta_nets_are_swapped_bit_for_bit(tmp_path: Path) -> None:
     model, other = (model_of("qwen3_next", tmp_path / name, seed) for name, seed in (("model", 3), ("other", 4)))
     config = engine_config(model, dtype="bfloat16", kv_cache_mb=64)
     with closing(EngineUnderTest(tmp_path / "e", config)) as engine:
-        engine.ready()
+        shape = msgspec.structs.replace(model_shape(model.folder), dtype_bytes=2).with_kv("auto", LONGEST)
+        kv_tokens = engine.ready().capacity.kv_tokens
+        assert kv_tokens == pytest.approx(64 * MIB // shape.kv_bytes_per_device(1, CPU_STEP_TOKENS), rel=0.01)
         first = engine.greedy()
         engine.apply(other.update(next(versions)))
         for prompt, (tokens, logprobs) in zip(ENGINE_PROMPTS, engine.greedy(), strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.errors import UserError
-from libra_hpc.models.shapes import model_shape, shapes
+from libra_hpc.models.shapes import ModelShape, model_shape, shapes
 
 from .support import config_of
 
@@ -67,6 +67,54 @@ def test_a_window_limits_what_a_position_attends_to_in_its_layers(tmp_path: Path
     assert shape.windows == (64, 64, 64, 0) * 2
     assert shape.pairs(1000, 1000**2) == (3 * 64 * 1000 + 500_000) / 4
     assert shape.pairs(100, 2 * 50**2) == 50**2
+
+
+def of_kinds(tmp_path: Path, kind: str, layers: list[str], **more: Any) -> ModelShape:
+    config = {**LLAMA, "model_type": kind, "num_hidden_layers": len(layers), "layer_types": layers, **more}
+    return model_shape(config_of(tmp_path / "m", {**config, "torch_dtype": "bfloat16"}))
+
+
+@pytest.mark.parametrize(
+    ("windows", "full", "reserved_windows", "reserved_full"),
+    [
+        pytest.param(4, 2, 4, 2, id="groups of two"),
+        pytest.param(3, 2, 4, 2, id="the last group of two is half empty"),
+        pytest.param(4, 3, 4, 4, id="counts that are alike have groups of the larger one"),
+    ],
+)
+def test_layers_with_windows_reserve_those_and_the_tokens_in_flight(
+    tmp_path: Path, windows: int, full: int, reserved_windows: int, reserved_full: int
+) -> None:
+    layers = ["sliding_attention"] * windows + ["full_attention"] * full
+    shape = of_kinds(tmp_path, "olmo3", layers, sliding_window=65)
+    token = 2 * 8 * 128 * 2
+    assert shape.kv_bytes_per_device(1) == (windows + full) * token
+    # 64 tokens and 1024 in flight are 34 blocks, and a window begins within one more.
+    reserved = reserved_windows * 35 * 32 + reserved_full * 32768
+    assert shape.with_kv("auto", 32768).kv_bytes_per_device(1, 1024) == -(-token * reserved // 32768)
+    short = shape.with_kv("auto", 256)
+    assert short.kv_bytes_per_device(1) >= short.attention_layers * token, "all is within the tokens in flight"
+
+
+def test_a_gated_delta_net_reserves_two_states_for_a_sequence(tmp_path: Path) -> None:
+    heads = {
+        "key_head_dim": 128,
+        "value_head_dim": 128,
+        "num_key_heads": 16,
+        "num_value_heads": 32,
+        "conv_kernel_dim": 4,
+    }
+    more = {f"linear_{key}": size for key, size in heads.items()} | {"num_key_value_heads": 2, "head_dim": 256}
+    more |= {"num_attention_heads": 16, "mamba_ssm_dtype": "float32"}
+    layers = (["linear_attention"] * 3 + ["full_attention"]) * 2
+    shape = of_kinds(tmp_path, "qwen3_5_text", layers, **more)
+    token, state = 2 * 2 * 256 * 2, 32 * 128 * 128 * 4 + (2 * 16 + 32) * 128 * 3 * 2
+    block = -(-state // (32 * token)) * 32
+    for longest in (block, 8 * block):
+        whole, states = 2 * longest, 3 * 2 * 2 * block
+        counted = shape.with_kv("auto", longest).kv_bytes_per_device(1)
+        assert counted == -(-token * (whole + states) // longest)
+    assert shape.with_kv("auto", block).kv_bytes_per_device(1) == 7 * shape.kv_bytes_per_device(1)
 
 
 @pytest.mark.parametrize(("config", "name"), [(QWEN3_MOE, "qwen3-30b-a3b"), (LLAMA, "llama-3.1-8b")])

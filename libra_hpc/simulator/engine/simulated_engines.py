@@ -70,12 +70,14 @@ def build_engines(
     devices_file: Path | None = None,
     source: str = "auto",
     kv_dtype: str = "auto",
+    longest: int = 0,
     async_steps: bool = False,
     host_gb: float = 0.0,
 ) -> SimulatedEngines:
     """Build the engines of a pattern on ``gpus`` GPUs (0: as many as the pattern has).
 
-    ``kv_dtype`` and ``async_steps``: as in the run file; ``host_gb``: GiB of host memory per GPU for KV caches.
+    ``kv_dtype`` and ``async_steps``: as in the run file; ``longest``: most tokens of a context, 0: unknown;
+    ``host_gb``: GiB of host memory per GPU for KV caches.
 
     Raises `UserError` for a pattern that does not fit, and as `lookup` does for unknown devices and models.
     """
@@ -88,7 +90,7 @@ def build_engines(
         )
     copies = gpus // size if gpus else 1
     # A model that was measured need be in no table.
-    shape = None if calibration and not host_gb else model_shape(model).with_kv(kv_dtype)
+    shape = None if calibration and not host_gb else model_shape(model).with_kv(kv_dtype, longest)
     machine = find_device(device, devices_file).asynchronous() if async_steps else device
     engines: list[EngineSpec] = []
     sources: list[str] = []
