@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -143,10 +144,12 @@ class LibraryTokenizer:
         self._tokenizer = tokenizer
         self.name_or_path = str(tokenizer.folder)
         self.eos_token_id = tokenizer.eos_id
+        # The parsers encode the start of a turn alone, and that for each turn.
+        self._encode = lru_cache(maxsize=8)(tokenizer.encode)
         self.all_special_ids = [one for one, special in tokenizer.added_ids.items() if special]
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return self._tokenizer.encode(text)
+        return self._encode(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         special = set(self.all_special_ids) if skip_special_tokens else set()

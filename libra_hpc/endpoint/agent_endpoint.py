@@ -124,6 +124,8 @@ class AgentEndpoint:
         except RequestRefused:
             session.refused(digest)
             raise
+        except ConnectionResetError:
+            return web.Response()  # to nobody: the client has gone, and its retry gets the answer
         session.delivered(digest)
         return sent
 

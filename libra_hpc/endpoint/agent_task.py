@@ -15,6 +15,7 @@ import secrets
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,7 +140,9 @@ class AgentEpisode(Episode):
         self.max_tokens, self.stop_ids = task.made.max_tokens, task.choice.dialect.stop_ids
         self._conversation = Conversation(task.choice.dialect)
         self._key = secrets.token_hex(16)
-        self._asked: asyncio.Queue[tuple[AgentRequest, asyncio.Future[Answer]]] = asyncio.Queue()
+        self._asked: deque[tuple[AgentRequest, asyncio.Future[Answer]]] = deque()
+        self._news = asyncio.Event()
+        """Set by a request, and by the agent's end."""
         self._pending: asyncio.Future[Answer] | None = None
         """The answer that the agent waits for."""
         self._turns, self._context = 0, 0
@@ -154,6 +157,7 @@ class AgentEpisode(Episode):
         self._box = self._task.new_box()
         self._task.endpoint.open(self._key, self._ask)
         self._agent = asyncio.create_task(self._work(self._box))
+        self._agent.add_done_callback(lambda _: self._news.set())
         placed = await self._next(NO_LIMIT)
         if placed is None:
             ran = self._agent.result()
@@ -186,8 +190,8 @@ class AgentEpisode(Episode):
         self._task.endpoint.close(self._key)
         self._end_agent()
         self._answer(_gone())
-        while not self._asked.empty():
-            self._asked.get_nowait()[1].set_exception(_gone())
+        while self._asked:
+            self._asked.popleft()[1].set_exception(_gone())
         if self._box is not None:
             await self._box.close()
 
@@ -207,21 +211,19 @@ class AgentEpisode(Episode):
 
     async def _ask(self, request: AgentRequest) -> Answer:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._asked.put_nowait((request, answer))
+        self._asked.append((request, answer))
+        self._news.set()
         return await answer
 
     async def _next(self, most: int) -> PlacedTurn | None:
         """What the agent's next request goes on with, in a context of ``most`` tokens; None when it has ended."""
         assert self._agent is not None
-        while True:
-            asking = asyncio.create_task(self._asked.get())
-            try:
-                await asyncio.wait({asking, self._agent}, return_when=asyncio.FIRST_COMPLETED)
-                if self._agent.done():
-                    return None
-                request, self._pending = asking.result()
-            finally:
-                asking.cancel()
+        while not self._agent.done():
+            if not self._asked:
+                self._news.clear()
+                await self._news.wait()
+                continue
+            request, self._pending = self._asked.popleft()
             try:
                 placed = self._conversation.place(request, most)
             except RequestRefused as why:
@@ -230,6 +232,7 @@ class AgentEpisode(Episode):
             self.max_tokens = min(request.max_tokens or NO_LIMIT, self._task.made.max_tokens)
             self._signals = self._signals_of(request, len(placed.tokens))
             return placed
+        return None
 
     def _signals_of(self, request: AgentRequest, tokens: int) -> list[Signal]:
         """What the turn's tools returned: the messages behind the policy's last one. They share the time between."""

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -119,12 +118,10 @@ class Conversation:
 
 
 def identity(message: Message) -> Any:
-    """What makes two messages the same. The policy's text may have lost white space around it on its way."""
-    text = message.get("content") or ""
-    calls = [
-        (one["function"]["name"], json.dumps(one["function"]["arguments"], sort_keys=True), one.get("id"))
-        for one in message.get("tool_calls") or ()
-    ]
+    """What makes two messages the same. On its way the policy's text may have lost white space around it, and a number
+    of its arguments a ``.0``: to JavaScript both are one number."""
+    text, calls = message.get("content") or "", message.get("tool_calls") or ()
     if message["role"] == "assistant":
         text = text.strip()
-    return [message["role"], text, calls, message.get("tool_call_id") or ""]
+    called = [(one["function"]["name"], one["function"]["arguments"], one.get("id")) for one in calls]
+    return message["role"], text, called, message.get("tool_call_id") or ""

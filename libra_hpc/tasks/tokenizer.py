@@ -89,8 +89,9 @@ class TaskTokenizer:
         return None if token is None else self.id_of(token)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, in which names of control tokens are those tokens, unless `as_text` has cut them."""
-        parts = text.split(CUT)
+        """Ids of ``text``, in which names of control tokens are those tokens, unless `as_text` has cut them. Half a
+        surrogate pair, which JSON may have, is a question mark."""
+        parts = text.encode(errors="replace").decode().split(CUT)
         return [one for part in parts for one in self._tokenizer.encode(part, add_special_tokens=False).ids]
 
     def as_text(self, text: str) -> str:

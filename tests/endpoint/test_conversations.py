@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession
 
 from libra_hpc.chat.selftest import choose_dialect
-from libra_hpc.endpoint import anthropic_messages, chat_completions, responses
+from libra_hpc.endpoint import chat_completions
+from libra_hpc.endpoint.agent_endpoint import RETRY, AgentEndpoint
 from libra_hpc.endpoint.agent_request import AgentRequest, Answer
 from libra_hpc.endpoint.conversation import Conversation
 from libra_hpc.tasks.tokenizer import TaskTokenizer
@@ -24,7 +27,9 @@ ODD = "Zürich 北京 🚆 <x> {y}\n\n \t'q' \"p\""
 
 
 class Completions:
-    """How a program of each API keeps its history; ``ask`` gives the next body."""
+    """How a program of each API keeps its history."""
+
+    path = "/v1/chat/completions"
 
     def __init__(self) -> None:
         self.items: list[Any] = []
@@ -32,16 +37,13 @@ class Completions:
     def user(self, text: str) -> None:
         self.items.append({"role": "user", "content": text})
 
-    def ask(self, tools: bool) -> AgentRequest:
+    def body(self, tools: bool) -> dict[str, Any]:
         named: list[Any] = [{"type": "function", "function": LOOK}] if tools else []
-        return chat_completions.read({"messages": self._sent(), "tools": named})
+        return {"messages": self.items, "tools": named}
 
-    def _sent(self) -> Any:
-        return json.loads(json.dumps(self.items))
-
-    def take(self, asked: AgentRequest, answer: Answer) -> list[tuple[str, str]]:
+    def take(self, answer: dict[str, Any]) -> list[tuple[str, str]]:
         """Keep an answer, and return ids and arguments of its calls."""
-        made = chat_completions.answer(asked, answer)["choices"][0]["message"]
+        made = answer["choices"][0]["message"]
         self.items.append({key: made[key] for key in ("role", "content", "tool_calls") if made.get(key)})
         return [(one["id"], one["function"]["arguments"]) for one in made.get("tool_calls", ())]
 
@@ -50,27 +52,29 @@ class Completions:
 
 
 class Responses(Completions):
-    def ask(self, tools: bool) -> AgentRequest:
-        return responses.read({"input": self._sent(), "tools": [{"type": "function", **LOOK}] if tools else []})
+    path = "/v1/responses"
 
-    def take(self, asked: AgentRequest, answer: Answer) -> list[tuple[str, str]]:
-        made = responses.answer(asked, answer)["output"]
-        self.items += made
-        return [(one["call_id"], one["arguments"]) for one in made if one["type"] == "function_call"]
+    def body(self, tools: bool) -> dict[str, Any]:
+        return {"input": self.items, "tools": [{"type": "function", **LOOK}] if tools else []}
+
+    def take(self, answer: dict[str, Any]) -> list[tuple[str, str]]:
+        self.items += answer["output"]
+        return [(one["call_id"], one["arguments"]) for one in answer["output"] if one["type"] == "function_call"]
 
     def result(self, identity: str, text: str) -> None:
         self.items.append({"type": "function_call_output", "call_id": identity, "output": text})
 
 
 class Messages(Completions):
-    def ask(self, tools: bool) -> AgentRequest:
-        own = {"name": "look", "description": LOOK["description"], "input_schema": PARAMETERS}
-        return anthropic_messages.read({"messages": self._sent(), "tools": [own] if tools else []})
+    path = "/v1/messages"
 
-    def take(self, asked: AgentRequest, answer: Answer) -> list[tuple[str, str]]:
-        made = anthropic_messages.answer(asked, answer)["content"]
-        self.items.append({"role": "assistant", "content": made})
-        return [(one["id"], json.dumps(one["input"])) for one in made if one["type"] == "tool_use"]
+    def body(self, tools: bool) -> dict[str, Any]:
+        own = {"name": "look", "description": LOOK["description"], "input_schema": PARAMETERS}
+        return {"messages": self.items, "tools": [own] if tools else []}
+
+    def take(self, answer: dict[str, Any]) -> list[tuple[str, str]]:
+        self.items.append({"role": "assistant", "content": answer["content"]})
+        return [(one["id"], json.dumps(one["input"])) for one in answer["content"] if one["type"] == "tool_use"]
 
     def result(self, identity: str, text: str) -> None:
         block = {"type": "tool_result", "tool_use_id": identity, "content": text}
@@ -102,9 +106,10 @@ class Walk:
         self.conversation = Conversation(dialect)
         self.contexts: list[list[int]] = []
         self.turns = 0
+        self.begun = asyncio.Event()
 
-    def turn(self, program: Completions, tools: bool) -> list[tuple[str, str]]:
-        asked = program.ask(tools)
+    async def ask(self, asked: AgentRequest) -> Answer:
+        self.begun.set()
         placed = self.conversation.place(asked, 1 << 20)
         if placed.new_sample:
             self.contexts.append([])
@@ -112,11 +117,30 @@ class Walk:
         sampled = [*self.tokenizer.encode(said(self.draw)), self.stop]
         cut = self.draw.random() < 0.1
         sampled = sampled[:3] if cut else sampled
+        for _ in range(self.draw.randrange(4)):
+            await asyncio.sleep(0)
         self.turns += 1
         answer = self.conversation.said(list(sampled), cut, str(self.turns))
         assert answer.prompt_tokens == len(self.contexts[-1]), "the context is what a run has"
         self.contexts[-1] += sampled
-        return program.take(asked, answer)
+        return answer
+
+    async def turn(self, program: Completions, tools: bool, post: Any) -> list[tuple[str, str]]:
+        """One request; clients go away and come again, and send it twice at once, or again afterwards."""
+        body, before, event = program.body(tools), self.turns, self.draw.random()
+        self.begun.clear()
+        asking = asyncio.create_task(post(program.path, body))
+        if event < 0.2:
+            await self.begun.wait()
+            if event < 0.1:
+                asking.cancel()
+            found = await post(program.path, body, retry=1)
+        else:
+            found = await asking
+        if 0.1 <= event < 0.3:
+            assert await asking == found == await post(program.path, body, retry=1)
+        assert self.turns == before + 1
+        return program.take(found)
 
     def answered(self, program: Completions, calls: list[tuple[str, str]]) -> None:
         for identity, arguments in calls:
@@ -125,34 +149,72 @@ class Walk:
             program.user(self.draw.choice(["go on", ODD]))
 
 
-@pytest.mark.parametrize("conversations", [100, pytest.param(3_400, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "conversations", [50, pytest.param(3_400, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
+)
 @pytest.mark.parametrize("kind", [Completions, Responses, Messages])
-def test_a_conversation_is_one_sample_unless_a_cause_is_counted(
-    tmp_path: Path, kind: type[Completions], conversations: int
+async def test_a_conversation_is_one_sample_unless_a_cause_is_counted(
+    tmp_path: Path, kind: type[Completions], conversations: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = TaskTokenizer(write_chat_folder(tmp_path))
     dialect = choose_dialect(tokenizer, with_tools=True).dialect
-    seen: set[str] = set()
-    for seed in range(conversations):
-        walk, program = Walk(tokenizer, dialect, seed), kind()
-        program.user(ODD)
-        causes: dict[str, int] = {}
-        for _ in range(TURNS):
-            calls = walk.turn(program, tools=True)
-            walk.answered(program, calls)
-            event = walk.draw.random()
-            if event < 0.1:
-                aside = kind()
-                aside.user("sub-agent")
-                walk.turn(aside, tools=False)
-                causes["tools"] = causes.get("tools", 0) + 1
-                walk.answered(program, walk.turn(program, tools=True))
-                causes["returned"] = causes.get("returned", 0) + 1
-            elif event < 0.15:
-                program.items[0]["content"] += "?"
-                causes["rewritten"] = causes.get("rewritten", 0) + 1
-                walk.answered(program, walk.turn(program, tools=True))
-        assert walk.conversation.causes == causes, f"seed {seed}"
-        assert walk.conversation.samples == len(walk.contexts) == 1 + sum(causes.values())
-        seen |= causes.keys()
+    endpoint, seen = AgentEndpoint(), set[str]()
+    await endpoint.start()
+    async with ClientSession(endpoint.url) as session:
+        for seed in range(conversations):
+            seen |= (await walked(Walk(tokenizer, dialect, seed), kind, endpoint, session)).keys()
+    await endpoint.stop()
     assert seen == {"tools", "returned", "rewritten"}
+    assert not [one for one in caplog.records if one.levelname == "ERROR"], "a client that goes is no error"
+
+
+async def walked(
+    walk: Walk, kind: type[Completions], endpoint: AgentEndpoint, session: ClientSession
+) -> dict[str, int]:
+    """Play one conversation; returns the causes that it must have, and has."""
+
+    async def post(path: str, body: Any, retry: int = 0) -> Any:
+        async with session.post(path, json=body, headers={"x-api-key": "key", RETRY: str(retry)}) as made:
+            assert made.status == 200, await made.text()
+            found = await made.json()
+            return {key: value for key, value in found.items() if key not in ("created", "created_at")}
+
+    program, causes = kind(), dict[str, int]()
+    endpoint.open("key", walk.ask)
+    program.user(ODD)
+    for _ in range(TURNS):
+        walk.answered(program, await walk.turn(program, True, post))
+        event = walk.draw.random()
+        if event < 0.1:
+            aside = kind()
+            aside.user("sub-agent")
+            await walk.turn(aside, False, post)
+            causes["tools"] = causes.get("tools", 0) + 1
+            walk.answered(program, await walk.turn(program, True, post))
+            causes["returned"] = causes.get("returned", 0) + 1
+        elif event < 0.15:
+            program.items[0]["content"] += "?"
+            causes["rewritten"] = causes.get("rewritten", 0) + 1
+            walk.answered(program, await walk.turn(program, True, post))
+    endpoint.close("key")
+    assert walk.conversation.causes == causes
+    assert walk.conversation.samples == len(walk.contexts) == 1 + sum(causes.values())
+    return causes
+
+
+def test_a_history_that_javascript_wrote_goes_on(tmp_path: Path) -> None:
+    """It has one kind of number, and cuts text within a surrogate pair."""
+    tokenizer = TaskTokenizer(write_chat_folder(tmp_path))
+    dialect = choose_dialect(tokenizer, with_tools=True).dialect
+    conversation, program = Conversation(dialect), Completions()
+    program.user("half a \ud83d")
+    conversation.place(chat_completions.read(program.body(tools=True)), 1 << 20)
+    sampled = [*tokenizer.encode(call("look", times=2.0, at=[True, None])), dialect.stop_ids[-1]]
+    made = conversation.said(sampled, False, "1").message
+    assert made["tool_calls"][0]["function"]["arguments"]["times"] == 2.0
+    made["tool_calls"][0]["function"]["arguments"] = '{"at": [true, null], "times": 2}'
+    program.items.append(made)
+    program.result(made["tool_calls"][0]["id"], "half a \ud83d")
+    placed = conversation.place(chat_completions.read(program.body(tools=True)), 1 << 20)
+    assert not placed.new_sample
+    assert "half a ?" in tokenizer.decode(placed.tokens)
