@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,16 +122,13 @@ def clients(ready: Any) -> None:
 
 async def play(task: Task, index: int, sampled: list[int], turns: int) -> None:
     """An episode whose policy always samples the same tokens."""
-    episode, tools = task.open(index, 0, 0.0), _no_tools()
+    tools: Any = None
+    episode = task.open(index, 0, 0.0)
     await episode.start(tools)
     for number in range(turns):
         turn = await episode.step(PolicyTurn(sampled, "stop", ROOM), tools)
         assert turn.done == (number == turns - 1)
     await episode.close("done")
-
-
-def _no_tools() -> Any:
-    return None
 
 
 class Measured:
@@ -175,13 +171,12 @@ class Measured:
     async def idle(self) -> Figures:
         """What connections cost that are open and silent."""
         task, found = self.task(PROMPTS["700"], TURNS), Figures()
-        me = psutil.Process()
         found["without"] = 1e3 * await self.cpu_s(task, TURNS) / self.episodes / TURNS
-        before = me.memory_info().rss
+        before = psutil.Process().memory_info().rss
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(json.dumps([task.endpoint.url.rpartition(":")[2], "", "", IDLE]).encode() + b"\n")
         await reader.readline()
-        found["kb"] = (me.memory_info().rss - before) / IDLE / 1024
+        found["kb"] = (psutil.Process().memory_info().rss - before) / IDLE / 1024
         began = time.process_time()
         await asyncio.sleep(IDLE_S)
         found["idle_percent"] = 100 * (time.process_time() - began) / IDLE_S
@@ -207,21 +202,10 @@ async def requests(episodes: int) -> dict[str, Figures]:
 
 
 async def played(config: RunConfig, folder: Path, batches: int) -> Figures:
-    """A loop with a real engine: tokens a second, and for a CPU second of all its processes."""
-    run, points = RolloutRun(config, RunDir.create(folder, "loop")), list[tuple[float, int]]()
-
-    async def watch() -> None:
-        me = psutil.Process()
-        while True:
-            with suppress(psutil.Error):
-                used = [one.cpu_times() for one in (me, *me.children(recursive=True))]
-                points.append((sum(one.user + one.system for one in used), sum(run.lengths.values())))
-            await asyncio.sleep(0.5)
-
-    watching = asyncio.create_task(watch())
+    """A loop with a real engine: tokens a second."""
+    run = RolloutRun(config, RunDir.create(folder, "loop"))
     await run.run(batches)
-    watching.cancel()
-    return {"tokens_s": rate(run.points), "tokens_cpu_s": rate(points)}
+    return {"tokens_s": rate(run.points)}
 
 
 def loops(batches: int, repeat: int) -> list[dict[str, Figures]]:
@@ -310,9 +294,13 @@ def main() -> None:
         ]
         for name in (looped[0]["endpoint"] if looped else ())
     ]
-    notes = ["A row's first request has the start of its episode; a mean is over conversations of 9."]
     report(
-        given, "What agents cost", columns=["", "median (range)"], rows=rows, notes=notes, raw=[asked, boxed, looped]
+        given,
+        "What agents cost",
+        columns=["", "median (range)"],
+        rows=rows,
+        notes=["A row's first request has the start of its episode; a mean is over conversations of 9."],
+        raw=[asked, boxed, looped],
     )
 
 

@@ -149,7 +149,7 @@ class LibraryTokenizer:
         self.all_special_ids = [one for one, special in tokenizer.added_ids.items() if special]
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return self._encode(text)
+        return list(self._encode(text))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         special = set(self.all_special_ids) if skip_special_tokens else set()

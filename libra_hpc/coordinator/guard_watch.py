@@ -77,8 +77,10 @@ class GuardWatch:
 
 def read_guards(config: RunConfig, run: RunDir, attempt: int, step: int) -> GuardWatch:
     """Guards that have read the steps up to the one at which this start begins; raises `OSError`."""
-    guard, kv_dtype = config.algorithm.guard, config.rollout.kv_dtype
-    return patiently(lambda: _read(GuardWatch(guard, kv_dtype), run, attempt, step), config.deadlines.storage_s)
+    return patiently(
+        lambda: _read(GuardWatch(config.algorithm.guard, config.rollout.kv_dtype), run, attempt, step),
+        config.deadlines.storage_s,
+    )
 
 
 def _read(watch: GuardWatch, run: RunDir, attempt: int, step: int) -> GuardWatch:

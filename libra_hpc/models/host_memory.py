@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .memory import MASTER_BYTES, STATE_BYTES, Limit
+from .memory import MASTER_BYTES, STATE_BYTES, Limit, MemoryTerms
 from .shapes import ModelShape
 
 KEPT_OFFERS, KEPT_WHOLE = 1, 2
@@ -62,7 +62,7 @@ class HostUse(msgspec.Struct, frozen=True):
     """Whether the core may go without snapshots, where they do not fit."""
 
 
-class NodeMemory(msgspec.Struct, frozen=True):
+class NodeMemory(MemoryTerms, frozen=True):
     """Bytes of one node."""
 
     weight_image: float
@@ -79,15 +79,6 @@ class NodeMemory(msgspec.Struct, frozen=True):
     def shared(self) -> dict[str, float]:
         """The terms in /dev/shm."""
         return {name: size for name, size in self.terms().items() if name in (*WEIGHTS, "snapshots")}
-
-    @property
-    def total(self) -> float:
-        return sum(self.terms().values())
-
-    def terms(self) -> dict[str, float]:
-        """What is not 0, by its name in words."""
-        sizes = {name.replace("_", " "): float(getattr(self, name)) for name in self.__struct_fields__}
-        return {name: size for name, size in sizes.items() if size}
 
 
 class HostRoom(msgspec.Struct, frozen=True):

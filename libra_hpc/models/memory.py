@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import msgspec
 
@@ -99,9 +99,26 @@ class TrainLayout(msgspec.Struct, frozen=True, order=True):
         return "·".join([*str(self.degrees).split(), f"DP{self.dp}"])
 
 
-class TrainMemory(msgspec.Struct, frozen=True):
+class MemoryTerms(msgspec.Struct, frozen=True):
+    """Bytes by what they are for."""
+
+    ALWAYS: ClassVar[tuple[str, ...]] = ()
+    """Terms that are shown where they are 0, too."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms().values())
+
+    def terms(self) -> dict[str, float]:
+        """Terms by their names in words."""
+        sizes = {name.replace("_", " "): float(getattr(self, name)) for name in self.__struct_fields__}
+        return {name: size for name, size in sizes.items() if size or name in self.ALWAYS}
+
+
+class TrainMemory(MemoryTerms, frozen=True):
     """Bytes of the fullest device."""
 
+    ALWAYS = ("logits",)
     weights: float
     gradients: float
     optimizer: float
@@ -111,15 +128,6 @@ class TrainMemory(msgspec.Struct, frozen=True):
     reference_policy: float
     """What it needs beyond activations and logits."""
     workspace: float
-
-    @property
-    def total(self) -> float:
-        return sum(float(getattr(self, name)) for name in self.__struct_fields__)
-
-    def terms(self) -> dict[str, float]:
-        """Terms by their names in words; without those that are 0, but for the logits."""
-        sizes = {name.replace("_", " "): float(getattr(self, name)) for name in self.__struct_fields__}
-        return {name: size for name, size in sizes.items() if size or name == "logits"}
 
     @property
     def largest(self) -> str:

@@ -172,8 +172,7 @@ def request(
             "a model folder in the run file, or --model with a folder or a known name such as qwen3-14b",
         )
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
-    shape = model_shape(own.model or config.model.path)
-    shape = msgspec.structs.replace(shape, dtype_bytes=dtype_bytes)
+    shape = msgspec.structs.replace(model_shape(own.model or config.model.path), dtype_bytes=dtype_bytes)
     devices_file = Path(own.devices) if own.devices else None
     if _without_nodes(config, gpus):
         pools = [_given_gpus(config, devices_file, gpus, rooms.get("train", HostRoom()))]
@@ -190,7 +189,6 @@ def request(
     # Of short sequences an engine holds fewer tokens than of long ones, where layers have windows; with states, too.
     shape = shape.with_kv(rollout.kv_dtype, max(1, round(mean_context(sample))))
     reference = reference_shape(config, shape)
-    hybrid_reference = float(reference.weight_bytes) if reference and config.components.hybrid.nodes else 0.0
     return PlanRequest(
         shape=shape,
         pools=tuple(pools),
@@ -210,7 +208,7 @@ def request(
         policy=rollout.policy,
         hosts=HostUse(
             core=node_work(config, "train", reference),
-            rolls=msgspec.structs.replace(node_work(config, "rollout", None), reference=hybrid_reference),
+            rolls=node_work(config, "rollout", reference if config.components.hybrid.nodes else None),
             optional="train.snapshot_every" not in config.given,
         ),
         keep_kv=rollout.kv_after_update == "keep",

@@ -23,13 +23,13 @@ def reference_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:
 
 
 def node_work(config: RunConfig, name: str, reference: ModelShape | None) -> NodeWork:
-    """What a node of a component does with its memory; ``kv_bytes`` are those of one GPU."""
+    """What a node of a component does with its memory; ``kv_bytes`` are those of one GPU, ``reference`` what it has."""
     task, environments = config.task, 0.0
     # The address space is a limit, far above what most tools take: it counts where the user chose it.
     if name == "rollout" and "task.tool_memory_mb" in config.given:
         environments = float(task.hosts * task.tool_processes * task.tool_memory_mb * MIB)
     return NodeWork(
-        reference=float(reference.weight_bytes) if reference and name != "rollout" else 0.0,
+        reference=float(reference.weight_bytes) if reference else 0.0,
         elastic_nodes=config.components.hybrid.nodes_per_replica,
         rolls=name != "train",
         engines=_engines(config, name),

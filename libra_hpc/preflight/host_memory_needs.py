@@ -106,7 +106,7 @@ def node_rooms(config: RunConfig, partitions: Sequence[Partition]) -> dict[str, 
 
 
 def _work(config: RunConfig, name: str, shape: ModelShape) -> NodeWork:
-    work = node_work(config, name, reference_shape(config, shape))
+    work = node_work(config, name, reference_shape(config, shape) if name != "rollout" else None)
     return msgspec.structs.replace(work, kv_bytes=work.kv_bytes * getattr(config.components, name).gpus)
 
 

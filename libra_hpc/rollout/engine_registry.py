@@ -62,7 +62,7 @@ class EngineRegistry:
         """Turns in flight, by (engine, request)."""
         self.engines: dict[str, EngineEntry] = {}
         self.numbers: dict[str, int] = {}
-        """Numbers by engine, which the tokens of a batch have; after many starts two may have one."""
+        """Numbers by engine, which the tokens of a batch have; after many starts one that has ended may share one."""
         self.generated = self.prefilled = 0
         """Tokens since the start, of all own engines including lost ones."""
         self.lenders: dict[tuple[str, LenderKind], LenderTotals] = {}
@@ -80,7 +80,8 @@ class EngineRegistry:
     def ready(self, engine: EngineState) -> None:
         capacity = engine.capacity
         assert capacity is not None
-        self.numbers.setdefault(engine.engine, 2 + len(self.numbers) % (ENGINES - 2))
+        if engine.engine not in self.numbers and (number := self._free_number()):
+            self.numbers[engine.engine] = number
         lender = None
         if is_guest(engine.rank):
             self.of_guests[engine.engine] = engine.lender_kind
@@ -150,6 +151,12 @@ class EngineRegistry:
             steps = self._board.engines[name].steps
             for sent in engine.inflight.values():
                 yield Running(view(sent.trajectory), steps - sent.steps)
+
+    def _free_number(self) -> int:
+        """The next one that no engine here has, whose gap would be the other's as well; 0: there is none."""
+        taken = {self.numbers.get(name) for name in self.engines}
+        turns = (2 + turn % (ENGINES - 2) for turn in range(len(self.numbers), len(self.numbers) + ENGINES - 2))
+        return next((number for number in turns if number not in taken), 0)
 
     def request(self, name: str, episode: str) -> str:
         return next(rid for rid, sent in self.engines[name].inflight.items() if sent.trajectory.episode == episode)

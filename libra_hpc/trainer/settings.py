@@ -45,11 +45,12 @@ def sample_work(config: RunConfig) -> SampleWork:
     """Work of the model's samples, by its own sizes; where they are not known, as in a dry run, tokens alone count."""
     try:
         shape = model_shape(config.model.path)
+        reference = model_shape(config.algorithm.reference_folder(config.model.path) or config.model.path)
     except UserError:
         return PLAIN
     # Causal: half of all pairs. A delta net has a state at the end of a beginning, and no kernel that goes on from it.
     attention = 0.5 * shape.attention_flops_per_pair / (shape.layer_flops_per_token + shape.head_flops_per_token)
-    return SampleWork(attention, shares=shape.delta_net is None)
+    return SampleWork(attention, shares=not (shape.delta_net or reference.delta_net))
 
 
 def write_config(config: WorkerConfig, path: Path) -> None:

@@ -12,6 +12,7 @@ from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.agents import Batch, Committed, Turns, TurnsDrained, WrongEngine
 from libra_hpc.protocol.codec import pack_f32, unpack_i32
+from libra_hpc.protocol.trainer import ENGINES
 from tests.rollout.plant import STOP, Emptiest, Plant, engine_stats, sampling
 
 ALL_ONCE = ["0.0.0", "0.1.0", "1.0.0", "1.1.0"]
@@ -272,3 +273,12 @@ async def test_a_turn_that_is_overdue_three_times_with_nothing_generated_is_a_fa
     assert not plant.finished, "late answers find nothing"
     await plant.batch_within(20)
     assert plant.sizes() == [1]
+
+
+async def test_no_two_engines_that_are_here_have_one_number() -> None:
+    engines = Plant(engines=3, eta=0, steps=3).start().leader._turns.engines
+    here = {engines.numbers[name] for name in engines.engines}
+    assert len(here) == 3
+    for gone in range(2 * ENGINES):
+        engines.numbers[f"gone-{gone}"] = number = engines._free_number()
+        assert number in {*range(2, ENGINES)} - here

@@ -12,6 +12,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.trainer import Freed, Standby
 from libra_hpc.trainer.saved import checkpoint
+from libra_hpc.trainer.settings import sample_work
 from libra_hpc.weights.names import ReplicaPlace
 
 from .batches import loss_tokens, train_step
@@ -102,6 +103,14 @@ def test_a_resumed_run_has_the_reference_of_its_start(tmp_path: Path, world: Rep
         assert resumed.step(train_step(step, 0)).reference_kl == pytest.approx(want[step - 1].reference_kl, rel=1e-4)
     save(again, tmp_path / "model", tmp_path / "end")
     assert_same_state(read_tensors(tmp_path / "end"), final)
+
+
+def test_beginnings_are_shared_where_policy_and_reference_can(tmp_path: Path) -> None:
+    for kind in ("qwen3", "qwen3_next"):
+        make_model(kind, tmp_path / kind)
+    config = with_reference(tmp_path / "qwen3_next").changed(model={"path": str(tmp_path / "qwen3")})
+    assert not sample_work(config).shares
+    assert sample_work(config.changed(algorithm={"reference_kl_coef": 0.0})).shares
 
 
 def test_without_a_reference_there_is_no_column(tmp_path: Path, world: ReplicaPlace) -> None:

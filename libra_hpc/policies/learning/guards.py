@@ -127,8 +127,13 @@ class LearningGuards:
         return GuardDecision("notice", "; ".join(self.active[guard] for guard in new), good) if new else None
 
     def _findings(self) -> dict[str, str]:
-        found = {"gap": self._gap(), "reward": self._reward(), "equal": self._equal(), "entropy": self._entropy()}
-        found["cache"] = self._cache()
+        found = {
+            "gap": self._gap(),
+            "reward": self._reward(),
+            "equal": self._equal(),
+            "entropy": self._entropy(),
+            "cache": self._cache(),
+        }
         why = found["equal"] or found["entropy"]
         if found["reward"] and why:
             found |= {"collapse": f"{found['reward']}; {why}", "reward": "", "equal": "", "entropy": ""}

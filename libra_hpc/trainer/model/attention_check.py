@@ -34,9 +34,8 @@ def choose_kernel(shape: Architecture, device: torch.device, dtype: torch.dtype,
     # The variable-length kernel has no sinks.
     if shape.sinks or not has_segments(device, dtype, shape.head_dim):
         return rectangles
-    what = "attention runs over padded blocks; the variable-length kernel"
     return choose(
-        what,
+        "attention runs over padded blocks; the variable-length kernel",
         lambda: Segments(torchs_varlen()),
         rectangles,
         lambda kernel: fault(kernel, shape, device, dtype=dtype, place=place),

@@ -184,9 +184,12 @@ def choose_rule(key_dim: int, value_dim: int, device: torch.device, dtype: torch
     once; a fault of it is a line on stderr."""
     if device.type != "cuda":
         return each_sequence
-    on = key_dim, value_dim, device, dtype
-    what = "delta nets run in plain torch; flash-linear-attention"
-    return choose(what, flas_kernel, each_sequence, lambda kernel: rule_fault(kernel, *on))
+    return choose(
+        "delta nets run in plain torch; flash-linear-attention",
+        flas_kernel,
+        each_sequence,
+        lambda kernel: rule_fault(kernel, key_dim, value_dim, device, dtype),
+    )
 
 
 def flas_kernel() -> Rule:

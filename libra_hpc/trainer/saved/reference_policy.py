@@ -61,10 +61,14 @@ class _Shared:
     def __init__(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
         self._parameters = [(parameter, parameter.shape) for parameter in parameters]
         self._group, self._device = group, parameters[0].device
-        flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
-        size = -(-len(flat) // group.size())
-        own = flat[group.rank() * size :][:size]
-        self._piece = torch.nn.functional.pad(own, (0, size - len(own))).to("cpu", copy=True)
+        size = -(-sum(map(torch.numel, parameters)) // group.size())
+        self._piece, begin = torch.zeros(size, dtype=parameters[0].dtype), -group.rank() * size
+        for parameter in parameters:
+            # A copy of all of them would need the device's memory twice.
+            low, high = max(begin, 0), min(begin + parameter.numel(), size)
+            if low < high:
+                self._piece[low:high] = parameter.detach().flatten()[low - begin : high - begin]
+            begin += parameter.numel()
         self.drop()
 
     def fetch(self) -> None:
