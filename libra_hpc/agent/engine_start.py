@@ -29,8 +29,9 @@ def engine_config(context: AgentContext, name: str, tp: int, image: Path | None,
 def _saved_policy(context: AgentContext) -> tuple[int, str]:
     """Step and folder of the policy to begin with: of the resume point, or the newest when that checkpoint is gone."""
     point = context.resume_point
-    if point.checkpoint and not Path(point.checkpoint).is_dir() and (newest := saved_point(context.run)).checkpoint:
-        return newest.step, str(Path(newest.checkpoint) / POLICY_DIR)
+    if point.checkpoint and not Path(point.checkpoint).is_dir():
+        # Another cluster has none, and begins with the model.
+        point = saved_point(context.run)
     # A snapshot has no policy: the engine gets the newest weights from the trainers, before it serves.
     step = point.saved_step if point.snapshot else point.step
     return step, str(Path(point.checkpoint) / POLICY_DIR) if point.checkpoint else context.config.model.path

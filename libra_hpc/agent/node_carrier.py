@@ -3,7 +3,7 @@
 - It serves -> the train leader learns where, and publishes the newest version to it; an event has its transport.
 - NIXL fails between it and another node -> an event, once for the two: TCP goes on, and NIXL is tried again and again.
 - Its image has a version -> the engines of the node get it.
-- On the train leader's node, with ``rollout.weights_port`` -> `weights.json` has what another cluster needs to pull.
+- On the train leader's node, with ``rollout.weights_port`` -> guests in another cluster get weights from it.
 - It ended -> another one goes on with the image; nodes behind it go on with another node.
 - A checkpoint is asked for -> it writes the policy; another carrier is asked again.
 - A part of a snapshot is wanted -> it pulls it; another carrier begins again.
@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from libra_hpc.errors import error_text
-from libra_hpc.files import OWNER_ONLY, write_atomic
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child, spawn
 from libra_hpc.process.progress import ProgressWatch
@@ -55,7 +54,6 @@ from libra_hpc.protocol.trainer import OfferFailed
 from libra_hpc.simulated.state import image_shapes
 from libra_hpc.weights.carrier import CarrierConfig
 from libra_hpc.weights.image import IMAGE_FILE
-from libra_hpc.weights.served_weights import reading_secret
 
 from .supervised import NO_START_S, ChildCommand, EngineNode, Supervised
 
@@ -83,7 +81,8 @@ class NodeCarrier(EngineNode[Supervised]):
             addresses=context.addresses,
             secret=context.secret,
             shapes=image_shapes() if context.config.run.engine == "simulated" else {},
-            outside=context.rank == context.layout.train_leader,
+            outside=str(context.run.config) if context.rank == context.layout.train_leader else "",
+            source=context.weights_from,
             parts=str(context.snapshots) if context.has_parts else "",
             guest=context.component == "guest",
             pull_mb_s=context.pull_mb_s,
@@ -226,21 +225,10 @@ class NodeCarrier(EngineNode[Supervised]):
         if self._config.transport != "tcp":
             transport = "tcp" if by_tcp else "nixl"
             context.log("weights_transport", rank=context.rank, transport=transport, reason=by_tcp)
-        if self._config.http_port:
-            self._serves_outside(fault)
-
-    def _serves_outside(self, fault: str) -> None:
-        context, port = self._context, self._config.http_port
-        address = {"addresses": context.addresses, "port": port, "secret": reading_secret(context.secret).hex()}
-        try:
-            if not fault:
-                write_atomic(context.run.weights, msgspec.json.encode(address), OWNER_ONLY)
-        except OSError as error:
-            fault = error_text(error)
         if fault:
             context.log("weights_not_served", rank=context.rank, reason=fault)
-        else:
-            context.log("weights_served", rank=context.rank, port=port)
+        elif self._config.http_port:
+            context.log("weights_served", rank=context.rank, port=self._config.http_port)
 
     def exited(self, carrier: Supervised, child: Child, reason: str) -> None:
         self._ended(reason)

@@ -57,8 +57,8 @@ class RolloutSection(Section, frozen=True):
     """How nodes get new weights. ``nixl``: by reads of each other's memory, over InfiniBand or RoCE, with the extra
     `libra-hpc[nixl]` (docs/site.md). ``auto``: by NIXL on nodes that have it and such a network, else by TCP."""
     weights_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """Port of the train leader's node where another cluster may pull new weights over HTTP (docs/network.md). The run
-    directory's `weights.json` has the address and the secret that it needs. 0: none is open."""
+    """Port of the train leader's node where guests in another cluster get new weights over HTTP (docs/borrow.md).
+    0: none is open."""
     weights_mb_s: Annotated[float, Meta(ge=0.1)] = 100.0
     """Most bandwidth (MB/s) for that, of all who pull together."""
     block_size: Annotated[Tokens, Meta(ge=8)] = 32

@@ -167,7 +167,7 @@ TRAINING = (
         "rank peer reason",
         notice=True,
     ),
-    EventKind("weights_served", "Another cluster may pull new weights; `weights.json` has the address", "rank port"),
+    EventKind("weights_served", "Guests in another cluster may join, and pull new weights at this port", "rank port"),
     _fault("weights_not_served", "New weights cannot be served to another cluster", "rank reason", notice=True),
     _fault("weights_not_stored", "A node could not store weights and tries again", "rank version reason", notice=True),
 )

@@ -128,9 +128,6 @@ class RunDir:
     """How an agent joins the running job (`libra_hpc.protocol.joining.DoorRecord`); only its owner may read it."""
     leases = _Part("lease")
     """Who owns the run (`libra_hpc.process.lease`)."""
-    weights = _Part("weights.json")
-    """Where another cluster pulls new weights from the present start, and the secret for it; its owner alone may read
-    it."""
     checkpoints = _Part("checkpoints")
     """Parent of checkpoint folders."""
 

@@ -3,7 +3,7 @@
     python -m libra_hpc.weights.carrier --socket PATH --config JSON
 
 - A version was published -> its offers are pulled (`weights/pull.py`) and served on (`weights/server.py`).
-- Another cluster may pull weights, too, if the run file names a port (`weights/served_weights.py`).
+- Guests in another cluster pull weights over HTTP, if the run file names a port (`weights/outside.py`).
 - A version is whole on this node -> the agent gets `VersionHere`, and the image is brought up to it.
 - Others copy blocks of the image -> its writer waits for one of them at most, whatever their links do.
 - A checkpoint's policy is asked for -> at its version the image is copied aside, before it gets a newer one; a thread
@@ -32,9 +32,10 @@ from typing import Any, BinaryIO
 import msgspec
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.run_file_text import without_secrets
 from libra_hpc.errors import error_text
 from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.models.tensors import Shapes, hf_shapes
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
 from libra_hpc.process.node_topology import listen
@@ -54,14 +55,15 @@ from libra_hpc.protocol.carriers import (
 )
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.engine_state import WRITE_IMAGE
+from libra_hpc.protocol.joining import guest_secret
 
 from .image import IMAGE_FILE, Image, pin, reading, write_pinned
 from .offers import OfferStore, StoredOffer
+from .outside import ImagePlaces, OutsideCaller, ServedWeights
 from .parts import pull_part
 from .pieces import WHOLE, read_offer
 from .pull import Landed, Puller
 from .receiver import ArrivingImage
-from .served_weights import ServedDelta, ServedWeights, reading_secret
 from .server import CarrierServer
 from .transport.http_server import HttpServer
 from .transport.nixl import probe
@@ -90,8 +92,10 @@ class CarrierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Secret of the run; other nodes prove that they have it."""
     shapes: dict[str, tuple[int, ...]] = {}
     """Shapes of the image's tensors; empty: those of the model's folder."""
-    outside: bool = False
-    """Whether it serves weights to another cluster, too, if the run file names a port."""
+    outside: str = ""
+    """Path of the run's configuration, where guests in another cluster are served, if the run file names a port."""
+    source: str = ""
+    """URL of the run's weights, in another cluster; empty: it is in the run's own."""
     parts: str = ""
     """Folder of the node's snapshots, which other nodes may pull; empty: it has none."""
     guest: bool = False
@@ -165,7 +169,7 @@ class NodeImage:
                         image.fill(version, blocks.newest, blocks.view)
                     case _:
                         offers = [(one.offer, one.payload) for one in landed if isinstance(one, StoredOffer)]
-                        image.apply(version, offers, verify=False)
+                        image.apply(version, offers)
         finally:
             self._writes = False
         if self.whole:
@@ -213,9 +217,13 @@ class Carrier:
         pace, served = BandwidthPace(config.pull_mb_s * 1e6), (self._store, self._image, parts, direct, agent.send)
         guests = config.secret if config.guest else b""
         self._server = CarrierServer(listener, config.secret, *served, guests=guests, pace=pace)
-        self._caller = Caller(config.rank, config.secret, pace, direct, agent.send)
-        self._outside = ServedWeights(folder, self._image.shapes, config.dtype, self._store)
-        self._outside_fault = _serve_outside(config, self._outside) if config.http_port else ""
+        shapes, own = self._image.shapes, (config.rank, config.secret, pace)
+        self._caller = (
+            OutsideCaller(config.source, *own, ImagePlaces(shapes, config.dtype))
+            if config.source
+            else Caller(*own, direct, agent.send)
+        )
+        self._outside_fault = _serve_outside(config, shapes, self._store) if config.http_port else ""
         self._whole: queue.SimpleQueue[tuple[Publish, Sequence[Landed]] | SavePolicy] = queue.SimpleQueue()
         self._wanted: SavePolicy | None = None
         """Its version is not in the image yet."""
@@ -262,7 +270,6 @@ class Carrier:
                 self._store.add(StoredOffer(read_offer(path), path.read_bytes(), path))
 
     def _on_whole(self, message: Publish, offers: Sequence[Landed]) -> None:
-        self._outside.add(ServedDelta(message.version, message.base, tuple(offer.writer for offer in offers)))
         self._whole.put((message, offers))
 
     def _write_image(self) -> None:
@@ -341,13 +348,17 @@ class Carrier:
         self._store.prune(image if self._engines is None else min(self._engines, image))
 
 
-def _serve_outside(config: CarrierConfig, weights: ServedWeights) -> str:
-    """Serve another cluster; returns why it cannot be served."""
+def _serve_outside(config: CarrierConfig, shapes: Shapes, store: OfferStore) -> str:
+    """Serve guests in another cluster; returns why it cannot."""
     try:
+        known = msgspec.json.decode(Path(config.outside).read_bytes(), type=dict[str, Any])
+        shown = {name: without_secrets(name, value) for name, value in known.items()}
         listener = listen(config.addresses, CALLERS, config.http_port)
     except OSError as error:
         return f"rollout.weights_port = {config.http_port}: {os.strerror(error.errno or 0)}"
-    HttpServer(listener, reading_secret(config.secret), weights.read, config.run.rollout.weights_mb_s * 1e6).start()
+    weights = ServedWeights(Path(config.folder), shapes, config.dtype, store, msgspec.json.encode(shown))
+    pace = config.run.rollout.weights_mb_s * 1e6
+    HttpServer(listener, guest_secret(config.secret), weights.read, pace).start()
     return ""
 
 

@@ -13,16 +13,20 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
 from mmap import mmap
 from pathlib import Path
 
 from .pieces import Offer, payload_path
+from .wire import WAITING_S, Absent
 
 STRIPE_BYTES = 16 << 20
 """Smallest stripe; below, a second stream gains nothing."""
 SPARE = "spare-{}.pieces"
+UNKNOWN_S = 2.0
+"""For a version to be published here that a caller already asks for: both messages are sent at the same time."""
 KEEP_VERSIONS = 2
 """Newest versions that stay whatever the cap: a node behind this one may have begun with either."""
 
@@ -220,25 +224,22 @@ class OfferStore:
             self._whole = max(self._whole, version)
             self._added.notify_all()
 
-    def find(self, version: int, writer: str, wait_s: float, unknown_s: float) -> StoredOffer | str | None:
-        """The offer, None while it may still come, or why it is not here.
+    def awaited(self, version: int, writer: str, waits: Callable[[], object]) -> StoredOffer:
+        """An offer once it begins to arrive; ``waits`` is called every `WAITING_S` until then, and may raise.
 
-        Waits at most ``wait_s`` for it. ``unknown_s``: for how long a version that was never published may come.
+        Raises `Absent` where it does not come.
         """
-
-        def settled() -> bool:
-            return (version, writer) in self._offers or self._whole >= version
-
-        deadline = time.monotonic() + wait_s
-        with self._added:
-            self._added.wait_for(settled, deadline - time.monotonic())
-            if offer := self._offers.get((version, writer)):
-                return offer
-            if self._whole >= version:
-                return f"version {version} is not stored any more"
-            if self._expected < version and unknown_s <= 0.0:
-                return f"version {version} was not published here"
-            return None
+        unknown_until = time.monotonic() + UNKNOWN_S
+        while True:
+            with self._added:
+                self._added.wait_for(lambda: (version, writer) in self._offers or self._whole >= version, WAITING_S)
+                if offer := self._offers.get((version, writer)):
+                    return offer
+                if self._whole >= version:
+                    raise Absent(f"version {version} is not stored any more")
+                if self._expected < version and time.monotonic() > unknown_until:
+                    raise Absent(f"version {version} was not published here")
+            waits()
 
     def prune(self, applied: int) -> None:
         """Remove what is beyond the cap, oldest first; image and engines have ``applied``, and need what follows."""

@@ -31,7 +31,7 @@ from libra_hpc.protocol.callers import PROVE_S, Unproven
 from libra_hpc.protocol.carriers import WeightsByTcp
 from libra_hpc.protocol.joining import guest_secret, is_guest
 
-from .offers import OfferStore, StoredOffer
+from .offers import UNKNOWN_S, OfferStore, StoredOffer
 from .parts import PART, SentBytes, served_part
 from .receiver import ArrivingImage
 from .transport.nixl import DirectError, DirectReads, Place
@@ -63,8 +63,6 @@ from .wire import (
 
 UNREAD_S = 10.0
 """For a caller to take any byte: a network that drops packets pauses for up to a few seconds."""
-UNKNOWN_S = 2.0
-"""For a version to be published here that a caller already asks for: both messages are sent at the same time."""
 
 log = logging.getLogger("libra_hpc.carrier")
 
@@ -168,16 +166,7 @@ class CarrierServer:
             with served_part(self._parts, fetch.writer) as part:
                 yield part
             return
-        began = time.monotonic()
-        while True:
-            unknown_s = began + UNKNOWN_S - time.monotonic()
-            found = self._store.find(fetch.version, fetch.writer, WAITING_S, unknown_s)
-            if isinstance(found, StoredOffer):
-                break
-            if found:
-                raise Absent(found)
-            stream.sendall(HEADER.pack(WAITING, 0))
-        yield found
+        yield self._store.awaited(fetch.version, fetch.writer, lambda: stream.sendall(HEADER.pack(WAITING, 0)))
 
     def _send_blocks(self, stream: socket.socket, fetch: Fetch) -> None:
         begin, until = fetch.begin, time.monotonic() + UNKNOWN_S

@@ -32,6 +32,7 @@ from libra_hpc.checksum import crc32
 from libra_hpc.protocol.carriers import Peer, WeightsByTcp
 from libra_hpc.protocol.joining import is_guest
 
+from .transport.http_proof import NotServed
 from .transport.nixl import DirectError, DirectReads, Place, Read
 from .transport.token_bucket import BandwidthPace
 
@@ -80,7 +81,7 @@ class DamagedError(WireError):
     """What came is not what was sent."""
 
 
-class Absent(Exception):
+class Absent(NotServed):
     """The other end does not have what was asked for."""
 
 
@@ -128,7 +129,7 @@ class Caller:
                     return data[CRC32.size :]
                 if kind == DATA:
                     raise WireError("bytes came for a manifest")
-                _end_idle(asked)
+                end_idle(asked)
         raise ConnectionError("the connection was closed")
 
     def receive(
@@ -177,7 +178,7 @@ class Caller:
                 if kind in (MANIFEST, PLACED) or at + length > fetch.end:
                     raise WireError("more came than was asked for")
                 if kind == WAITING:
-                    _end_idle(came)
+                    end_idle(came)
                     continue
                 begin, end = at, at + length
                 while at < end:
@@ -320,7 +321,8 @@ def _decoded(body: bytes, kind: type[Message]) -> Message:
         raise WireError(f"a {kind.__name__} that cannot be read ({error})") from error
 
 
-def _end_idle(came: float) -> None:
+def end_idle(came: float) -> None:
+    """Raise `TimeoutError` when the last byte came `IDLE_S` ago."""
     if time.monotonic() - came > IDLE_S:
         raise TimeoutError(f"nothing came for {IDLE_S:.0f} s")
 

@@ -1,12 +1,10 @@
-"""What the run directory has of carriers: for another cluster that pulls new weights, and how nodes get them."""
+"""Events of carriers: for another cluster that pulls new weights, and how nodes get them."""
 
 from __future__ import annotations
 
-import stat
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from libra_hpc.agent.node_carrier import NodeCarrier
@@ -18,7 +16,6 @@ from libra_hpc.protocol.agents import Log
 from libra_hpc.protocol.carriers import CarrierReady
 from libra_hpc.protocol.joining import FIRST_GUEST, is_guest
 from libra_hpc.protocol.layout import ResumePoint
-from libra_hpc.weights.served_weights import reading_secret
 
 SECRET = b"of the run"
 
@@ -48,29 +45,19 @@ def ready(folder: Path, rank: int, message: CarrierReady, engine: str = "simulat
     return [message for message in sent if isinstance(message, Log)]
 
 
-def test_the_run_directory_has_what_another_cluster_needs(tmp_path: Path) -> None:
-    (event,) = ready(tmp_path, 1, CarrierReady(5), weights_port=8300)
-
-    assert (event.kind, event.fields) == ("weights_served", {"rank": 1, "port": 8300})
-    file = RunDir(tmp_path).weights
-    told = {"addresses": ["127.0.0.1"], "port": 8300, "secret": reading_secret(SECRET).hex()}
-    assert msgspec.json.decode(file.read_bytes()) == told
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert SECRET.hex() not in file.read_text(), "who reads weights cannot pose as a node"
-
-
-@pytest.mark.parametrize(("rank", "port"), [(2, 8300), (1, 0)])
-def test_other_nodes_and_other_runs_serve_nobody(tmp_path: Path, rank: int, port: int) -> None:
-    assert not ready(tmp_path, rank, CarrierReady(5), weights_port=port)
-    assert not RunDir(tmp_path).weights.exists()
-
-
-def test_a_port_that_is_taken_is_an_event(tmp_path: Path) -> None:
-    fault = "rollout.weights_port = 8300: Address already in use"
-    (event,) = ready(tmp_path, 1, CarrierReady(5, fault), weights_port=8300)
-
-    assert (event.kind, event.fields["reason"]) == ("weights_not_served", fault)
-    assert not RunDir(tmp_path).weights.exists()
+@pytest.mark.parametrize(
+    ("rank", "port", "fault", "kinds"),
+    [
+        (1, 8300, "", ["weights_served"]),
+        (1, 8300, "Address already in use", ["weights_not_served"]),
+        (2, 8300, "", []),
+        (1, 0, "", []),
+    ],
+)
+def test_the_train_leaders_node_alone_serves_another_cluster(
+    tmp_path: Path, rank: int, port: int, fault: str, kinds: list[str]
+) -> None:
+    assert [event.kind for event in ready(tmp_path, rank, CarrierReady(5, fault), weights_port=port)] == kinds
 
 
 @pytest.mark.parametrize(("reason", "transport"), [("NIXL is not installed", "tcp"), ("", "nixl")])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,10 +24,10 @@ pytestmark = [pytest.mark.timeout(300)]
 
 
 @contextmanager
-def guest(case: Chaos, number: int) -> Iterator[subprocess.Popen[str]]:
+def guest(case: Chaos, number: int, *words: object) -> Iterator[subprocess.Popen[str]]:
     """The ``number``-th guest, which serves."""
     assert case.run is not None
-    command = [str(Path(sys.executable).with_name("libra-hpc")), "join", str(case.run.path)]
+    command = [str(Path(sys.executable).with_name("libra-hpc")), "join", *map(str, words or [case.run.path])]
     with (case.folder / f"guest-{number}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
@@ -43,22 +45,28 @@ def of_guests(case: Chaos) -> int:
 
 
 def test_a_guest_gives_tokens_that_are_trained_and_its_leave_and_its_death_cost_the_run_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     case = Chaos(tmp_path, steps=4000, hybrid=0, rollout=1)
-    case.submit()
+    run = case.submit("-o", f"rollout.weights_port={port}")
     case.reach(2)
     with guest(case, 1) as process:
         case.wait(lambda: of_guests(case) > 0, "trained tokens of the guest")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0, (tmp_path / "guest-1.log").read_text()
         assert "it got SIGTERM" in process.communicate()[0]
-    with guest(case, 2) as process:
+    # In another cluster: it has a copy of the door's record, and nothing else of the run.
+    away = tmp_path / "away"
+    away.mkdir()
+    shutil.copy(run.door, away)
+    with guest(case, 2, away, f"--from=http://127.0.0.1:{port}") as process:
         before = of_guests(case)
         case.wait(lambda: of_guests(case) > before, "trained tokens of the next guest")
         os.kill(process.pid, signal.SIGKILL)
         case.wait(lambda: case.events("guest_lost"), "the lost guest")
     before = len(case.steps())
     case.wait(lambda: len(case.steps()) > before + 2, "steps without it")
-    case.cli("cancel", str(case.run.path if case.run else ""))
+    case.cli("cancel", str(run.path))
     sound(case, "cancelled")
     assert [event["rank"] for event in case.events("guest_joined")] == [FIRST_GUEST, FIRST_GUEST + 1]
     assert [event["rank"] for event in case.events("guest_left")] == [FIRST_GUEST]

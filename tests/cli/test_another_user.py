@@ -36,8 +36,8 @@ from libra_hpc.process import agent_folders
 from libra_hpc.protocol.joining import AT_THE_DOOR, FIRST_GUEST, DoorRecord, guest_secret
 from libra_hpc.slurm import submit
 from libra_hpc.weights import offers, parts, server, wire
+from libra_hpc.weights.outside import HttpStream
 from libra_hpc.weights.transport.http_server import HttpServer, Part
-from tests.weights.http_client import HttpCaller
 
 from .conftest import RUN, Cli, Queue, write_status
 
@@ -102,7 +102,6 @@ def shared(
     (run.logs(1) / "agent-0.log").touch()
     write_status(run)
     write_door(run)
-    write_atomic(run.weights, SECRET.encode(), OWNER_ONLY)
     return run
 
 
@@ -118,7 +117,7 @@ def test_no_file_of_a_shared_run_shows_another_user_a_secret(shared: RunDir) -> 
         secrets = (SECRET, str(OPTION), SECRET.encode().hex())
         return [path for path in readable if any(word in path.read_text(errors="replace") for word in secrets)]
 
-    assert set(with_secret()) == {shared.config, shared.toml, shared.script, shared.door, shared.weights}
+    assert set(with_secret()) == {shared.config, shared.toml, shared.script, shared.door}
     assert as_other(lambda: sys.exit(str(with_secret()))) == "SystemExit []"
 
 
@@ -167,12 +166,16 @@ def ask_carrier(scene: Scene, rank: int, secret: bytes = b"guessed") -> bytes:
     return wire.Caller(rank, secret).manifest(scene.carrier, wire.Fetch(1, parts.PART))
 
 
+def over_http(scene: Scene, secret: bytes) -> tuple[int, bytes]:
+    return HttpStream(f"http://127.0.0.1:{scene.http}", secret).whole("/config")
+
+
 def verb(*words: object) -> None:
     sys.exit(app.run([str(word) for word in words]))
 
 
 DENIED, USAGE = "PermissionError", "SystemExit [12]"
-UNPROVEN = "^(EOFError|ConnectionError|ConnectionResetError|Refused) "
+UNPROVEN = "^(EOFError|ConnectionError|ConnectionResetError|WireError) "
 TRIED: dict[str, tuple[Callable[[Scene], object], str]] = {
     "read weights": (lambda s: (s.folders[1] / "weights").read_bytes(), DENIED),
     "list sockets": (lambda s: os.listdir(s.folders[0]), DENIED),
@@ -190,7 +193,7 @@ TRIED: dict[str, tuple[Callable[[Scene], object], str]] = {
     "ask with an empty one": (lambda s: as_rank(s, AT_THE_DOOR, b""), UNPROVEN),
     "pull weights as node": (lambda s: ask_carrier(s, 1), UNPROVEN),
     "as guest": (lambda s: ask_carrier(s, FIRST_GUEST), UNPROVEN),
-    "over HTTP": (lambda s: HttpCaller(s.http, b"guessed").read("/weights"), UNPROVEN),
+    "over HTTP": (lambda s: over_http(s, b"guessed"), UNPROVEN),
     "request a stop": (lambda s: s.run.stop.write_text("{}"), DENIED),
     "order a layout": (lambda s: s.run.write_json(s.run.order, {}), DENIED),
     "write status": (lambda s: s.run.status.open("r+"), DENIED),
@@ -230,7 +233,7 @@ def test_another_user_reads_joins_writes_and_stops_nothing(attempt: str, scene: 
 def test_who_has_the_secret_is_let_in(scene: Scene) -> None:
     for rank in (0, 1, AT_THE_DOOR, FIRST_GUEST):
         as_rank(scene, rank, scene.world.secret if rank < 2 else guest_secret(scene.world.secret))
-    assert HttpCaller(scene.http, scene.world.secret).read("/weights") == (1, b"data")
+    assert over_http(scene, scene.world.secret) == (1, b"data")
     with pytest.raises(wire.Absent, match="no snapshots"):
         ask_carrier(scene, 1, scene.world.secret)
 

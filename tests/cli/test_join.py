@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
+from libra_hpc_cli.join import config_from
 
 from libra_hpc.agent.guest import GuestSettings, Stay
-from libra_hpc.annexes.lend.guest_process import GuestProcess
-from libra_hpc.annexes.lend.terms import LendTerms
+from libra_hpc.config.load import load_resolved
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.code_stamp import code_stamp
 from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
 from libra_hpc.slurm.queue.query import JobInfo, JobState
+from tests.weights.test_outside import resource, serving
 
 from .conftest import Cli, Queue, one_line, write_status
 
@@ -42,6 +44,23 @@ def test_other_code_and_another_model_are_refused_before_anybody_is_asked(submit
     assert "door.json is no record of a run" in one_line(cli("join", "quick-001"))
 
 
+def test_what_is_missing_to_join_from_another_cluster_is_one_sentence(
+    submitted: RunDir, cli: Cli, tmp_path: Path
+) -> None:
+    url = "--from=http://127.0.0.1:9"
+    assert "it has no door.json; valid: a folder with a copy of the run's." in one_line(cli("join", str(tmp_path), url))
+    put(submitted)
+    refused = one_line(cli("join", str(submitted.path), url))
+    assert "--from = 'http://127.0.0.1:9': Connection refused; valid: http://HOST:PORT" in refused
+    with ExitStack() as stack:
+        config = submitted.config.read_bytes()
+        port = serving(stack, bytes.fromhex(RECORD.secret), resource(config))
+        found = config_from(f"http://127.0.0.1:{port}", RECORD)
+        assert found == load_resolved(submitted.config).changed(slurm={"interface": ""})
+        other = serving(stack, b"another", resource(config))
+        assert "it has another secret" in one_line(cli("join", str(submitted.path), f"--from=http://127.0.0.1:{other}"))
+
+
 def test_a_run_that_ends_while_a_guest_waits_for_its_ranks_ends_the_wait(
     submitted: RunDir, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -55,9 +74,7 @@ def test_a_run_that_ends_while_a_guest_waits_for_its_ranks_ends_the_wait(
     assert "it has ended: cancelled" in outcome.err
 
 
-def test_a_budget_for_weights_reaches_the_guest_of_a_join_and_of_a_lender(
-    submitted: RunDir, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_budget_for_weights_reaches_the_guest(submitted: RunDir, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     put(submitted)
     settings: list[GuestSettings] = []
 
@@ -71,14 +88,3 @@ def test_a_budget_for_weights_reaches_the_guest_of_a_join_and_of_a_lender(
         assert cli("join", "quick-001", *options).code == 0
     assert [given.pull_mb_s for given in settings] == [50.0, 0.0]
     assert "--weights-mb-s" in one_line(cli("join", "quick-001", "--weights-mb-s=-1"))
-
-    terms: list[LendTerms] = []
-    monkeypatch.setattr("libra_hpc_cli.lend.start_lender", lambda given, runs: terms.append(given) or tmp_path)
-    monkeypatch.setattr("os.execvpe", lambda *command: None)
-    cli("lend", "serve", "--slo=ttft=1s,tpot=1s", "--weights-mb-s=50", f"--runs={tmp_path}", "--", "true")
-    monkeypatch.setenv("LIBRA_HPC_LENDERS", str(tmp_path))
-    started: list[list[str]] = []
-    monkeypatch.setattr("subprocess.Popen", lambda argv, **options: started.append(argv))
-    submitted.logs(1).mkdir(parents=True, exist_ok=True)
-    GuestProcess(submitted, "lender", terms[0], str(tmp_path / "page"))
-    assert "--weights-mb-s=50.0" in started[0]

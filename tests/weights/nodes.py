@@ -38,6 +38,7 @@ class CarrierNode:
         shapes: Mapping[str, tuple[int, ...]],
         secret: bytes = SECRET,
         http_port: int = 0,
+        source: str = "",
         parts: str = "",
         pull_mb_s: float = 0.0,
         transport: str = "tcp",
@@ -47,14 +48,18 @@ class CarrierNode:
         self.rank, self.folder = rank, folder
         folder.mkdir(exist_ok=True)
         rollout = {"weights_port": http_port, "weights_mb_s": 1e3, "weights_transport": transport}
+        compute = {"env": {"API_KEY": "sk-private"}}
+        run = RunConfig().changed(model={"dtype": "bfloat16"}, rollout=rollout, compute=compute)
+        (folder / "run.json").write_bytes(msgspec.json.encode(run))
         config = CarrierConfig(
-            run=RunConfig().changed(model={"dtype": "bfloat16"}, rollout=rollout),
+            run=run,
             rank=rank,
             folder=str(folder),
             addresses=("127.0.0.1",),
             secret=secret,
             shapes=dict(shapes),
-            outside=True,
+            outside=str(folder / "run.json"),
+            source=source,
             parts=parts,
             guest=is_guest(rank) and transport == "tcp",
             pull_mb_s=pull_mb_s,

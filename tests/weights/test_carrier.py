@@ -97,15 +97,6 @@ def test_those_behind_a_lost_node_go_on_where_they_were_with_the_one_before_it(
     assert chain.payload(2, 0) == chain.payload(0, 0)
 
 
-def test_a_slow_node_holds_up_nobody_before_it(chain: Chain) -> None:
-    slow = chain.link(2, 1, bytes_per_s=8e6)
-    chain.write(0, -1)
-    chain.nodes[1].wait(VersionHere)
-
-    assert slow.passed < 6_000_000
-    chain.nodes[2].wait(VersionHere)
-
-
 def test_a_link_without_progress_is_given_up(chain: Chain) -> None:
     chain.link(1, 0, hold_at=3_000_000)
     chain.write(0, -1)

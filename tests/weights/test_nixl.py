@@ -24,7 +24,6 @@ from libra_hpc.protocol.carriers import (
 from libra_hpc.protocol.joining import FIRST_GUEST, guest_secret
 from libra_hpc.weights.image import IMAGE_FILE
 from libra_hpc.weights.pieces import offer_path, payload_path
-from libra_hpc.weights.transport.token_bucket import BURST_S
 from tests.weights.chain import WRITER, Chain, here, wait_until
 from tests.weights.nodes import SECRET, node_folders
 
@@ -116,14 +115,6 @@ def test_a_guest_gets_no_place_in_memory(nodes: Nodes, environment: dict[str, st
     assert link.passed > SIZE
 
 
-def test_a_read_takes_at_least_the_time_of_its_budget(nodes: Nodes, environment: dict[str, str]) -> None:
-    chain = nodes(1, environment)
-    chain.nodes.append(receiver := chain.node(1, pull_mb_s=16))
-    chain.write(0, -1)
-    came = receiver.wait(VersionHere)
-    assert came.wire_s >= came.bytes / 16e6 - BURST_S
-
-
 @pytest.mark.parametrize("fault", ["break:5000000", "hang:5000000"])
 def test_after_a_failed_read_tcp_goes_on_at_the_last_byte(nodes: Nodes, fault: str) -> None:
     chain = nodes(2, faking(fault))
@@ -137,13 +128,6 @@ def test_after_a_failed_read_tcp_goes_on_at_the_last_byte(nodes: Nodes, fault: s
     # Of the first stream, not of those beside it.
     assert failed.reason == f"NIXL: a READ {'did not end' if fault.startswith('hang') else 'failed'}"
     assert not chain.nodes[1].all(PieceRefused) + chain.nodes[1].all(Stalled)
-
-
-def test_a_bit_that_a_read_flips_is_refused_and_comes_again(nodes: Nodes) -> None:
-    chain = nodes(2, faking("flip:3000000"))
-    chain.write(0, -1)
-    assert len({node.wait(ImageHere).version for node in chain.nodes}) == len(set(images(chain))) == 1
-    assert len(chain.nodes[1].all(PieceRefused)) == 1
 
 
 @pytest.mark.parametrize("without", [0, 1])

@@ -124,7 +124,7 @@ class Staging:
             with payload_path(manifest).open("rb") as file:
                 payload = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if offer.size else b""
             for piece in offer.pieces:
-                index, values = piece_values(piece, payload, verify=False)
+                index, values = piece_values(piece, payload)
                 places = tensor_places(piece.block, np.arange(elements(piece.block)) if index is None else index)
                 for parameter, where in self._targets(piece.block.tensor):
                     found, chosen = landed(places, where)
