@@ -23,6 +23,7 @@ import msgspec
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.gate.gated_steps import GateConfig
+from libra_hpc.models.devices import STEP_TOKENS
 from libra_hpc.process.node_topology import loopback
 
 WORKER_EXTENSION = "libra_hpc.engine.worker_extension.WorkerExtension"
@@ -46,7 +47,7 @@ of a step takes longer than its computation up to about 2,048 tokens (docs/LOG.m
 
 CPU_STEP_TOKENS = 512
 """Most tokens of a step on CPUs, where a prompt's token takes as long as a decoded one: messages wait for a step. After
-an update the longest step took 11.1 s with 2,048, vLLM's default; 3.1 s with 512, and all of it 9 % longer; 2.3 s with
+an update the longest step took 11.1 s with 2,048; 3.1 s with 512, and all of it 9 % longer; 2.3 s with
 128, and 60 % longer."""
 SHARED_GPU = 0.01
 """Share of a GPU that must be free for a start where ``kv_cache_mb`` sets the size of the cache: vLLM's 0.92 never is
@@ -165,7 +166,7 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "kv_cache_dtype": rollout.kv_dtype,
         # vLLM counts all devices of the engine.
         "kv_offloading_size": rollout.kv_host_gb_per_gpu * config.tp or None,
-        "max_num_batched_tokens": max(CPU_STEP_TOKENS, rollout.max_num_seqs) if not on_gpus else None,
+        "max_num_batched_tokens": max(STEP_TOKENS if on_gpus else CPU_STEP_TOKENS, rollout.max_num_seqs),
         "block_size": rollout.block_size,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,

@@ -38,6 +38,9 @@ NOT_NEGATIVE = ("kernel_s", "allreduce_s", "host_s", "host_sequence_s", "workspa
 WORDS = ("name", "aliases", "tables", "fp8_units", "async_steps")
 """Fields that are no numbers; those in none of the three are above 0."""
 
+STEP_TOKENS = 8192
+"""Most tokens of one engine step on a GPU, decoded and prefilled: vLLM's default for offline work on an A100."""
+
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One accelerator and its place in a node, in bytes, bytes/s, FLOP/s, seconds."""

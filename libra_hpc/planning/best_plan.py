@@ -20,6 +20,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from libra_hpc.errors import UserError
+from libra_hpc.models.devices import STEP_TOKENS
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.search.layout_space import LayoutSpace
@@ -47,9 +48,6 @@ BOUND_BATCHES = 4
 """Batches that the bound is of: the longest trajectory of one alone scatters."""
 STRIDES = 16
 """Steps from one end of a family to the other."""
-
-CHUNK = 8192
-"""Prompt tokens of a step that only prefills."""
 
 Progress = Callable[[int], None]
 """(plays so far) -> None."""
@@ -273,7 +271,7 @@ class Bound:
         if key not in self._known:
             full = max(1, min(self._slots, int(steps.kv_capacity / self._context)))
             token_s = min(steps.step_s(n, int(n * self._context)) / n for n in {full, max(1, full // 2)})
-            new_s = steps.step_s(0, 0, CHUNK, 0) / CHUNK
+            new_s = steps.step_s(0, 0, STEP_TOKENS, 0) / STEP_TOKENS
             longest = fmean(max(one.seconds(steps, new_s) for one in batch) for batch in self._alone)
             self._known[key] = (self._generated * token_s + self._new * new_s) / self._batches, longest
         return self._known[key]

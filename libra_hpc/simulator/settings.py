@@ -8,6 +8,7 @@ import msgspec
 
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.capacity import HostMemory, blocks_of
+from libra_hpc.models.devices import STEP_TOKENS
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.models.update_time import NO_UPDATE, UpdateTime
 from libra_hpc.policies.serving.step_gate import GateLimits
@@ -55,8 +56,8 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     max_inflight: int = 96
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 8192
-    """Most tokens of one engine step, decoded and prefilled (vLLM's default on large GPUs); at least one a sequence."""
+    max_num_batched_tokens: int = STEP_TOKENS
+    """Most tokens of one engine step, decoded and prefilled; at least one a sequence."""
     async_steps: bool = False
     """Whether a batch is formed a step ahead: what arrives in a step takes part in the one after the next."""
     block_size: int = 32
