@@ -14,7 +14,8 @@ GPU_CHECK_DEVICE ?= cuda
 GPU_CHECK_FLAGS ?=
 CUDA_VENV ?= $(CURDIR)/build/venv-cuda
 # Hundreds of processes are started, and each would compile what it imports where the environment forbids to keep that.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest \
+	--durations 12 --durations-min 20
 # More workers than two cores, because tests wait too.  Of four, one has Slurm, one vLLM, two the rest (tests/conftest.py).
 WORKERS := --dist loadgroup --no-loadscope-reorder -n
 QUICK := not (cluster or vllm or engine or slow or nightly or chaos)

@@ -64,6 +64,7 @@ def test_a_slow_node_slows_the_engines_on_its_gpus() -> None:
         assert len(slow) == row.slow // part.tp
 
 
+@pytest.mark.nightly
 def test_splits_alone_train_groups_as_they_are_complete() -> None:
     portions = [
         train_seconds(name, 0, roles).portion for name in ("63k, eta 0", "63k, eta 1") for roles in (Roles(3), Roles())

@@ -11,7 +11,7 @@ from libra_hpc.facts.rundir import read_lines
 from .conftest import FaultyFiles
 from .harness import Chaos, sound
 
-pytestmark = [pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 
 
 def order(case: Chaos, *kinds: str) -> list[str]:
@@ -42,7 +42,6 @@ def test_a_write_that_is_slow_is_reported_and_no_trainer_is_ended_for_it(tmp_pat
     assert order(case, "hung", "engine_lost", "recovered", "checkpoint_failed") == []
 
 
-@pytest.mark.chaos
 def test_a_write_that_hangs_is_ended_after_storage_s_and_training_goes_on(tmp_path: Path, faulty: FaultyFiles) -> None:
     checkpoints = tmp_path / "runs" / "t-001" / "checkpoints"
     case = Chaos(tmp_path, steps=400)

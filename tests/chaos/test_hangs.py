@@ -11,7 +11,7 @@ import pytest
 
 from .harness import Chaos, sound
 
-pytestmark = [pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 
 TRAIN_LEADER, HYBRID, ROLLOUT_LEADER, ROLLOUT = range(1, 5)
 
@@ -19,9 +19,9 @@ TRAIN_LEADER, HYBRID, ROLLOUT_LEADER, ROLLOUT = range(1, 5)
 @pytest.mark.parametrize(
     ("rank", "module", "part"),
     [
-        pytest.param(ROLLOUT, "libra_hpc.simulated.engine_process", "r4.0", marks=pytest.mark.chaos),
+        (ROLLOUT, "libra_hpc.simulated.engine_process", "r4.0"),
         (TRAIN_LEADER, "t1.1.json", "t1"),
-        pytest.param(ROLLOUT_LEADER, "libra_hpc.simulated.host_process", "environment host 0", marks=pytest.mark.chaos),
+        (ROLLOUT_LEADER, "libra_hpc.simulated.host_process", "environment host 0"),
     ],
 )
 def test_a_part_that_hangs_is_ended_and_started_again(tmp_path: Path, rank: int, module: str, part: str) -> None:

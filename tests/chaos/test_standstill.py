@@ -12,7 +12,7 @@ from libra_hpc.facts.rundir import read_lines
 from .harness import Chaos, patched, sound
 from .test_agents import HYBRID, ROLLOUT, ROLLOUT_LEADER
 
-pytestmark = [pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 
 WITHHELD = """
 import pathlib
@@ -52,7 +52,6 @@ def test_a_node_that_new_weights_never_reach_is_dropped_and_the_others_go_on(tmp
     assert "; its weights are of step " in lost["reason"]
 
 
-@pytest.mark.chaos
 def test_a_run_that_new_weights_never_reach_restarts_and_then_fails_with_that_sentence(tmp_path: Path) -> None:
     flag = tmp_path / "withheld"
     case = Chaos(tmp_path, steps=4000)

@@ -30,7 +30,7 @@ STEPS = 80
 many steps."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_engines_cancel_and_resume_on_slurm(cluster: ClusterInfo, policy: Path, tmp_path: Path) -> None:
     case = Case(tmp_path, policy, "slurm", steps=STEPS, hybrid=0)
     run = case.submit("-o", f'task.eval=[{{name="held", task="{KEYCHAIN_TASK}", every=5, prompts=4, samples=2}}]')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def row(block: Block) -> Any:
+    """A whole plan takes half a minute."""
+    long = block.command.startswith("libra-hpc plan") and "--quick" not in block.command
+    return pytest.param(block, id=f"{block.page.stem}: {block.command[:60]}", marks=pytest.mark.nightly if long else ())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("block", MARKED, ids=[f"{block.page.stem}: {block.command[:60]}" for block in MARKED])
+@pytest.mark.parametrize("block", map(row, MARKED))
 def test_a_block_is_what_its_command_prints(block: Block, folder: Path) -> None:
     printed = output(block.command, folder)
     assert not block.differs(printed), f"{block.page.name} is out of date; run: make docs\nit prints now:\n{printed}"

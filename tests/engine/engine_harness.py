@@ -49,7 +49,6 @@ PROMPTS = [[5, 17, 99, 3, 64, 21, 8], [1, 2, 3], list(range(10, 50))]
 """Of `EngineUnderTest.greedy`."""
 WAITS_OR_AHEAD = ["each step waits", "steps ahead"]
 """The two kinds of the fixture `shared_engine`."""
-both = pytest.mark.parametrize("shared_engine", [False, True], indirect=True, ids=WAITS_OR_AHEAD)
 versions = itertools.count(10)
 """Of the weights that an engine of several modules gets."""
 

@@ -116,10 +116,15 @@ class Served(NamedTuple):
     scope="module",
     params=[
         ("qwen2, tied", 1, True),
-        ("qwen3_moe", 2, False),
         *(
             pytest.param(row, marks=pytest.mark.nightly)
-            for row in (("qwen2, tied", 1, False), ("qwen2", 2, False), ("qwen3_moe", 1, False), ("glm4", 1, False))
+            for row in (
+                ("qwen2, tied", 1, False),
+                ("qwen2", 2, False),
+                ("qwen3_moe", 1, False),
+                ("qwen3_moe", 2, False),
+                ("glm4", 1, False),
+            )
         ),
         *(
             pytest.param((kind, tp, False), marks=pytest.mark.nightly)

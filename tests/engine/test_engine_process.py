@@ -20,7 +20,6 @@ from .engine_harness import (
     VOCAB,
     EngineUnderTest,
     Model,
-    both,
     bring,
     foreign,
     logprobs_of,
@@ -60,7 +59,6 @@ def test_logprobs_are_those_of_transformers_at_the_sampling_temperature(
         assert_agrees(old, request, done)
 
 
-@both
 def test_greedy_tokens_and_stop_ids(engine: EngineUnderTest, old: Model) -> None:
     context = prompt(12)
     expected = old.greedy(context, 16)
@@ -89,7 +87,6 @@ def test_swap_replaces_the_model_and_forgets_cached_prefixes(engine: EngineUnder
 
 
 @pytest.mark.parametrize("length", [20, 190], ids=["", "in several steps"])
-@both
 def test_swap_in_flight_recomputes_running_requests(
     engine: EngineUnderTest, old: Model, new: Model, length: int
 ) -> None:
@@ -117,7 +114,6 @@ def test_swap_in_flight_recomputes_running_requests(
     assert mixed >= min(4, 512 // (length + 1))
 
 
-@both
 def test_abort_answers_with_the_tokens_so_far_and_resubmission_continues(engine: EngineUnderTest) -> None:
     context = prompt(40)
     (whole,) = engine.generate(turn("whole", context, 400, temperature=0.0))
@@ -199,7 +195,6 @@ def test_a_bad_request_fails_alone(engine: EngineUnderTest, old: Model) -> None:
     assert_agrees(old, good, done)
 
 
-@both
 def test_a_turn_ends_where_the_context_ends(engine: EngineUnderTest) -> None:
     (done,) = engine.generate(turn("edge", prompt(1000), 100))
     assert (done.finish, len(tokens_of(done))) == ("length", 24)
@@ -215,7 +210,6 @@ def test_an_id_in_flight_is_refused_without_ending_the_first(engine: EngineUnder
     assert done.finish == "length"
 
 
-@both
 def test_stats_count_what_was_done(engine: EngineUnderTest) -> None:
     busy = engine.start(turn("warm", prompt(8), 900))
     engine.send(Abort("warm"))
@@ -245,7 +239,6 @@ def test_a_swap_does_not_count_as_preemption(engine: EngineUnderTest, old: Model
     assert engine.idle().preemptions == before
 
 
-@both
 def test_preemptions_for_lack_of_blocks_are_counted_across_a_swap(engine: EngineUnderTest, new: Model) -> None:
     before = engine.idle()
     assert before.kv_use == 0.0, "vLLM's own block is not counted"
@@ -259,7 +252,6 @@ def test_preemptions_for_lack_of_blocks_are_counted_across_a_swap(engine: Engine
     assert after.kv_use == 0.0
 
 
-@both
 def test_asleep_and_woken_without_weights_it_refuses(engine: EngineUnderTest, old: Model, new: Model) -> None:
     engine.start(turn("cut", prompt(8), 900))
     engine.send(wire.Sleep())
@@ -289,7 +281,6 @@ def test_idle_it_reports_every_second(engine: EngineUnderTest) -> None:
     engine.wait_stats(since, lambda report: len(engine.stats) >= since + 2)
 
 
-@both
 def test_weights_that_make_no_numbers_are_an_error_of_each_turn_and_better_ones_serve_again(
     engine: EngineUnderTest, new: Model, tmp_path: Path
 ) -> None:
@@ -303,7 +294,6 @@ def test_weights_that_make_no_numbers_are_an_error_of_each_turn_and_better_ones_
     assert_agrees(new, request, engine.generate(request)[0])
 
 
-@both
 def test_every_token_of_every_step_is_in_the_log(engine: EngineUnderTest) -> None:
     path = engine.config_path.with_name("steps.jsonl")
     begun = engine.idle()

@@ -15,7 +15,6 @@ from .engine_harness import (
     EngineUnderTest,
     Model,
     assert_bit_for_bit,
-    both,
     bring,
     logprobs_of,
     make_model,
@@ -27,14 +26,12 @@ from .engine_harness import (
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-@both
 def test_staged_weights_are_bit_for_bit_those_of_the_load_at_the_start(
     engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path
 ) -> None:
     assert_bit_for_bit(engine, old, new, tmp_path)
 
 
-@both
 def test_decoding_goes_on_while_it_stages_and_every_token_names_its_version(
     engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path
 ) -> None:

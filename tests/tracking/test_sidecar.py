@@ -169,7 +169,7 @@ def test_a_killed_sidecar_goes_on_and_tensorboard_has_each_step(tmp_path: Path) 
     assert tensorboard(run) == {1: 0.0, 2: 0.5, 3: 0.25}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sidecar_killed_at_any_point_loses_no_step_and_shows_none_twice(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     run, pick = RunDir.create(tmp_path, "t"), random.Random(7)

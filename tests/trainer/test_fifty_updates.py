@@ -33,6 +33,9 @@ from tests.weights.test_blocks import KINDS, architecture, engine_parameters, mo
 
 pytestmark = pytest.mark.slow
 
+OFTEN = ("gpt_oss", "qwen3", "qwen3_moe", "qwen3_next")
+"""Families of each change: dense, with experts, with stacked experts, with states."""
+
 UPDATES = 50
 WORLDS = [
     ReplicaPlace(tp=tp, tp_rank=0, pp=pp, pp_rank=0, dp=dp, ep=ep, etp=etp)
@@ -202,7 +205,9 @@ def engines(shape: Architecture, image: Weights) -> Iterator[tuple[str, torch.Te
                 yield f"{name}, TP {tp}, rank {rank}", tensor, found[name].view(tensor.shape)
 
 
-@pytest.mark.parametrize(("family", "tied"), KINDS)
+@pytest.mark.parametrize(
+    ("family", "tied"), [one if one[0] in OFTEN else pytest.param(*one, marks=pytest.mark.nightly) for one in KINDS]
+)
 def test_engines_have_the_trainers_bits_after_fifty_updates_and_moved_writers(family: str, tied: bool) -> None:
     with node_folders() as folder:
         _fifty_updates(Run(folder, architecture(family, tied), seed=KINDS.index((family, tied))), LEGS[family, tied])

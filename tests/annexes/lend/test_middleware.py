@@ -38,7 +38,7 @@ asyncio.run(serve())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_has_what_the_engines_of_vllm_run_and_the_use_of_the_fullest(tmp_path: Path) -> None:
     page = layout.Page.create(tmp_path / "page")
     beside = str(Path(serving.__file__).parent)
