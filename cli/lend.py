@@ -25,7 +25,7 @@ from libra_hpc.annexes.lend import lender_record as records
 from libra_hpc.annexes.lend.beside_server import libra_hpc_serving as serving
 from libra_hpc.annexes.lend.hours import Hours
 from libra_hpc.annexes.lend.lender_record import LenderRecord
-from libra_hpc.annexes.lend.terms import LendTerms, Slo, memory_mib
+from libra_hpc.annexes.lend.terms import LendTerms, first_token_s, memory_mib
 from libra_hpc.errors import OperationError, error_text, invalid
 from libra_hpc.gate.page import Page
 from libra_hpc.process.agent_folders import PREFIX
@@ -42,7 +42,7 @@ app = typer.Typer(no_args_is_help=True)
 @app.command("serve", help="Start a server whose idle GPU time is lent to runs.")
 def serve(
     command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The server's command.")] = None,
-    slo: Annotated[str, typer.Option("--slo", metavar="LIMITS", help="Such as ttft=500ms,tpot=150ms.")] = "",
+    slo: Annotated[str, typer.Option("--slo", metavar="LIMITS", help="Such as ttft=500ms.")] = "",
     give: Annotated[str, typer.Option("--give", hidden=True)] = "",
     hours: Annotated[str, typer.Option("--hours", metavar="FROM-TO", help="Such as 20-08; default: always.")] = "",
     memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Of each GPU, such as 30GiB.")] = "",
@@ -54,13 +54,11 @@ def serve(
     weights_mb_s: WeightsOption = 0.0,
     runs: Annotated[Path | None, typer.Option("--runs", metavar="DIR", help="Folder of runs that may borrow.")] = None,
 ) -> None:
-    if not slo:
-        raise invalid("--slo", slo, "not given", "ttft=TIME,tpot=TIME, such as ttft=500ms,tpot=150ms")
-    limits = Slo.parse(slo)
+    ttft_s = first_token_s(slo)
     if give:
         raise invalid("--give", give, "a guest steps only while nobody is served", "lend serve without --give")
     Hours.parse(hours)
-    terms = LendTerms(limits.ttft_s, limits.tpot_s, hours, memory_mib(memory), tp, engines, headroom, weights_mb_s)
+    terms = LendTerms(ttft_s, hours, memory_mib(memory), tp, engines, headroom, weights_mb_s)
     if runs is None or not runs.is_dir():
         raise invalid("--runs", str(runs or ""), "no such folder", "the folder of the runs that may borrow")
     if not command:
@@ -122,7 +120,7 @@ def list_lenders(as_json: JsonOption = False) -> None:
     elif not found:
         print_note("nobody lends; `libra-hpc lend serve` starts a server that does")
     else:
-        made = narrow_table("lender~", "host~", "state", "run~", "limits", "hours", "tokens>", "why~")
+        made = narrow_table("lender~", "host~", "state", "run~", "limit", "hours", "tokens>", "why~")
         for name, (record, gone) in found.items():
             made.add_row(*row(name, record, gone))
         show(made)
@@ -149,7 +147,16 @@ def row(name: str, record: LenderRecord | None, gone: bool) -> list[str]:
     borrower = "" if gone else Path(record.borrower).name
     terms = record.terms
     tokens = f"{record.tokens:,}"
-    return [name, record.host, state, borrower, terms.slo, str(Hours.parse(terms.hours)), tokens, why]
+    return [
+        name,
+        record.host,
+        state,
+        borrower,
+        f"{terms.ttft_s * 1000:g} ms",
+        str(Hours.parse(terms.hours)),
+        tokens,
+        why,
+    ]
 
 
 def facts(name: str, record: LenderRecord | None, gone: bool) -> dict[str, object]:

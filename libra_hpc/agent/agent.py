@@ -556,7 +556,7 @@ def main() -> None:
             "" if problem else config.slurm.interface,
             problem,
             lambda rank: () if problem else whole_parts(kept_folder(run.path, _place(config, rank))),
-            guests=not problem and (config.borrow.spot.nodes > 0 or config.borrow.lenders),
+            guests=not problem and bool(config.borrow.spot.nodes or config.borrow.lenders),
             again=start_of().met,
         )
         check_world(world.size, layout, os.environ)

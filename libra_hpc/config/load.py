@@ -271,7 +271,10 @@ def _scalars(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def without_removed(data: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a run without the keys of `REMOVED`, which are dropped in place."""
+    """The configuration of a run without the keys of `REMOVED`, which are dropped in place, and with present values."""
+    borrow = data.get("borrow")
+    if isinstance(borrow, dict) and isinstance(borrow.get("lenders"), bool):
+        borrow["lenders"] = "any" if borrow["lenders"] else []
     for key in REMOVED:
         *sections, name = key.split(".")
         table: Any = data

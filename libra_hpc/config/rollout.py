@@ -141,6 +141,13 @@ class SpotSection(Section, frozen=True):
 class BorrowSection(Section, frozen=True):
     """``[borrow]``: engines that join the running job."""
 
-    lenders: bool = False
-    """Take engines beside servers whose owners lend their GPUs (docs/borrow.md)."""
+    lenders: Annotated[
+        Literal["any"] | list[str], Valid("'any', or a list of names of lenders such as ['gpu-017-*']")
+    ] = []
+    """Servers whose owners lend their GPUs, and from which the run may borrow (docs/borrow.md): ``any``, or names, in
+    which ``*`` stands for any text. While the planner is enabled, only those that pay."""
+    most_gpus: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    """Most GPUs of lenders at once; 0: no limit."""
+    least_gain_s: Annotated[Seconds, Meta(ge=0)] = 0.0
+    """Time that each borrowed GPU must save over the remaining steps, beside the start of its engines."""
     spot: SpotSection = SpotSection()

@@ -391,11 +391,13 @@ class Coordinator:
             await asyncio.sleep(REQUESTS_S)
 
     async def _poll_orders(self) -> None:
-        """Read an operator's order for another layout, in a thread."""
+        """Read an operator's order for another layout, and offers of lenders, in a thread."""
         while not self._finished.is_set():
             await asyncio.sleep(min(STATUS_S, self._config.planner.interval_s))
             if self._nodes.pool is None or self._ending.saving_for == "lost":
                 continue
+            if self._config.borrow.lenders:
+                await asyncio.to_thread(self._nodes.guests.offers.read)
             blocked_by = "the run is stopping" if self._ending.stopping else self._nodes.unsettled
             if await asyncio.to_thread(self._repartitioner.poll, blocked_by):
                 self._nodes.stop_training("repartition")
@@ -494,6 +496,7 @@ class Coordinator:
             repartitioned=self._repartitioner.last,
             notices=self._guards.shown(notices),
             spot_nodes=self._planning.spot_nodes,
+            takes=self._planning.takes(),
             now=now,
         )
         self._records.status(status)

@@ -10,20 +10,57 @@ Guests are in no pool, membership or layout. The planner knows what their engine
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from libra_hpc.files import read_own
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.agents import LenderReport
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.joining import RANKS_OF_A_START, JoinWanted
+from libra_hpc.protocol.joining import RANKS_OF_A_START, JoinWanted, Offer
 from libra_hpc.protocol.layout import Row
+from libra_hpc.protocol.plan import OfferFact
 
 from .liveness import HEARTBEAT_LOST_S, NodeContact
 
+GONE_S = 15.0
+"""Three renewals of an offer."""
 GuestState = Literal["starting", "serving", "leaving"]
+
+
+class Offers:
+    """What lenders offer, in files that they renew; an old file is no offer, whatever the clocks."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._folder, layout = context.run.offers, context.layout
+        self._tp, self._engines = context.config.rollout.on_node(layout.engine_node(layout.rollout_leader))
+        self._seen: dict[str, tuple[int, float, Offer]] = {}
+        """By lender: time stamp of the file, when that changed in monotonic seconds, and the offer."""
+
+    def read(self) -> None:
+        """Read all files, which may take long."""
+        found = dict[str, tuple[int, float, Offer]]()
+        for path in self._folder.glob("[!.]*.json"):
+            with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+                renewed, known = path.stat().st_mtime_ns, self._seen.get(path.stem)
+                offer = msgspec.json.decode(read_own(path), type=Offer)
+                found[path.stem] = known if known and known[0] == renewed else (renewed, time.monotonic(), offer)
+        self._seen = found
+
+    def present(self, given: Mapping[str, LenderReport]) -> list[OfferFact]:
+        """The offers as the planner needs them; ``given``: what lenders gave so far."""
+        found, now = list[OfferFact](), time.monotonic()
+        for name, (_, at, (tp, engines)) in self._seen.items():
+            report, gpus = given.get(name), (tp or self._tp) * engines
+            lends, share = report is not None and report.engines > 0, report.mean_share if report else 1.0
+            if lends or now - at < GONE_S:
+                found.append(OfferFact(name, gpus, share * gpus / (self._tp * self._engines), lends))
+        return found
 
 
 class Guests:
@@ -34,6 +71,7 @@ class Guests:
         self.contacts: dict[int, NodeContact] = {}
         self.states: dict[int, GuestState] = {}
         self.rows: dict[int, Row] = {}
+        self.offers = Offers(context)
         self._next = self._end = 0
         self.start_s = 0.0
         """Seconds of the newest serving guest from the start of its engines until they served; 0.0: none has served."""

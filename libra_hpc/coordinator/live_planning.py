@@ -20,13 +20,14 @@ from libra_hpc.facts.estimate import StageEstimate
 from libra_hpc.facts.status import DecisionStatus
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.planning.live_child import PlayerProcess
+from libra_hpc.policies.control.lender_choice import fitting
 from libra_hpc.policies.control.plays import BOTH
 from libra_hpc.policies.control.switch_cost import SWITCHES
 from libra_hpc.policies.control.within_step import TAIL, Rest, moves_within_step
 from libra_hpc.policies.pool.states import Node, NodeState
 from libra_hpc.protocol.agents import RolloutReport, TurnsDrained
 from libra_hpc.protocol.engine_state import EngineKind
-from libra_hpc.protocol.plan import NodeFact, PlanDecision, SpotFact
+from libra_hpc.protocol.plan import BorrowFact, NodeFact, OfferFact, PlanDecision
 
 from .decisions import DecisionLog, predicted_gain
 from .nodes import NodePool
@@ -147,7 +148,9 @@ class LivePlanning:
         self._sharing = sharing
         self._player = PlayerProcess(config, repartition_after)
         self._decisions = DecisionLog(event)
-        self._spot_since = float("-inf")
+        self._since = float("-inf")
+        self._paying = set[str]()
+        """Lenders that were worth their price when they were evaluated last."""
         self.spot_nodes = -1
         """See `Status.spot_nodes`."""
 
@@ -164,14 +167,17 @@ class LivePlanning:
             group_size=algorithm.group_size,
             eta=algorithm.eta,
             steps_left=steps_left,
-            spot=self._spot(),
+            borrow=self._borrow(),
         )
         decision = self._player.decide(snapshot, now)
         self._decisions.add(decision, now)
         if decision.action in ("to_train", "to_rollout"):
             self._move(decision, "train" if decision.action == "to_train" else "rollout", now)
         elif decision.action in ("borrow", "give_back"):
-            self.spot_nodes, self._spot_since = decision.spot_nodes, now
+            self._since = now
+            self._paying -= decision.lenders.keys()
+            self._paying |= {name for name, (saved_s, needed_s) in decision.lenders.items() if saved_s > needed_s}
+            self.spot_nodes = self.spot_nodes if decision.lenders else decision.spot_nodes
         elif decision.action == "time_share":
             self._sharing.active = True
         elif decision.action == "split":
@@ -181,12 +187,32 @@ class LivePlanning:
                     self._nodes.move(node.rank, "train" if node.rank in decision.nodes else "rollout", now)
         return decision
 
-    def _spot(self) -> SpotFact | None:
-        """Before its first decision, those of an earlier start may be there."""
-        most, report = self._config.borrow.spot.nodes, self._observations.report
+    def _borrow(self) -> BorrowFact | None:
+        """Before its first decision, queued nodes of an earlier start may be there."""
+        borrow, report = self._config.borrow, self._observations.report
         there = report is not None and any(one.kind == "spot" and one.engines for one in report.lenders)
-        wanted = self.spot_nodes if self.spot_nodes >= 0 else most * there
-        return SpotFact(most, wanted, self._spot_since, self._nodes.guests.start_s) if most else None
+        if not (borrow.spot.nodes or borrow.lenders):
+            return None
+        return BorrowFact(
+            most=borrow.spot.nodes,
+            wanted=self.spot_nodes if self.spot_nodes >= 0 else borrow.spot.nodes * there,
+            since=self._since,
+            start_s=self._nodes.guests.start_s,
+            node_gpus=self._config.components.rollout.gpus,
+            offers=tuple(self._offers()),
+            most_gpus=borrow.most_gpus,
+            gpu_price_s=borrow.least_gain_s,
+        )
+
+    def _offers(self) -> list[OfferFact]:
+        report = self._observations.report
+        given = {one.name: one for one in report.lenders if one.kind == "lender"} if report else {}
+        return self._nodes.guests.offers.present(given)
+
+    def takes(self) -> list[str]:
+        """See `Status.takes`; without the planner every lender pays."""
+        paying = (one for one in self._offers() if one.name in self._paying or not self._config.planner.enabled)
+        return [one.name for one in fitting(paying, self._config.borrow.most_gpus)]
 
     def _move(self, decision: PlanDecision, role: EngineKind, now: float) -> None:
         gain = predicted_gain(decision)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from libra_hpc.facts.series import Record
 from libra_hpc.protocol.agents import EngineVersion, RolloutReport
-from libra_hpc.protocol.plan import NodeFact, PlanSnapshot, SpotFact, SwitchFact, TrainStepFact, TrajectoryFact
+from libra_hpc.protocol.plan import BorrowFact, NodeFact, PlanSnapshot, SwitchFact, TrainStepFact, TrajectoryFact
 
 STEPS = 256
 """Entries of each window: a few minutes of a fast run, and all that the planner needs."""
@@ -140,7 +140,7 @@ class Observations:
         group_size: int,
         eta: int,
         steps_left: int,
-        spot: SpotFact | None = None,
+        borrow: BorrowFact | None = None,
     ) -> PlanSnapshot:
         report = self.report or RolloutReport()
         replaced = [line.get("replaced_groups", 0.0) for line in list(self.lines)[-16:]]
@@ -154,7 +154,7 @@ class Observations:
             eta=eta,
             steps_left=steps_left,
             groups=report.open_groups,
-            spot=spot,
+            borrow=borrow,
             lent=self.lent(),
             step_costs=report.step_costs,
             sampled_groups=1.0 + (fmean(replaced) / prompts_per_step if replaced else 0.0),

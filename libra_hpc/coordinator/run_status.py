@@ -38,6 +38,7 @@ def compose_status(
     repartitioned: str,
     notices: list[str],
     spot_nodes: int,
+    takes: list[str],
     now: float,
 ) -> Status:
     """One snapshot; ``notices``: what went wrong lately, newest first."""
@@ -82,6 +83,7 @@ def compose_status(
         notices=notices,
         lenders=list(report.lenders),
         spot_nodes=spot_nodes,
+        takes=takes,
         orders=context.orders,
         speedup=context.config.speedup,
     )

@@ -126,6 +126,8 @@ class RunDir:
     """Folder with the entry of the newest complete snapshot; its bytes are in the nodes' shared memory."""
     door = _Part("door.json")
     """How an agent joins the running job (`libra_hpc.protocol.joining.DoorRecord`); only its owner may read it."""
+    offers = _Part("offers")
+    """Folder with a file of each lender that would lend to the run, or does (`libra_hpc.protocol.joining.Offer`)."""
     leases = _Part("lease")
     """Who owns the run (`libra_hpc.process.lease`)."""
     checkpoints = _Part("checkpoints")

@@ -126,6 +126,8 @@ class Status(msgspec.Struct, frozen=True):
     """How many times faster than the clock a dry run passes; the file has seconds and rates of the clock."""
     spot_nodes: int = -1
     """Nodes of ``borrow.spot`` that the planner wants; -1: it has not decided since the ranks started."""
+    takes: list[str] = []
+    """Lenders from which the run would borrow now, or does."""
     orders: str = ""
     """How Layouts reach the nodes: by MPI, by stream, or which nodes by stream."""
 

@@ -113,10 +113,7 @@ class GatedSteps:
 
     def kv_share(self) -> float:
         """What the engine may use of its KV caches now."""
-        if self._kv is None:
-            return 1.0
-        self._kv.decide(self._page.read().kv_use, self._clock())
-        return self._kv.share
+        return 1.0 if self._kv is None else self._kv.decide(self._page.read().kv_use, self._clock())
 
     def _watch(self, now: float, work: bool, closed: bool) -> None:
         if now - self._asked_at > UNASKED_S:

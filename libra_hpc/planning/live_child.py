@@ -115,7 +115,7 @@ def _nothing_to_decide(config: RunConfig) -> str:
     if not config.planner.enabled:
         return "the planner is disabled"
     parts = config.components
-    movable = parts.hybrid.nodes or parts.train.roll_out or config.borrow.spot.nodes
+    movable = parts.hybrid.nodes or parts.train.roll_out or config.borrow.spot.nodes or config.borrow.lenders
     return "there is no hybrid node to move" if without_tables(config) and not movable else ""
 
 

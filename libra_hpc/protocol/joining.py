@@ -42,6 +42,10 @@ class DoorRecord(msgspec.Struct, frozen=True):
     """Whether the ranks of its start still run, as far as rank 0 could write it."""
 
 
+Offer = tuple[int, int]
+"""A lender -> rank 0, in a file that it renews: GPUs of an engine (0: as on a node of the run), and engines."""
+
+
 class JoinWanted(msgspec.Struct, tag=True, frozen=True):
     """Caller -> rank 0: take this agent in, which listens there."""
 

@@ -73,16 +73,32 @@ class SwitchFact(msgspec.Struct, frozen=True):
     """From the order until the node worked in its new role: lost node time."""
 
 
-class SpotFact(msgspec.Struct, frozen=True):
-    """Nodes that the run may queue for itself (``borrow.spot``)."""
+class OfferFact(msgspec.Struct, frozen=True):
+    """A server that would lend to the run, or does."""
+
+    name: str
+    gpus: int
+    nodes: float
+    """Own nodes that its engines stand for, by the share of the time that its users leave."""
+    lends: bool
+
+
+class BorrowFact(msgspec.Struct, frozen=True):
+    """Nodes that the run may queue for itself (``borrow.spot``), and servers that lend (``borrow.lenders``)."""
 
     most: int
     wanted: int
     """Nodes that it queues now."""
     since: float
-    """When that number was decided."""
+    """When that number, or the servers, were decided."""
     start_s: float
-    """From the start of such a node until it serves; 0.0: not measured."""
+    """From the start of borrowed engines until they serve; 0.0: not measured."""
+    node_gpus: int = 1
+    offers: tuple[OfferFact, ...] = ()
+    most_gpus: int = 0
+    """Most GPUs of servers; 0: no limit."""
+    gpu_price_s: float = 0.0
+    """Seconds that each borrowed GPU must save beside its start."""
 
 
 class PlanSnapshot(msgspec.Struct, frozen=True):
@@ -104,7 +120,7 @@ class PlanSnapshot(msgspec.Struct, frozen=True):
     """Admitted unfinished groups, by index; empty: unknown."""
     sampled_groups: float = 1.0
     """Groups sampled for each one that is trained: more than 1 where groups of equal rewards are replaced."""
-    spot: SpotFact | None = None
+    borrow: BorrowFact | None = None
     lent: float = 0.0
     """Own nodes that the engines of guests stand for, lately."""
     step_costs: tuple[StepCosts, ...] = ()
@@ -135,7 +151,7 @@ class PlanDecision(msgspec.Struct, frozen=True):
     action: Action
     """``repartition``: another layout of core nodes, at the next step boundary; ``time_share``: hybrid nodes serve both
     stages of every step; ``split``: they stay in one again, ``nodes`` in training; ``borrow``, ``give_back``: other
-    `SpotFact.wanted`."""
+    `BorrowFact.wanted`, or other servers."""
     node: int
     """Rank that moves first; -1 for ``hold`` and ``repartition``."""
     reason: str
@@ -155,3 +171,6 @@ class PlanDecision(msgspec.Struct, frozen=True):
     """
     spot_nodes: int = 0
     """With ``borrow``: nodes to queue."""
+    lenders: dict[str, tuple[float, float]] = {}
+    """Seconds over the remaining steps that each offer saves, and must save; empty: none was evaluated, and ``borrow``
+    is about nodes to queue."""

@@ -19,7 +19,7 @@ from tests.annexes.lend.served import SmallServer, wait
 from .harness import SIMULATED, Chaos, sound
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
-BORROWS = SIMULATED + "\n[borrow]\nlenders = true\n"
+BORROWS = SIMULATED + '\n[borrow]\nlenders = "any"\n'
 
 
 def given(case: Chaos) -> int:

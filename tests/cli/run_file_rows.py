@@ -334,6 +334,8 @@ RUN_FILE = [
     ("rollout.policy=policy.py:Raises", "rollout.policy = 'policy.py:Raises': Raises cannot be made without arguments"),
     ("rollout.policy=policy.py:Asks", "rollout.policy = 'policy.py:Asks': Asks cannot be made without arguments"),
     ("rollout.policy=policy.py:Rasies", "rollout.policy = 'Rasies': policy.py has no such class with name, key,"),
+    ("borrow.lenders=true", "borrow.lenders = True: wrong type; valid: 'any', or a list of names of lenders such as ["),
+    ("borrow.lenders=[1]", "borrow.lenders.0 = 1: wrong type; valid: 'any', or a list of names of lenders such as ['"),
     ("borrow.spot.nodes=1; borrow.spot.partition=a80", "borrow.spot.partition = 'a80': no such partition; valid: a800"),
     ("borrow.spot.nodes=1; borrow.spot.time_limit=0", "borrow.spot.time_limit = '0': no time at all; valid: minutes, "),
     ("borrow.spot.nodes=1; borrow.spot.time_limit=infinite", "borrow.spot.time_limit = 'infinite': partition a800 al"),

@@ -52,7 +52,7 @@ env = {{ WANDB_API_KEY = "{SECRET}" }}
 [task.options]
 seed = {OPTION}
 [borrow]
-lenders = true
+lenders = "any"
 """
 Scene = SimpleNamespace
 """A shared ``run`` of the owner, the ``pid`` of a process of it, its ``folders`` on the node, and its ports."""
@@ -137,7 +137,7 @@ def scene(shared: RunDir, folder: Path) -> Iterator[Scene]:
             (path / "weights").touch()
         lenders = folder / "lenders"
         lenders.mkdir()
-        records.write_record(lenders, records.LenderRecord("l", "h", "b", 1, 1, "", terms.LendTerms(0.5, 0.15)))
+        records.write_record(lenders, records.LenderRecord("l", "h", "b", 1, 1, "", terms.LendTerms(0.5)))
         os.close(os.open(records.log_file(lenders, "l"), NEW, OWNER_ONLY))
         acquire(shared.leases).release()
         process = stack.enter_context(subprocess.Popen(["sleep", "600"], env={"SECRET": SECRET}))
@@ -255,7 +255,7 @@ def plant(place: Path) -> RunDir:
     """A run of the one who does this, that asks for lenders."""
     run = RunDir(place)
     run.path.mkdir()
-    run.write_json(run.config, {"borrow": {"lenders": True}})
+    run.write_json(run.config, {"borrow": {"lenders": "any"}})
     write_door(run)
     return run
 
@@ -290,12 +290,12 @@ PLANTED: dict[str, Callable[[Path, Path], object]] = {
 def test_a_lender_takes_runs_of_its_own_user_only(what: str, open_place: Path) -> None:
     place, own = open_place / "a-001", open_place / "own-001"
     assert as_other(lambda: PLANTED[what](place, own)) == ""
-    assert [run.name for run in guest_process.wanting(open_place)] == ["own-001"]
+    assert [run.name for run in guest_process.wanting(open_place, "l")] == ["own-001"]
     if not place.is_symlink():
         with pytest.raises(UserError, match="cannot be read"):
             door.read_record(RunDir(place))
     own.chmod(0o777)
-    assert guest_process.wanting(open_place) == [], "others can write it"
+    assert guest_process.wanting(open_place, "l") == [], "others can write it"
 
 
 @pytest.mark.parametrize("name", ["ada", f"cache-{os.getuid()}"])

@@ -69,11 +69,11 @@ def test_a_run_borrows_a_vllm_server_whose_users_get_the_same_answers(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(tmp_path, policy, "local", steps=2000, hybrid=0)
-    case.run_file.write_text(case.run_file.read_text() + "[borrow]\nlenders = true\n")
+    case.run_file.write_text(case.run_file.read_text() + "[borrow]\nlenders = ['*']\n")
     (tmp_path / "runs").mkdir()
     with lent_server(case, policy, monkeypatch) as lent:
         # With eta = 0 every token is of the weights that it trains.
-        run = case.submit("-o", "algorithm.eta=0", "-o", "rollout.max_inflight=4")
+        run = case.submit("-o", "algorithm.eta=0", "-o", "planner.enabled=false", "-o", "rollout.max_inflight=4")
         wait(lent.is_up, "the server", 300.0)
         alone = lent.answer()
         case.wait(lambda: any(line["lent_tokens"] for line in read_lines(run.metrics)), "trained tokens of the guest")

@@ -45,3 +45,5 @@ def test_a_key_that_is_gone_has_a_sentence_in_a_run_file_and_is_dropped_from_an_
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tables))
     assert load_resolved(path).as_data() == RunConfig().as_data()
+    path.write_text('{"borrow": {"lenders": true}}')
+    assert load_resolved(path).borrow.lenders == "any", "as it was written then"

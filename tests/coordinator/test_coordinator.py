@@ -235,7 +235,7 @@ class Borrows(Proposes):
         self.seen: list[Any] = []
 
     def decide(self, snapshot: Any, now: float) -> PlanDecision:
-        self.seen.append(snapshot.spot)
+        self.seen.append(snapshot.borrow)
         wanted = 2 if len(self.seen) == 1 else 0
         return PlanDecision("borrow" if wanted else "give_back", -1, "because", {}, spot_nodes=wanted)
 

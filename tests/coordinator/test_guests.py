@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from libra_hpc.config.load import validate
+from libra_hpc.coordinator.guests import GONE_S
 from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S
-from libra_hpc.protocol.agents import Fatal, Heartbeat, RolloutReport, StopAgent, TurnsDrained
+from libra_hpc.protocol.agents import Fatal, Heartbeat, LenderReport, RolloutReport, StopAgent, TurnsDrained
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.joining import FIRST_GUEST, RANKS_OF_A_START, JoinWanted
 from libra_hpc.protocol.layout import Layout
@@ -119,3 +124,24 @@ def test_windows_of_the_planner_count_while_guests_come_and_go(tmp_path: Path) -
         seen.on_rollout(report, nodes, 10.0 + second)
     assert [window.generated for window in seen.windows] == [100, 100, 100]
     assert seen.tokens() == (3300, 0)
+
+
+def test_offers_that_are_renewed_are_taken_up_to_the_gpus_that_the_run_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    borrow = {"lenders": "any", "most_gpus": 3}
+    scene = Scene(tmp_path, config=validate({"planner": {"enabled": False}, "borrow": borrow}))
+    offers, planning, now = scene.coordinator.nodes.guests.offers, scene.coordinator._planning, [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    scene.run.offers.mkdir()
+    for name, offer in {"a": "[0,1]", "b": "[2,1]", "c": "[4,1]", "torn": "[1"}.items():
+        (scene.run.offers / f"{name}.json").write_text(offer)
+    offers.read()
+    assert planning.takes() == ["a", "b"], "an engine of the run has one GPU"
+    now[0] += GONE_S
+    (scene.run.offers / "b.json").write_text("[1,1]")
+    offers.read()
+    assert planning.takes() == ["b"], "a is not renewed"
+    lends = LenderReport(name="a", kind="lender", engines=1, share=1.0, mean_share=0.5, turns=1, tokens=1)
+    scene.coordinator._observations.report = RolloutReport(lenders=(lends,))
+    assert planning.takes() == ["a", "b"], "but its guest is there"

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
@@ -36,18 +37,26 @@ START_S = 180.0
 """Until the first heartbeat: the interpreter starts, and the run admits it."""
 
 
-def wanting(runs: Path) -> list[RunDir]:
-    """Runs below a folder that take guests now and want engines of servers (``borrow.lenders``), by name."""
+def wanting(runs: Path, lender: str) -> list[RunDir]:
+    """Runs below a folder that take guests now and may want this lender (``borrow.lenders``), by name."""
     with contextlib.suppress(OSError):
-        return [run for name in sorted(os.listdir(runs)) if _open(run := RunDir(runs / name))]
+        return [run for name in sorted(os.listdir(runs)) if _open(run := RunDir(runs / name), lender)]
     return []
 
 
-def _open(run: RunDir) -> bool:
+def _open(run: RunDir, lender: str) -> bool:
     """False also where the run may be another user's, or a file of it is torn."""
     with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-        wants = parse(read_own(run.config)).get("borrow", {}).get("lenders") is True
+        names = parse(read_own(run.config)).get("borrow", {}).get("lenders")
+        wants = names == "any" or (isinstance(names, list) and any(fnmatchcase(lender, name) for name in names))
         return wants and not run.path.is_symlink() and msgspec.json.decode(read_own(run.door), type=DoorRecord).open
+    return False
+
+
+def takes(run: RunDir, lender: str) -> bool:
+    """Whether the run borrows from this lender now (`Status.takes`)."""
+    with contextlib.suppress(OSError):
+        return lender in parse(read_own(run.status)).get("takes", [])
     return False
 
 

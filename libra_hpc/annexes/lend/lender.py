@@ -1,6 +1,7 @@
 """The lender: a process beside a server that gives its GPU to a run, one at a time, and takes it back.
 
-- The server is up, the hours are right, nothing is revoked -> the first run that wants engines gets a guest here.
+- The server is up, the hours are right, nothing is revoked -> runs get an offer, and the first that takes it a guest.
+- The run does not take it any more -> the guest leaves.
 - Outside the hours, or revoked -> the page is closed at once, and the guest leaves: its turns go on elsewhere.
 - The guest ends, or is silent -> it is killed where it must be, and the next run is served.
 - The server ends, or SIGTERM -> the guest leaves, the record is removed, and the lender ends.
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -21,12 +23,14 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import UserError
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.files import OWNER_ONLY, write_atomic
 from libra_hpc.gate.page import Page
 from libra_hpc.process import agent_folders
 from libra_hpc.process.retry import Retry
 
 from . import lender_record as records
-from .guest_process import GuestProcess, wanting
+from .guest_process import GuestProcess, takes, wanting
 from .hours import Hours
 from .lender_record import LenderRecord, State
 from .terms import LendTerms
@@ -64,6 +68,8 @@ class Lender:
         """Tokens of guests that have ended."""
         self._tried: dict[Path, float] = {}
         """When a run had a guest last, or could not be joined, in monotonic seconds."""
+        self._offered, self._offered_at = set[Path](), float("-inf")
+        """Files of the present offers."""
         self._retries: dict[Path, Retry] = defaultdict(lambda: Retry(AGAIN_S, AGAIN_MOST_S))
         boot, pid, ticks = records.own_identity()
         job = os.environ.get("SLURM_JOB_ID", "")
@@ -89,6 +95,7 @@ class Lender:
                 self._collect()
                 time.sleep(POLL_S)
         finally:
+            self._offer([])
             records.remove_record(self._place, self._settings.name)
             agent_folders.remove(self._private)
 
@@ -99,9 +106,36 @@ class Lender:
         if closed and self._guest is not None:
             self._guest.leave()
         silent = time.monotonic() - self._page.read().written > SERVER_SILENT_S
-        if not (closed or silent or self._guest):
-            self._lend()
+        if self._guest is not None:
+            runs = [] if self._guest.leaving else [self._guest.run]
+            if runs and not takes(self._guest.run, self._settings.name):
+                self._guest.leave()
+        else:
+            runs = [] if closed or silent else self._open_runs()
+            self._lend([run for run in runs if takes(run, self._settings.name)])
+        self._offer(runs)
         self._report(closed, silent)
+
+    def _open_runs(self) -> list[RunDir]:
+        now = time.monotonic()
+        found = wanting(Path(self._settings.runs), self._settings.name)
+        return [run for run in found if self._retries[run.path].due(now)]
+
+    def _offer(self, runs: list[RunDir]) -> None:
+        """Renew the offers to these runs, and withdraw all others."""
+        name, terms = self._settings.name, self._settings.terms
+        files = {run.offers / f"{name}.json" for run in runs}
+        if files == self._offered and time.monotonic() - self._offered_at < records.RENEW_S:
+            return
+        for file in self._offered - files:
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+        for file in files:
+            # A run that has no room for it is one that does not borrow.
+            with contextlib.suppress(OSError):
+                file.parent.mkdir(mode=0o700, exist_ok=True)
+                write_atomic(file, msgspec.json.encode((terms.tp, terms.engines)), OWNER_ONLY)
+        self._offered, self._offered_at = files, time.monotonic()
 
     def _closed(self) -> str:
         """Why the owner gives nothing now; empty: it does."""
@@ -110,17 +144,15 @@ class Lender:
         now = time.localtime()
         return "" if self._hours.has(now.tm_hour * 60 + now.tm_min) else f"outside {self._hours}"
 
-    def _lend(self) -> None:
-        now = time.monotonic()
-        found = [run for run in wanting(Path(self._settings.runs)) if self._retries[run.path].due(now)]
-        if not found:
+    def _lend(self, runs: list[RunDir]) -> None:
+        if not runs:
             return
-        run = min(found, key=lambda run: (self._tried.get(run.path, float("-inf")), run.name))
+        run = min(runs, key=lambda run: (self._tried.get(run.path, float("-inf")), run.name))
         try:
             self._guest = GuestProcess(run, self._settings.name, self._settings.terms, self._settings.page)
         except OSError as error:
             log.warning("no guest can be started for %s: %s", run.name, error)
-            self._retries[run.path].failed(now)
+            self._retries[run.path].failed(time.monotonic())
 
     def _collect(self) -> None:
         """See to the guest's end."""
@@ -146,7 +178,7 @@ class Lender:
         elif silent:
             state, why = "starting", "its server does not report"
         else:
-            state, why = "free", "no run wants it"
+            state, why = "free", "no run takes it"
         tokens, borrower = self._before + (guest.tokens if guest else 0), str(guest.run.path) if guest else ""
         new = msgspec.structs.replace(self._record, state=state, why=why, borrower=borrower)
         if new != msgspec.structs.replace(self._record, tokens=self._record.tokens):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 import msgspec
 
@@ -11,42 +10,18 @@ from libra_hpc.errors import invalid
 
 SECONDS = {"ms": 1e-3, "s": 1.0}
 MIB = {"MiB": 1, "GiB": 1024, "MB": 1e6 / 2**20, "GB": 1e9 / 2**20}
-SLO_VALID = "ttft=TIME,tpot=TIME with ms or s, such as ttft=500ms,tpot=150ms"
+SLO_VALID = "ttft=TIME with ms or s, such as ttft=500ms"
 MEMORY_VALID = "a size with MiB or GiB, such as 30GiB"
 
 
-class Slo(NamedTuple):
-    """Seconds that a user may wait for the first token, and for each further one."""
-
-    ttft_s: float
-    tpot_s: float
-
-    @classmethod
-    def parse(cls, text: str) -> Slo:
-        """Parse ``ttft=500ms,tpot=150ms``; raises `UserError`."""
-        found: dict[str, float] = {}
-        for part in text.split(","):
-            name, _, time = part.strip().partition("=")
-            if name not in ("ttft", "tpot"):
-                raise invalid("--slo", text, f"{name!r} is no limit of a server", SLO_VALID)
-            if name in found:
-                raise invalid("--slo", text, f"{name} occurs twice", SLO_VALID)
-            found[name] = _seconds(text, name, time.strip())
-        if missing := {"ttft", "tpot"} - set(found):
-            raise invalid("--slo", text, f"{missing.pop()} is missing", SLO_VALID)
-        return cls(found["ttft"], found["tpot"])
-
-
-def _seconds(text: str, name: str, time: str) -> float:
-    match = re.fullmatch(r"(\d+\.?\d*)([a-zA-Z]*)", time)
-    if match is None or match[2] not in SECONDS:
-        raise invalid(
-            "--slo", text, f"{name} has no unit of time" if match and not match[2] else "malformed", SLO_VALID
-        )
-    seconds = float(match[1]) * SECONDS[match[2]]
-    if seconds <= 0:
-        raise invalid("--slo", text, f"{name} is not longer than 0", SLO_VALID)
-    return seconds
+def first_token_s(text: str) -> float:
+    """Seconds of ``ttft=500ms``, which a user may wait for the first token; raises `UserError`."""
+    if "tpot" in text:
+        raise invalid("--slo", text, "nothing follows tpot: a guest steps only while nobody is served", SLO_VALID)
+    match = re.fullmatch(r"ttft=(\d+\.?\d*)(ms|s)", text.strip())
+    if match is None or not float(match[1]):
+        raise invalid("--slo", text, "malformed" if text else "not given", SLO_VALID)
+    return float(match[1]) * SECONDS[match[2]]
 
 
 def memory_mib(text: str) -> int:
@@ -61,7 +36,7 @@ class LendTerms(msgspec.Struct, frozen=True):
     """What one lender gives, and when."""
 
     ttft_s: float
-    tpot_s: float
+    """See `GateConfig.ttft_s`."""
     hours: str = ""
     """Text for `libra_hpc.annexes.lend.hours.Hours.parse`."""
     memory_mib: int = 0
@@ -73,7 +48,3 @@ class LendTerms(msgspec.Struct, frozen=True):
     """See `GateConfig.headroom`."""
     weights_mb_s: float = 0.0
     """Most bandwidth (MB/s) for new weights; 0: no limit."""
-
-    @property
-    def slo(self) -> str:
-        return f"{self.ttft_s * 1000:g}/{self.tpot_s * 1000:g} ms"

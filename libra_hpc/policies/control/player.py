@@ -5,7 +5,7 @@
 - A synchronous run whose nodes may serve both stages in turn -> `WayChoice`.
 - Hybrid nodes -> `MoveChoice`: their best split, downhill from this one both ways.
 - Nothing to move, and other work than all layouts were searched for -> `layout_choice`.
-- Nothing to move, and the run may queue nodes for itself -> `with_spot`.
+- Nothing to move, and the run may queue nodes for itself, or borrow servers -> `with_borrowed`.
 - No step has ended, or the work is the same as before -> the last hold stays.
 """
 
@@ -25,9 +25,9 @@ from libra_hpc.protocol.plan import PlanDecision, PlanSnapshot, TrajectoryFact
 from .coming_work import coming_work, records
 from .confirmation import Confirmation
 from .layout_choice import OtherLayout, layout_choice
+from .lender_choice import with_borrowed
 from .move_choice import MoveChoice
 from .plays import Play, Plays, PlayWork, State, hold, present
-from .spot_choice import with_spot
 from .switch_cost import pair_of_switches
 from .way_choice import WayChoice
 
@@ -67,6 +67,8 @@ class _Asked(NamedTuple):
     """Relative standard error of these means: groups are alike, so their means are the samples."""
     at: float
     steps_left: int
+    offers: frozenset[str]
+    """Servers that would lend."""
 
     def differs(self, other: _Asked, most: float) -> bool:
         """Whether mean lengths differ by more than this share of the other's."""
@@ -123,7 +125,7 @@ class Player:
         if not self._settings.enabled:
             return "the planner is disabled"
         movable = any((n.component == "hybrid" and n.role != "lost") or n.shares for n in snapshot.nodes)
-        if not movable and self._layouts is None and snapshot.spot is None:
+        if not movable and self._layouts is None and snapshot.borrow is None:
             return "there is no hybrid node to move"
         for node in snapshot.nodes:
             if node.role in ("to_train", "to_rollout", "starting"):
@@ -160,7 +162,7 @@ class Player:
         blocked = any(candidate.blocked for candidate in found.candidates)
         if found.action == "hold" and not blocked and self._search_is_due(snapshot, now):
             found = self._other_layout(found, snapshot, plays, here, horizon)
-        return with_spot(found, snapshot, plays, here, self._settings, now) if found.action == "hold" else found
+        return with_borrowed(found, snapshot, plays, here, self._settings, now) if found.action == "hold" else found
 
     def _search_is_due(self, snapshot: PlanSnapshot, now: float) -> bool:
         """Whether a period has passed since the last search, and the work is another one than then.
@@ -220,12 +222,14 @@ class Player:
         means = [fmean(t.generated for t in group) for group in groups]
         generated, context = fmean(means), fmean(fmean(t.context for t in group) for group in groups)
         error = pstdev(means) / sqrt(len(means)) / generated
-        asked = _Asked(here, generated, context, error, now, snapshot.steps_left)
+        offers = frozenset(one.name for one in snapshot.borrow.offers) if snapshot.borrow else frozenset()
+        asked = _Asked(here, generated, context, error, now, snapshot.steps_left, offers)
         found: tuple[str, ...] = ("start",)
         if last is not None:
             holds = {
                 "drift": asked.differs(last, CHANGED),
                 "split": last.state != here,
+                "offers": last.offers != offers,
                 "confirm": self._confirmation.waits,
                 "period": now - last.at >= self._settings.period_s,
             }

@@ -2,7 +2,6 @@
 
 - They save more over the remaining steps than their start costs, and at least ``min_gain`` of a batch -> borrow.
 - They save less than half of that, or less than a start -> give them back.
-- A start has not passed since the last change -> hold.
 """
 
 from __future__ import annotations
@@ -28,27 +27,24 @@ class Worth(NamedTuple):
     saved_s: float
     """Over the remaining steps, until they are over."""
     needed_s: float
-    """Activation, times a margin."""
+    """Activation, times a margin, and the price."""
 
     @property
     def pays(self) -> bool:
         return self.saved_s > self.needed_s
 
 
-def worth(saved_s: float, steps_left: int, activation_s: float, margin: float) -> Worth:
-    """``saved_s``: of each batch; ``activation_s``: until borrowed engines take turns."""
-    return Worth(saved_s * steps_left, margin * activation_s)
+def worth(saved_s: float, steps_left: int, activation_s: float, margin: float, price_s: float = 0.0) -> Worth:
+    """``saved_s``: of each batch; ``activation_s``: until borrowed engines take turns; ``price_s``: beside that."""
+    return Worth(saved_s * steps_left, margin * activation_s + price_s)
 
 
 def with_spot(
-    held: PlanDecision, snapshot: PlanSnapshot, plays: Plays, here: State, settings: PlannerSection, now: float
+    held: PlanDecision, snapshot: PlanSnapshot, plays: Plays, here: State, settings: PlannerSection, start_s: float
 ) -> PlanDecision:
-    """``held``, with why nothing changes, or another number of queued nodes."""
-    spot = snapshot.spot
-    if spot is None:
-        return held
-    start_s = spot.start_s or settings.switch_cost_s
-    if now - spot.since < start_s:
+    """``held``, with why nothing changes, or another number of queued nodes, whose start takes ``start_s``."""
+    spot = snapshot.borrow
+    if spot is None or not spot.most:
         return held
     without = here._replace(lent=max(0, here.lent - spot.wanted))
     batches = [plays.at(without._replace(lent=without.lent + n)).batch for n in range(spot.most + 1)]
@@ -56,11 +52,12 @@ def with_spot(
     nodes = spot.wanted or max(1, next(n for n, batch in enumerate(batches) if batch <= enough))
     saved = batches[0] - batches[nodes]
     share = saved / batches[0]
-    price = worth(saved, snapshot.steps_left, start_s, 1.0 if spot.wanted else settings.margin)
+    margin, price_s = 1.0 if spot.wanted else settings.margin, nodes * spot.node_gpus * spot.gpu_price_s
+    price = worth(saved, snapshot.steps_left, start_s, margin, price_s)
     pays = price.pays and share >= settings.min_gain * (KEEP if spot.wanted else 1.0)
     what = (
         f"{nodes} spot nodes take a batch from {batches[0]:.2f} s to {batches[nodes]:.2f} s, {share:.0%} less; over"
-        f" {snapshot.steps_left} steps {price.saved_s:.0f} s, and their start must bring {price.needed_s:.0f} s"
+        f" {snapshot.steps_left} steps {price.saved_s:.0f} s, and they must bring {price.needed_s:.0f} s"
     )
     numbers = held.numbers | {
         "spot_nodes": float(nodes),

@@ -10,7 +10,7 @@ After ROSE (arXiv 2605.06534, section 4.2), with a thaw by time instead of its f
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 
@@ -30,13 +30,6 @@ class KvShareRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     thaw_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
 
 
-class ShareChange(NamedTuple):
-    """A decision: the share from now on, and why."""
-
-    share: float
-    reason: str
-
-
 class KvShare:
     """The share of one borrowed engine; times are seconds of any monotonic clock."""
 
@@ -53,31 +46,23 @@ class KvShare:
     def share(self) -> float:
         return SHARES[self._level]
 
-    def decide(self, used: float, now: float) -> ShareChange | None:
-        """``used``: share of the server's KV caches in use; None: no change."""
+    def decide(self, used: float, now: float) -> float:
+        """The share from now on; ``used``: share of the server's KV caches in use."""
         mark = 1 - self._rule.headroom
-        if used > mark:
-            self._calm_since = None
-            return self._take(used, now)
         if used > mark - self._rule.headroom or self.share == 1:
             self._calm_since = None
-            return None
-        if self._calm_since is None:
+        elif self._calm_since is None:
             self._calm_since = now
-        calm = now - self._calm_since
-        if calm >= self._calm_times * self._rule.thaw_s:
-            return self._give(f"{used:.0%} used, calm for {calm:.0f} s", now)
-        return None
+        if used > mark:
+            self._take(now)
+        elif self._calm_since is not None and now - self._calm_since >= self._calm_times * self._rule.thaw_s:
+            self._level, self._changed, self._thawed, self._calm_since = self._level + 1, now, True, now
+        return self.share
 
-    def _take(self, used: float, now: float) -> ShareChange | None:
+    def _take(self, now: float) -> None:
         if self.share == 0 or now - self._changed < self._rule.settle_s:
-            return None
+            return
         if self._thawed:
             soon = now - self._changed < self._calm_times * self._rule.thaw_s
             self._calm_times = min(LONGEST, 2 * self._calm_times) if soon else 1
         self._level, self._changed, self._thawed = self._level - 1, now, False
-        return ShareChange(self.share, f"the server uses {used:.0%} of its KV caches")
-
-    def _give(self, reason: str, now: float) -> ShareChange:
-        self._level, self._changed, self._thawed, self._calm_since = self._level + 1, now, True, now
-        return ShareChange(self.share, reason)

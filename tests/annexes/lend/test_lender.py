@@ -69,17 +69,18 @@ class Scene:
         (package / "__init__.py").touch()
         page = folder / "private" / "page"
         self.page = Page.create(page)
-        settings = LendSettings("l", LendTerms(0.5, 0.15), str(self.runs), str(page), 0)
+        settings = LendSettings("l", LendTerms(0.5), str(self.runs), str(page), 0)
         path = os.pathsep.join([str(package.parent), str(Path(__file__).parents[3])])
         environment = {"PYTHONPATH": path, records.VARIABLE: str(self.place), "LIBRA_HPC_SERVING_PAGE": str(page)}
         argv = [sys.executable, "-c", SERVER, msgspec.json.encode(settings).decode()]
         self.server = subprocess.Popen(argv, env={**os.environ, **environment})
 
-    def run(self, name: str) -> RunDir:
-        """One that wants lenders."""
+    def run(self, name: str, *takes: str) -> RunDir:
+        """One that may borrow from any lender, and borrows from these; without a name from this one."""
         run = RunDir(self.runs / name)
         run.logs(1).mkdir(parents=True)
-        run.write_json(run.config, {"borrow": {"lenders": True}})
+        run.write_json(run.config, {"borrow": {"lenders": "any"}})
+        run.write_json(run.status, {"takes": takes or ["l"]})
         self.open(run, True)
         return run
 
@@ -129,7 +130,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def test_one_run_has_it_until_its_owner_revokes_it_and_then_the_next_has_its_turn(scene: Scene) -> None:
-    assert scene.reach("free").why == "no run wants it"
+    assert scene.reach("free").why == "no run takes it"
     one, two = scene.run("one"), scene.run("two")
     assert scene.reach("lends").borrower == str(one.path)
     wait(lambda: guests(one), "its guest")
@@ -146,6 +147,21 @@ def test_one_run_has_it_until_its_owner_revokes_it_and_then_the_next_has_its_tur
     assert scene.server.poll() is None
 
 
+def test_a_run_gets_an_offer_first_and_a_guest_while_it_takes_it(scene: Scene) -> None:
+    run = scene.run("one", "another")
+    offer = run.offers / "l.json"
+    wait(offer.exists, "an offer")
+    assert (offer.read_bytes(), scene.reach("free").borrower, guests(run)) == (b"[0,1]", "", [])
+    run.write_json(run.status, {"takes": ["l"]})
+    wait(lambda: guests(run), "its guest")
+    two = scene.run("two")
+    run.write_json(run.status, {"takes": []})
+    wait(lambda: guests(two), "the guest of the run that takes it now")
+    assert not lives(guests(run)[0])
+    wait(lambda: not offer.exists(), "the end of the other offer")
+    assert (len(guests(run)), (two.offers / "l.json").exists()) == (1, True)
+
+
 def test_a_killed_guest_is_followed_by_another_one(scene: Scene) -> None:
     one, two = scene.run("one"), scene.run("two")
     wait(lambda: guests(one), "a guest")
@@ -159,7 +175,7 @@ def test_a_run_whose_guests_fail_waits_twice_as_long_each_time_until_one_gives_s
 ) -> None:
     monkeypatch.setenv(records.VARIABLE, str(tmp_path))
     Page.create(tmp_path / "page")
-    lender = Lender(LendSettings("l", LendTerms(0.5, 0.15), str(tmp_path), str(tmp_path / "page"), 0))
+    lender = Lender(LendSettings("l", LendTerms(0.5), str(tmp_path), str(tmp_path / "page"), 0))
     run = RunDir(tmp_path / "one")
 
     def wait_s(code: int, tokens: int) -> float:

@@ -22,7 +22,7 @@ from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
 
 def record(name: str, **changes: object) -> LenderRecord:
     boot, pid, ticks = records.own_identity()
-    made = LenderRecord(name, "node7", boot, pid, ticks, "4711", LendTerms(0.5, 0.15))
+    made = LenderRecord(name, "node7", boot, pid, ticks, "4711", LendTerms(0.5))
     return msgspec.structs.replace(made, **changes)
 
 
@@ -82,16 +82,17 @@ def test_tokens_of_an_engine_that_was_restarted_count_from_0(tmp_path: Path) -> 
 
 def test_only_runs_that_are_open_and_want_lenders_are_served(tmp_path: Path) -> None:
     door = DoorRecord(1, "h", ("127.0.0.1",), 1, "00" * 32, code_stamp(), "", FIRST_GUEST)
-    for name, borrows, is_open in (("b", True, True), ("a", True, True), ("no", False, True), ("over", True, False)):
+    wanted = {"b": ["x", "l*"], "a": "any", "no": [], "other": ["m"], "over": "any"}
+    for name, borrows in wanted.items():
         run = RunDir(tmp_path / name)
         run.path.mkdir()
         run.write_json(run.config, {"borrow": {"lenders": borrows}})
-        run.door.write_bytes(msgspec.json.encode(msgspec.structs.replace(door, open=is_open)))
+        run.door.write_bytes(msgspec.json.encode(msgspec.structs.replace(door, open=name != "over")))
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "door.json").write_bytes(b"{")
     (tmp_path / "file").touch()
-    assert [run.name for run in wanting(tmp_path)] == ["a", "b"]
-    assert wanting(tmp_path / "absent") == []
+    assert [run.name for run in wanting(tmp_path, "l")] == ["a", "b"]
+    assert wanting(tmp_path / "absent", "l") == []
 
 
 def test_neither_a_linked_run_nor_one_that_others_may_have_put_there_is_served(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_neither_a_linked_run_nor_one_that_others_may_have_put_there_is_served(t
     for path in (elsewhere / "link", shared / "open", shared / "file", shared / "mine"):
         path.mkdir(parents=True)
         run = RunDir(path)
-        run.write_json(run.config, {"borrow": {"lenders": True}})
+        run.write_json(run.config, {"borrow": {"lenders": "any"}})
         door = DoorRecord(1, "h", ("127.0.0.1",), 1, "00" * 32, code_stamp(), "", FIRST_GUEST)
         run.door.write_bytes(msgspec.json.encode(door))
     (shared / "link").symlink_to(elsewhere / "link")
@@ -108,7 +109,7 @@ def test_neither_a_linked_run_nor_one_that_others_may_have_put_there_is_served(t
     door_file = RunDir(shared / "file").door
     door_file.rename(elsewhere / "door.json")
     door_file.symlink_to(elsewhere / "door.json")
-    assert [run.name for run in wanting(shared)] == ["mine"]
+    assert [run.name for run in wanting(shared, "l")] == ["mine"]
 
 
 def test_what_a_guest_prints_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,5 +117,5 @@ def test_what_a_guest_prints_follows_no_link(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "precious").write_text("kept")
     records.log_file(tmp_path, "l").symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match="symbolic links"):
-        GuestProcess(RunDir(tmp_path / "run"), "l", LendTerms(0.5, 0.15), str(tmp_path / "page"))
+        GuestProcess(RunDir(tmp_path / "run"), "l", LendTerms(0.5), str(tmp_path / "page"))
     assert (tmp_path / "precious").read_text() == "kept"

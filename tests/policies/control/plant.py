@@ -14,10 +14,10 @@ from libra_hpc.policies.control.player import Player
 from libra_hpc.policies.control.plays import PlayWork, State
 from libra_hpc.protocol.engine_state import StepCosts
 from libra_hpc.protocol.plan import (
+    BorrowFact,
     NodeFact,
     PlanDecision,
     PlanSnapshot,
-    SpotFact,
     SwitchFact,
     TrainStepFact,
     TrajectoryFact,
@@ -50,7 +50,7 @@ class Plant:
     group: int = 8
     lent: float = 0.0
     """Own nodes that guests stand for."""
-    spot: SpotFact | None = None
+    spot: BorrowFact | None = None
     believed: Shape | None = None
     """What plays know of rollout, beside the measured seconds of training; None: the truth of both."""
     now: float = 0.0
@@ -116,7 +116,7 @@ class Plant:
             group_size=self.group,
             eta=self.eta,
             steps_left=steps_left,
-            spot=self.spot,
+            borrow=self.spot,
             lent=self.lent,
             step_costs=(StepCosts(1, 1 << 20, 0.01, 0.0, 0.0),),
         )

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from libra_hpc.config.rollout import PlannerSection
-from libra_hpc.protocol.plan import PlanDecision, SpotFact
+from libra_hpc.protocol.plan import BorrowFact, PlanDecision
 
 from .plant import Plant, ideal
 
@@ -37,7 +37,7 @@ def test_seconds_beside_guests_are_what_batches_take() -> None:
 
 def spot(train_s: float, rollout_s: float, noise: float = 0.02, wanted: int = 0) -> Plant:
     """40 batches of a run that may queue four nodes, whose start takes 60 s."""
-    fact = SpotFact(4, wanted, float("-inf"), 60.0)
+    fact = BorrowFact(4, wanted, float("-inf"), 60.0)
     return Plant(ideal(train_s, rollout_s), hybrids=0, noise=noise, lent=wanted, spot=fact).batches(40)
 
 
