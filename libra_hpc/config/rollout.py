@@ -115,8 +115,8 @@ class PlannerSection(Section, frozen=True):
     period_s: Annotated[Seconds, Meta(gt=0)] = 600.0
     """Longest time between two evaluations, even when no measurement changed."""
     time_sharing: Literal["auto", "off"] = "off"
-    """Whether hybrid nodes may serve both stages of every step. ``auto``: where ``algorithm.eta`` is 0 and the measured
-    switches cost less than it saves."""
+    """Whether hybrid nodes may serve both stages of every step. ``auto``: where the measured switches cost less
+    than it saves."""
     repartition: Literal["advise", "carry_out"] = "carry_out"
     """What happens with a better layout of the core nodes. ``advise``: it is logged. ``carry_out``: the ranks restart
     in it, inside the job."""

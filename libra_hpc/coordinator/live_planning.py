@@ -40,7 +40,7 @@ AWAY = (NodeState.LOST, NodeState.STARTING)
 
 
 class StepSharing:
-    """Moves the nodes of a synchronous run that serve both stages within each step."""
+    """Moves the nodes that serve both stages within each step."""
 
     def __init__(self, context: AgentContext, nodes: NodePool, observations: Observations) -> None:
         self._context, self._nodes, self._observations = context, nodes, observations
@@ -106,11 +106,12 @@ class StepSharing:
         )
 
     def _order(self, report: RolloutReport, step: int, now: float) -> None:
-        config = self._context.config
+        config, algorithm = self._context.config, self._context.config.algorithm
+        batches = min(algorithm.eta + 1, config.run.steps - step)
         engines = sum(count for _, count, *_ in report.buckets) // max(1, len(report.running))
         rest = Rest(
             complete=report.composed > step,
-            admitted=report.joint_version == step and report.outstanding_groups >= config.algorithm.prompts_per_step,
+            admitted=report.joint_version == step and report.outstanding_groups >= batches * algorithm.prompts_per_step,
             trajectories=sum(group.waiting + group.running for group in report.open_groups),
             running=dict(report.running),
             fits=min(TAIL, config.rollout.max_inflight) * max(1, engines),

@@ -1,7 +1,7 @@
 """Nodes that serve both stages of every step: which ways this version runs, the keys that ask for them, their price.
 
-- ``eta`` = 0: hybrid nodes (``planner.time_sharing``); nodes of the core too (`ROLL_OUT`), but not on GPUs yet.
-- ``eta`` > 0: none does yet. What is not run is shown for study.
+- Hybrid nodes (``planner.time_sharing``); nodes of the core too (`ROLL_OUT`), but not on GPUs yet: that is shown for
+  study.
 - Seconds of a pair of switches: given, else assumed: `ASSUMED_S` for `ASSUMED_PARAMS` over the link of an A800 to host
   memory, in proportion to the parameters and to that link.
 """
@@ -27,8 +27,7 @@ ROLL_OUT = "roll_out"
 def ways(config: RunConfig, switch_s: float) -> tuple[InTurn, ...]:
     """Hybrid nodes alone, and all nodes."""
     real, on_gpus = config.run.engine == "real", config.slurm.device == "cuda" or config.components.train.gpus > 0
-    core, overlap = not (real and on_gpus), config.algorithm.eta > 0
-    return tuple(InTurn(switch_s, rolls, runs=not overlap and (core or not rolls)) for rolls in (False, True))
+    return tuple(InTurn(switch_s, rolls, runs=not (rolls and real and on_gpus)) for rolls in (False, True))
 
 
 def asked_in_turn(asked: PlanRequest, config: RunConfig, switch_s: float | None = None) -> PlanRequest:

@@ -187,16 +187,13 @@ def component_counts(config: RunConfig) -> Iterator[UserError]:
 
 
 def core_rolls_out(config: RunConfig) -> Iterator[UserError]:
-    """Train nodes roll out, too, only within the steps of a synchronous run, and with trainers beside the engines."""
+    """Train nodes roll out, too, only in time-sharing, and with trainers beside the engines."""
     field, valid = "components.train.roll_out", "false"
     if not config.components.train.roll_out:
         return
     if config.planner.time_sharing != "auto" or not config.planner.enabled:
         why = "nodes serve both stages by time-sharing alone"
         yield invalid(field, True, why, f'{valid}, or planner.time_sharing = "auto" and planner.enabled = true')
-    if config.algorithm.eta:
-        why = f"with algorithm.eta = {config.algorithm.eta} the stages overlap"
-        yield invalid(field, True, why, f"{valid}, or algorithm.eta = 0")
     for name in ("tp", "engines_per_node"):
         if isinstance(value := getattr(config.rollout, name), list):
             why = "a list has no entries for train nodes, and components.train.roll_out = true"
@@ -225,13 +222,6 @@ def one_value_per_node(config: RunConfig) -> Iterator[UserError]:
                 f" this one has {len(value)}"
             )
             yield invalid(f"rollout.{name}", value, why, f"an integer, or a list of {hybrid + rollout}")
-
-
-def nodes_can_share(config: RunConfig) -> Iterator[UserError]:
-    """Nodes serve both stages of a step where this version can do so."""
-    if config.planner.time_sharing == "auto" and config.algorithm.eta:
-        why = f"with algorithm.eta = {config.algorithm.eta} the stages overlap, and no node serves both within a step"
-        yield invalid("planner.time_sharing", "auto", why, '"off", or algorithm.eta = 0')
 
 
 def batch_split(config: RunConfig) -> Iterator[UserError]:
@@ -312,7 +302,6 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     core_rolls_out,
     known_policy,
     one_value_per_node,
-    nodes_can_share,
     batch_split,
     objective,
     rate,

@@ -1,5 +1,5 @@
 """Thirty faults while nodes change their stage within a step: the run goes on, trains nothing twice, and keeps its
-staleness bound of 0."""
+staleness bound."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ STOPS_S = (1.0, 3.0)
 TAIL_BYTES = 1 << 15
 """Of the events, in which every node's last state is."""
 KEYS = {
-    "algorithm.eta": 0,
     "components.train.roll_out": "true",
     "planner.enabled": "true",
     "planner.time_sharing": "auto",
@@ -98,13 +97,13 @@ def switching(run: RunDir) -> bool:
     return any(state in ("to_train", "to_rollout") for state in states.values())
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_run_in_time_sharing_survives_thirty_faults_during_switches(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("eta", [0, 1])
+def test_a_run_in_time_sharing_survives_thirty_faults_during_switches(tmp_path: Path, eta: int) -> None:
     case = Chaos(tmp_path, steps=STEPS, hybrid=len(HYBRIDS), rollout=1)
-    options = [word for key, value in KEYS.items() for word in ("-o", f"{key}={value}")]
+    options = [word for key, value in (KEYS | {"algorithm.eta": eta}).items() for word in ("-o", f"{key}={value}")]
     run = case.submit(*options, *patched(tmp_path, LINKS + SHARING_PAYS, 0, CORE, *HYBRIDS, ROLLOUT))
     case.reach(3)
-    faults = Faults(case, seed)
+    faults = Faults(case, seed=eta)
     for _ in range(FAULTS):
         case.wait(lambda: switching(run), "a switch within a step")
         last = case.steps()[-1]
@@ -115,5 +114,5 @@ def test_a_run_in_time_sharing_survives_thirty_faults_during_switches(tmp_path: 
     case.values["steps"] = case.steps()[-1] + 5
     case.resume("-o", f"run.steps={case.values['steps']}")
     sound(case)
-    assert {line["staleness_max"] for line in read_lines(run.metrics)} == {0.0}
+    assert max(line["staleness_max"] for line in read_lines(run.metrics)) <= eta
     trained_once(run, case.values["steps"])

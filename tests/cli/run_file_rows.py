@@ -231,7 +231,6 @@ RUN_FILE = [
     ("algorithm.guard=of", "algorithm.guard = 'of': unknown value; valid: off, notice, pause, stop (did you mean"),
     ("train.recompute=partial", "train.recompute = 'partial': unknown value; valid: none, selective, full."),
     ("planner.hybrid_start=rolout", "planner.hybrid_start = 'rolout': unknown value; valid: rollout, train (did you"),
-    ("planner.time_sharing=auto", "planner.time_sharing = 'auto': with algorithm.eta = 1 the stages overlap"),
     ("planner.repartition=advice", "planner.repartition = 'advice': unknown value; valid: advise, carry_out (did you"),
     ("simulated.source=table", "simulated.source = 'table': unknown value; valid: auto, tables, roofline (did you"),
     ("components.split=atuo", "components.split = 'atuo': unknown value; valid: explicit, auto (did you mean"),

@@ -20,13 +20,11 @@ from libra_hpc.protocol.layout import Layout, ResumePoint
 from libra_hpc.protocol.plan import GroupFact
 from tests.policies.pool.layout_orders import AwaitMembers, DrainTurns, RestCore, StandbyEngine, StartEngine, all_orders
 
-CONFIG = validate({"algorithm": {"eta": 0, "prompts_per_step": 4}, "planner": {"switch_cost_s": 2.0}})
-
 
 class Scene:
     """One core node (1), which may roll out, two hybrid nodes (2, 3) and a rollout node (4), all at work."""
 
-    def __init__(self, tmp_path: Path, core_rolls_out: bool = False) -> None:
+    def __init__(self, tmp_path: Path, core_rolls_out: bool = False, eta: int = 0) -> None:
         self.sent: list[tuple[int, Any]] = []
         self.seen_of: dict[type, int] = {}
         self.step = 0
@@ -34,7 +32,8 @@ class Scene:
         layout = RankLayout(components, core_rolls_out=core_rolls_out)
         send = lambda rank, message: self.sent.append((rank, message))  # noqa: E731
         start = ResumePoint(0, "", 0, ())
-        context = AgentContext(0, layout, CONFIG, RunDir(tmp_path), 1, send, start, tmp_path, tmp_path)
+        config = validate({"algorithm": {"eta": eta, "prompts_per_step": 4}, "planner": {"switch_cost_s": 2.0}})
+        context = AgentContext(0, layout, config, RunDir(tmp_path), 1, send, start, tmp_path, tmp_path)
         self.seen = Observations()
         self.nodes = NodePool(context, lambda kind, **fields: None, self.seen.on_switch, lambda: 0)
         self.nodes.start("rollout")
@@ -50,11 +49,11 @@ class Scene:
         for rank in ranks:
             self.nodes.apply(states.MemberOf(rank, generation))
 
-    def report(self, left: int, composed: int = 0, **running: int) -> None:
-        """``left`` unfinished trajectories."""
+    def report(self, left: int, composed: int = 0, beside: int = 0, **running: int) -> None:
+        """``left`` unfinished trajectories; ``beside``: groups admitted beyond the batch."""
         report = wire.RolloutReport(
             joint_version=self.step,
-            outstanding_groups=0 if composed > self.step else 4,
+            outstanding_groups=beside + (0 if composed > self.step else 4),
             open_groups=(GroupFact(0, 9, 0, left, 9),) if left else (),
             composed=composed,
             running=tuple((int(rank[1:]), turns) for rank, turns in running.items()),
@@ -109,6 +108,23 @@ def test_hybrid_nodes_go_to_training_as_the_batch_ends_and_back_after_its_step(t
     scene.report(99, composed=1, r2=30, r3=30, r4=30)
     assert scene.states == "train rollout rollout rollout"
     assert [s.direction for s in scene.seen.switches] == ["to_train"] * 2 + ["to_rollout"] * 2, "each was measured"
+
+
+def test_with_a_staleness_bound_nodes_train_a_complete_batch_while_others_roll_on(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, eta=1)
+    scene.report(16, beside=3, r2=9, r3=0, r4=7)
+    assert not scene.orders(DrainTurns), "a group of the batch beside it is still to begin"
+    scene.report(99, composed=1, beside=4, r2=30, r3=30, r4=30)
+    assert [(order.rank, order.abort) for order in scene.orders(DrainTurns)] == [(2, True), (3, True)]
+    scene.trains(2)
+    scene.trains(3)
+    scene.member(3, 1, 2, 3)
+    scene.step = 1
+    scene.report(60, composed=2, beside=4, r4=60)
+    assert scene.states == "train train train rollout", "one pair of switches for both batches"
+    scene.step = 2
+    scene.report(50, composed=2, beside=2, r4=50)
+    assert scene.states == "train to_rollout to_rollout rollout"
 
 
 def test_a_node_that_is_lost_or_too_late_is_not_waited_for(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def messages(values: dict[str, Any]) -> list[str]:
 
 
 NODES = {"components.hybrid.nodes": 1, "components.rollout.nodes": 2}
-SHARED = {"components.train.roll_out": True, "planner.time_sharing": "auto", "algorithm.eta": 0}
+SHARED = {"components.train.roll_out": True, "planner.time_sharing": "auto"}
 PRODUCT = "rollout.tp * rollout.engines_per_node needs 8 GPUs and components.rollout has 4 per node"
 
 
@@ -101,7 +101,6 @@ PRODUCT = "rollout.tp * rollout.engines_per_node needs 8 GPUs and components.rol
             SHARED | {"planner.time_sharing": "off"},
             "components.train.roll_out = True: nodes serve both stages by time-",
         ),
-        (SHARED | {"algorithm.eta": 1}, "components.train.roll_out = True: with algorithm.eta = 1 the stages overlap;"),
         (
             SHARED | {"rollout.tp": [1]},
             "rollout.tp = [1]: a list has no entries for train nodes, and components.train.",

@@ -2,7 +2,7 @@
 
 - Training seconds of a token are measured here; n nodes are ``(here / n) ** SCALING`` of that.
 - Seconds elsewhere are the measured ones here, times those played there, over those played here (`Plays`).
-- A synchronous run whose nodes may serve both stages in turn -> `WayChoice`.
+- Nodes that may serve both stages in turn -> `WayChoice`.
 - Hybrid nodes -> `MoveChoice`: their best split, downhill from this one both ways.
 - Nothing to move, and other work than all layouts were searched for -> `layout_choice`.
 - Nothing to move, and the run may queue nodes for itself, or borrow servers -> `with_borrowed`.

@@ -1,4 +1,4 @@
-"""Whether hybrid nodes of a synchronous run serve both stages of every step (time-sharing).
+"""Whether hybrid nodes serve both stages of every step (time-sharing).
 
 - A batch in turn, with a pair of switches, is shorter than at the best split by ``min_gain`` -> ``time_share``.
 - It is longer by as much -> ``split``.
@@ -40,8 +40,8 @@ class WayChoice:
 
     def decide(self, snapshot: PlanSnapshot, plays: Plays, here: State) -> PlanDecision | None:
         """``time_share``, ``split``, or hold while nodes share; None where each stage keeps its nodes."""
-        wanted = snapshot.eta == 0 and self._settings.time_sharing == "auto"
-        ways = _ways(snapshot, here) if here.in_turn or wanted else None
+        wanted = here.in_turn or self._settings.time_sharing == "auto"
+        ways = _ways(snapshot, here) if wanted else None
         if ways is None:
             return None
         splits = ways.splits

@@ -29,12 +29,12 @@ class StepMoves(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What is left of the present batch."""
+    """What is left of the present batch, and of those that the staleness bound lets begin beside it."""
 
     complete: bool
     """Whether all of it went to training."""
     admitted: bool
-    """Whether all its groups were admitted."""
+    """Whether all their groups were admitted."""
     trajectories: int
     """Unfinished."""
     running: Mapping[int, int]

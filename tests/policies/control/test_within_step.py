@@ -37,10 +37,12 @@ def nodes(train: int, hybrid: str, rollout: int, count: int = 4, unit: int = 1, 
 
 
 class SharingRun(Plant):
-    """A synchronous run with perfect scaling; ``train_s`` and ``rollout_s`` are those of one node."""
+    """A run with perfect scaling, none of whose stages overlap; ``train_s`` and ``rollout_s`` are those of one node."""
 
-    def __init__(self, all_nodes: tuple[NodeFact, ...], train_s: float = 480.0, rollout_s: float = 480.0) -> None:
-        super().__init__(ideal(train_s, rollout_s), eta=0)
+    def __init__(
+        self, all_nodes: tuple[NodeFact, ...], train_s: float = 480.0, rollout_s: float = 480.0, eta: int = 0
+    ) -> None:
+        super().__init__(ideal(train_s, rollout_s), eta=eta)
         self.nodes, self.train_s, self.rollout_s = all_nodes, train_s, rollout_s
         self.switch_s: tuple[float, float] | None = None
         self.lost_s = 0.0
@@ -100,9 +102,9 @@ def share(run: SharingRun, core: str = "") -> PlanDecision:
     return decision
 
 
-@pytest.mark.parametrize("train", [1, 2])
-def test_cheap_switches_let_all_hybrid_nodes_serve_both_stages(train: int) -> None:
-    run = SharingRun(nodes(train, "rollout", 1))
+@pytest.mark.parametrize(("train", "eta"), [(1, 0), (2, 0), (1, 1)])
+def test_cheap_switches_let_all_hybrid_nodes_serve_both_stages(train: int, eta: int) -> None:
+    run = SharingRun(nodes(train, "rollout", 1), eta=eta)
     decision = share(run)
     # One core node: 480 / 5 + 480 / 5 + 20 s, and 480 / 3 + 480 / 3 s with three nodes in either stage.
     shared = 480.0 / (4 + train) + 480.0 / 5 + 20.0
