@@ -128,10 +128,9 @@ def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str) ->
         lengths="the work of the choosing seeds",
         work=Work(tuple(seen), Assumed(), longest),
         policy=policy,
-        in_turn=tuple(InTurn(SWITCH_S, core, runs=True) for core in (False, True)),
+        in_turn=tuple(InTurn(SWITCH_S, core) for core in (False, True)),
     )
-    result = best_plans(asked)
-    best = min((*result.plans, *([result.study] if result.study else [])), key=lambda plan: plan.seconds)
+    best = min(best_plans(asked).plans, key=lambda plan: plan.seconds)
     roles = Roles(core=best.nodes, beside=best.hybrid) if best.in_turn else Roles(best.nodes)
     fleet = tuple(Part(one.pool, one.tp, one.replicas) for one in best.engines)
     return Planned(fleet, roles, best.seconds)

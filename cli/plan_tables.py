@@ -151,8 +151,7 @@ def shared(asked: PlanRequest, result: PlanResult) -> None:
             Text(
                 f"in turn: {_nodes(asked, plan)} nodes serve both stages, {short_s(plan.seconds)} a batch with"
                 f" {short_s(plan.in_turn.switch_s)} of switches ({asked.switch_from}); the best split is as fast"
-                f" {f'at {short_s(even_s)}' if even_s > 0.0 else 'without any'};"
-                + (f" needs {needs}" if plan.runs else " not run by libra-hpc yet")
+                f" {f'at {short_s(even_s)}' if even_s > 0.0 else 'without any'}; needs {needs}"
             )
         )
 

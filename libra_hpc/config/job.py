@@ -165,8 +165,8 @@ class TrainComponent(Component, frozen=True):
     """The nodes of the trainer's core; they can serve both stages."""
 
     roll_out: bool = False
-    """Whether train nodes roll out, too, while they have nothing to train. Needs ``planner.time_sharing = "auto"``.
-    Trainers keep their state beside the engines; not on GPUs yet, where it would have to leave for that time."""
+    """Whether train nodes roll out, too, while they have nothing to train. Needs ``planner.time_sharing = "auto"``,
+    and ``optimizer.host = true`` on GPUs."""
 
 
 class HybridComponent(Component, frozen=True):

@@ -293,6 +293,9 @@ class OptimizerSection(Section, frozen=True):
     """How the learning rate falls to 0 behind the last update."""
     decay_steps: Annotated[int, Meta(ge=0)] = 0
     """Last updates, over which it does; 0: all after the warm-up."""
+    host: bool = False
+    """Whether AdamW's state is in host memory, and streams through the device at each update. The results are the
+    same."""
 
 
 class TrainSection(Section, frozen=True):

@@ -7,11 +7,12 @@
 - Snapshots: the optimizer's state of a core node in /dev/shm, and the next one while it is written; with several core
   nodes the same of the node before it. None of the four can go earlier: a node may die before the last copy of the
   next snapshot is whole, and then the one before needs the parts of all others and the copy of its part.
+- Optimizer: with ``optimizer.host`` the state of a core node, and its copy where steps have several minibatches.
 - Checkpoint copy: the optimizer's state of a core node, which a thread writes, also as a snapshot.
 - Reference policy: weights that each training world holds once, divided over its nodes.
 - KV tier, environments: what the run file gives them.
 
-Standbys of training and of vLLM keep nothing in host memory.
+Standbys of training and of vLLM keep nothing else in host memory.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class NodeWork(msgspec.Struct, frozen=True):
     """Whether the core keeps them."""
     core_nodes: int = 0
     """Nodes that share the training state, for one of them; 0: not of the core."""
+    states: int = 0
+    """The optimizer's state, so many times, where it is in host memory."""
     reference: float = 0.0
     """Bytes of a reference policy, of which it holds its part."""
     elastic_nodes: int = 1
@@ -69,6 +72,7 @@ class NodeMemory(MemoryTerms, frozen=True):
     weight_offers: float
     weight_staging: float
     snapshots: float
+    optimizer: float
     checkpoint_copy: float
     reference_policy: float
     kv_tier: float
@@ -111,13 +115,15 @@ def snapshot_bytes(shape: ModelShape, core_nodes: int) -> float:
 
 def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
     """Memory of a node with this work."""
+    state = shape.params * STATE_BYTES / work.core_nodes if work.core_nodes else 0.0
     kept = KEPT_WHOLE if shape.dtype_bytes == MASTER_BYTES else KEPT_OFFERS
     return NodeMemory(
         weight_image=float((1 + bool(work.core_nodes)) * shape.weight_bytes),
         weight_offers=float((kept + 1) * shape.weight_bytes),
         weight_staging=float(work.engines * shape.weight_bytes) if work.rolls else 0.0,
         snapshots=snapshot_bytes(shape, work.core_nodes) if work.snapshots else 0.0,
-        checkpoint_copy=shape.params * STATE_BYTES / work.core_nodes if work.core_nodes else 0.0,
+        optimizer=work.states * state,
+        checkpoint_copy=state,
         reference_policy=work.reference / (work.core_nodes or work.elastic_nodes),
         kv_tier=work.kv_bytes if work.rolls else 0.0,
         environments=work.environment_bytes,

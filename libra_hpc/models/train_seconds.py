@@ -348,7 +348,9 @@ class TrainCost:
         # Norm of the gradients, then state and gradient read, state written, the float32 weights rounded.
         moved = 2 * GRAD_BYTES + 2 * optimizer_bytes(self.shape) + GRAD_BYTES + self.shape.dtype_bytes
         own = common / layout.copies + experts / layout.expert_copies
-        return (own * moved + (common + experts) * SCALED_BYTES) / self._bytes_s
+        # Both ways of the link at once, beside the arithmetic.
+        hosted_s = own * optimizer_bytes(self.shape) / self.device.host_bytes_s if layout.host else 0.0
+        return max(hosted_s, own * moved / self._bytes_s) + (common + experts) * SCALED_BYTES / self._bytes_s
 
     def _exchange(self, layout: TrainLayout, beside: HybridWorlds) -> float:
         """Seconds of gradients to the core and new weights back: of the slower side.

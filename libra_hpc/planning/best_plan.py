@@ -94,11 +94,10 @@ def _searched(
     search = _Search(asked, space, progress, QUICK_TURNS if quick else PLAYED_TURNS)
     ordered = search.quick(plans) if quick else search.best(plans)
     return PlanResult(
-        plans=tuple(plan for plan in ordered if plan.runs),
+        plans=tuple(ordered),
         excluded=tuple(space.excluded(ordered[0])),
         straggler=search.alone_s(ordered[0]),
         sources=tuple(dict.fromkeys(kind.steps.source for kind in space.kinds)),
-        study=next((plan for plan in ordered if not plan.runs), None),
     )
 
 
@@ -136,7 +135,7 @@ class _Search:
 
     def _downhill(self, family: Sequence[RunPlan], order: dict[int, float], found: list[RunPlan]) -> None:
         """Play plans of a family from its least bound on, as long as they become faster; not stopped -> ``found``."""
-        best = min((plan.seconds for plan in found if plan.runs == family[0].runs), default=math.inf)
+        best = min((plan.seconds for plan in found), default=math.inf)
         taken: dict[int, float] = {}
 
         def seconds(at: int) -> float:

@@ -1,7 +1,6 @@
-"""Nodes that serve both stages of every step: which ways this version runs, the keys that ask for them, their price.
+"""Nodes that serve both stages of every step: which ways there are, the keys that ask for them, their price.
 
-- Hybrid nodes (``planner.time_sharing``); nodes of the core too (`ROLL_OUT`), but not on GPUs yet: that is shown for
-  study.
+- Hybrid nodes (``planner.time_sharing``); nodes of the core too (`ROLL_OUT`), on GPUs with ``optimizer.host``.
 - Seconds of a pair of switches: given, else assumed: `ASSUMED_S` for `ASSUMED_PARAMS` over the link of an A800 to host
   memory, in proportion to the parameters and to that link.
 """
@@ -25,9 +24,10 @@ ROLL_OUT = "roll_out"
 
 
 def ways(config: RunConfig, switch_s: float) -> tuple[InTurn, ...]:
-    """Hybrid nodes alone, and all nodes."""
-    real, on_gpus = config.run.engine == "real", config.slurm.device == "cuda" or config.components.train.gpus > 0
-    return tuple(InTurn(switch_s, rolls, runs=not (rolls and real and on_gpus)) for rolls in (False, True))
+    """Hybrid nodes alone, and all nodes where the state of the core has room meanwhile."""
+    on_gpus = config.slurm.device == "cuda" or config.components.train.gpus > 0
+    core = config.optimizer.host or not (on_gpus and config.run.engine == "real")
+    return tuple(InTurn(switch_s, rolls) for rolls in (False, True)[: 1 + core])
 
 
 def asked_in_turn(asked: PlanRequest, config: RunConfig, switch_s: float | None = None) -> PlanRequest:
@@ -46,11 +46,7 @@ def keys(plan: RunPlan) -> dict[str, Any]:
 
 
 def in_turn_of(result: PlanResult) -> list[tuple[RunPlan, float]]:
-    """The best plans in turn, and seconds of switches at which the best split is as fast.
-
-    One that this version runs, and one that it does not, if that is faster.
-    """
+    """The best plan in turn, if there is one, and seconds of switches at which the best split is as fast."""
     split = min((plan.seconds for plan in result.plans if not plan.in_turn), default=0.0)
-    own = min((plan for plan in result.plans if plan.in_turn), key=lambda plan: plan.seconds, default=None)
-    found = [own, result.study if own is None or (result.study and result.study.seconds < own.seconds) else None]
-    return [(plan, plan.in_turn.switch_s + split - plan.seconds) for plan in found if plan and plan.in_turn]
+    found = sorted((plan for plan in result.plans if plan.in_turn), key=lambda plan: plan.seconds)[:1]
+    return [(plan, plan.in_turn.switch_s + split - plan.seconds) for plan in found if plan.in_turn]

@@ -21,6 +21,7 @@ from libra_hpc.errors import UserError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.host_memory import HostRoom, HostUse
+from libra_hpc.models.memory import RECOMPUTE
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.update_time import CHANGED, UpdateTime, update_time
@@ -202,7 +203,10 @@ def request(
         group=algorithm.group_size,
         max_model_len=rollout.max_model_len,
         max_num_seqs=rollout.max_num_seqs,
-        space=TrainSpace(recompute=(config.train.recompute,)) if "train.recompute" in config.given else TrainSpace(),
+        space=TrainSpace(
+            recompute=(config.train.recompute,) if "train.recompute" in config.given else RECOMPUTE,
+            host=config.optimizer.host,
+        ),
         lengths=_source(recorded, trace, assumed),
         work=work,
         policy=rollout.policy,

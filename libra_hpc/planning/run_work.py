@@ -24,17 +24,19 @@ def reference_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:
 
 def node_work(config: RunConfig, name: str, reference: ModelShape | None) -> NodeWork:
     """What a node of a component does with its memory; ``kv_bytes`` are those of one GPU, ``reference`` what it has."""
-    task, environments = config.task, 0.0
+    task, environments, parts = config.task, 0.0, config.components
+    copied = config.algorithm.minibatches > 1 and parts.hybrid.nodes > 0
     # The address space is a limit, far above what most tools take: it counts where the user chose it.
     if name == "rollout" and "task.tool_memory_mb" in config.given:
         environments = float(task.hosts * task.tool_processes * task.tool_memory_mb * MIB)
     return NodeWork(
         reference=float(reference.weight_bytes) if reference else 0.0,
-        elastic_nodes=config.components.hybrid.nodes_per_replica,
-        rolls=name != "train",
+        elastic_nodes=parts.hybrid.nodes_per_replica,
+        rolls=len(config.rollout_nodes(name)) > 0,
         engines=_engines(config, name),
         snapshots=name == "train" and config.train.snapshot_every > 0,
-        core_nodes=config.components.train.nodes if name == "train" else 0,
+        core_nodes=parts.train.nodes if name == "train" else 0,
+        states=config.optimizer.host * (1 + copied),
         kv_bytes=config.rollout.kv_host_gb_per_gpu * GIB,
         environment_bytes=environments,
     )
@@ -42,9 +44,7 @@ def node_work(config: RunConfig, name: str, reference: ModelShape | None) -> Nod
 
 def _engines(config: RunConfig, name: str) -> int:
     """Most engines of a node of a component."""
-    first, parts = 0 if name == "hybrid" else config.components.hybrid.nodes, config.components
-    own = range(first, first + getattr(parts, name).nodes) if name != "train" else ()
-    return max((config.rollout.on_node(node)[1] for node in own), default=1)
+    return max((config.rollout.on_node(node)[1] for node in config.rollout_nodes(name)), default=1)
 
 
 def core_layout(config: RunConfig) -> TrainLayout:
@@ -65,4 +65,5 @@ def world_layout(config: RunConfig, world: TrainWorld, *, elastic: bool = False)
         recompute=train.recompute,
         etp=world.etp,
         elastic=elastic,
+        host=config.optimizer.host,
     )

@@ -198,9 +198,10 @@ def core_rolls_out(config: RunConfig) -> Iterator[UserError]:
         if isinstance(value := getattr(config.rollout, name), list):
             why = "a list has no entries for train nodes, and components.train.roll_out = true"
             yield invalid(f"rollout.{name}", value, why, "an integer")
-    if config.run.engine == "real" and config.slurm.device == "cuda":
-        why = "on GPUs the state of the trainers would have to move to host memory, which is not built"
-        yield invalid(field, True, why, f'{valid}; dry runs and slurm.device = "cpu" have it')
+    hosted = config.optimizer.host and config.model.dtype != "float32"
+    if config.run.engine == "real" and config.slurm.device == "cuda" and not hosted:
+        why = "engines need the memory of weights and optimizer meanwhile"
+        yield invalid(field, True, why, f'{valid}, or optimizer.host = true and model.dtype = "bfloat16"')
 
 
 def known_policy(config: RunConfig) -> Iterator[UserError]:

@@ -42,7 +42,7 @@ def adamw(ddp: Any, dtype: torch.dtype, settings: OptimizerSection) -> Any:
         use_distributed_optimizer=True,
     )
     megatron_optimizers.USING_PYTORCH_OPTIMIZER = True
-    with compat.mcore_device():
+    with compat.mcore_device(), compat.masters_in_host_memory(settings.host):
         optimizer = get_megatron_optimizer(
             optimizer_config,
             [ddp],

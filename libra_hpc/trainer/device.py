@@ -10,7 +10,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,6 +78,16 @@ def host_buffer(device: torch.device, elements: int) -> torch.Tensor:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     return buffer
+
+
+def lanes(device: torch.device, count: int) -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Contexts whose work on the device runs side by side, behind what is queued now; on a CPU one after the other."""
+    if device.type != "cuda":
+        return [nullcontext] * count
+    streams = [torch.cuda.Stream(device) for _ in range(count)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    return [partial(torch.cuda.stream, stream) for stream in streams]
 
 
 LAZY_FREE = 8

@@ -25,6 +25,7 @@ from libra_hpc.trainer.model.mcore import (
     parallel_state,
 )
 from libra_hpc.trainer.model.packing import Pack
+from libra_hpc.trainer.saved.hosted_adamw import HostedAdamW
 from libra_hpc.trainer.saved.optimizer_state import OptimizerState
 from libra_hpc.weights.names import ReplicaPlace, own_entries
 
@@ -123,7 +124,12 @@ class TrainEngine(PackedModel):
         self._grad_clip = settings.grad_clip
         self._optimizer: Any = None if elastic else adamw(self.ddp, dtype, settings)
         self._scheduler: Any = None if elastic else learning_rate(self._optimizer, settings, updates)
-        self.state = OptimizerState(self._optimizer, self.named_parameters())
+        hosted = settings.host and not elastic
+        self.state = OptimizerState(self._optimizer, self.named_parameters(), host=hosted)
+        self._hosted = HostedAdamW(self._optimizer, self.state, device) if hosted else None
+        self.frees = elastic or (hosted and self.state.mixed)
+        """Whether a standby frees weights and gradients: they can come from elsewhere, or from host memory."""
+        self._freed = False
 
     def buckets(self) -> tuple[list[Any], list[Any]]:
         """Megatron-Core's flat pieces of weights and gradients: of shared parameters, and of experts.
@@ -197,6 +203,9 @@ class TrainEngine(PackedModel):
         self.ddp.scale_gradients(scale * clip)
         self.state.updates += 1
         self._set_schedule()
+        if self._hosted is not None:
+            self._hosted.step()
+            return scaled
         with compat.mcore_device():
             # `step` would take the norm again.
             self._optimizer.prepare_grads()
@@ -217,18 +226,27 @@ class TrainEngine(PackedModel):
         return bool(flag.item())
 
     def release(self) -> None:
-        """Free the weights and gradients of a world without optimizer; it has no step until it has weights again."""
-        assert self.elastic, "the state of others is nowhere else"
-        self.state.commit(NO_STEP, 0)
+        """Free weights and gradients; without an optimizer, a world has no step until it has weights again."""
+        assert self.frees, "the state of others is nowhere else"
+        self._freed = True
+        if self.elastic:
+            self.state.commit(NO_STEP, 0)
         for flat in self._flat():
             give_back(flat)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def reclaim(self) -> None:
-        """End a standby; weights and gradients then have any values."""
+        """End a standby; gradients then have any values, and weights too, unless they come from host memory.
+
+        Then it is collective over the data-parallel ranks.
+        """
         for flat in self._flat():
             take_again(flat)
+        if self._freed and not self.elastic:
+            self.state.changes.cast_again()
+            self.state.gather()
+        self._freed = False
 
     def _flat(self) -> list[torch.Tensor]:
         buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]

@@ -150,7 +150,7 @@ class Worker(WorkerLoop):
 
     def standby(self) -> None:
         self._replicas.park()
-        if self._engine.elastic:
+        if self._engine.frees:
             self._engine.release()
 
 

@@ -40,6 +40,13 @@ def test_bytes_of_a_parameter(layout: TrainLayout, state: float, copy: float) ->
     assert two.total - one.total == pytest.approx(copy * P)
 
 
+def test_a_state_in_host_memory_leaves_pieces_and_marks() -> None:
+    hosted, plain = of(msgspec.structs.replace(CORE, host=True), copies=True), of(CORE, copies=True)
+    assert hosted.optimizer == pytest.approx(2 * (1 << 24) * 12 + P / 4 / 8)
+    assert hosted.minibatch_copy == 0.0
+    assert plain.total - hosted.total == pytest.approx(24.125 * P / 4 - hosted.optimizer)
+
+
 def test_a_reference_is_where_activations_are_before_and_after() -> None:
     def frozen(name: str, micro_batches: int) -> TrainMemory:
         pipeline, other = msgspec.structs.replace(CORE, pp=2), model_shape(name)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from libra_hpc.config.load import validate
 from libra_hpc.planning import in_turn
@@ -25,14 +24,10 @@ pytestmark = pytest.mark.slow
 LONG = Assumed(generated=6_000, turns=6)
 
 
-def asked(eta: int = 0, prompts: int = 16, switch_s: float = 5.0) -> PlanRequest:
-    config = validate(run_file((2, 0, 2), algorithm={"prompts_per_step": prompts, "eta": eta}))
+def asked(eta: int = 0, prompts: int = 16, switch_s: float = 5.0, host: bool = True) -> PlanRequest:
+    algorithm = {"prompts_per_step": prompts, "eta": eta}
+    config = validate(run_file((2, 0, 2), algorithm=algorithm, optimizer={"host": host}))
     return asked_in_turn(request(config, assumed=LONG), config, switch_s)
-
-
-def with_core(made: PlanRequest) -> PlanRequest:
-    """As if this version ran every way."""
-    return replace(made, in_turn=tuple(replace(way, runs=True) for way in made.in_turn))
 
 
 @pytest.mark.parametrize("eta", [0, 1])
@@ -56,17 +51,17 @@ def test_a_batch_in_turn_takes_both_stages_and_a_pair_of_switches(eta: int) -> N
 
 
 def test_cheap_switches_choose_nodes_in_turn_and_dear_ones_today_s_split() -> None:
-    chosen = [best_plans(with_core(asked(switch_s=s))).plans[0] for s in (1.0, 1_000.0)]
+    chosen = [best_plans(asked(switch_s=s)).plans[0] for s in (1.0, 1_000.0)]
     assert [plan.in_turn is not None for plan in chosen] == [True, False]
 
 
-def test_what_this_version_does_not_run_is_shown_for_study_alone() -> None:
-    assert [way.runs for way in asked().in_turn] == [True, False], "no core rolls out on GPUs"
+def test_a_core_rolls_out_on_gpus_where_its_state_is_in_host_memory() -> None:
+    assert [way.core_rolls for way in asked(host=False).in_turn] == [False]
     result = best_plans(asked(eta=1, switch_s=0.0))
-    assert all(plan.in_turn is None for plan in result.plans)
     ((plan, even_s),) = in_turn_of(result)
-    assert plan is result.study
-    assert even_s == pytest.approx(min(p.seconds for p in result.plans) - plan.seconds)
+    assert plan.in_turn is not None
+    assert plan.in_turn.core_rolls
+    assert even_s == pytest.approx(min(p.seconds for p in result.plans if not p.in_turn) - plan.seconds)
 
 
 @pytest.mark.parametrize("prompts", [16, 32])
@@ -111,4 +106,3 @@ def test_the_command_says_what_it_takes_and_needs(call: Call) -> None:
     assert 'needs planner.time_sharing = "auto"' in out
     assert "(assumed: --switch-s); the best split is as fast" in " ".join(call.shown(*many).split())
     assert call.json(*many, "--switch-s", "0")["plans"][0]["in_turn"]["switch_s"] == 0.0
-    assert "not run by libra-hpc yet" in " ".join(call.shown().split())

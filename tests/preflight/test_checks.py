@@ -107,7 +107,7 @@ PRODUCT = "rollout.tp * rollout.engines_per_node needs 8 GPUs and components.rol
         ),
         (
             SHARED | on_gpus(8, 8, 8),
-            "components.train.roll_out = True: on GPUs the state of the trainers would have to",
+            "components.train.roll_out = True: engines need the memory of weights and optimizer meanwhile",
         ),
         (
             SHARED | on_gpus(4, 8, 8, tp=8) | {"run.engine": "simulated"},

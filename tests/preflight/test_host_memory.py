@@ -47,6 +47,8 @@ def test_a_node_has_the_files_that_the_runtime_keeps() -> None:
     whole = node_memory(msgspec.structs.replace(MODEL, dtype_bytes=4), NodeWork())
     assert whole.weight_offers == 3 * 4 * MODEL.params, "two versions are kept, and none has only what changed"
     assert core.checkpoint_copy == 3 * MODEL.params, "of the optimizer's state, a quarter"
+    assert core.optimizer == 0.0
+    assert node_memory(MODEL, NodeWork(core_nodes=4, states=2)).optimizer == 6 * MODEL.params
     assert trains.shared.keys() == {*WEIGHTS, "snapshots"}
     rolls = node_memory(MODEL, NodeWork(rolls=True, engines=4, kv_bytes=5.0, environment_bytes=7.0))
     assert rolls.terms().keys() == {*WEIGHTS, "weight staging", "kv tier", "environments", "processes"}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from libra_hpc.config.learn import OptimizerSection
 from libra_hpc.protocol.trainer import Offered, OfferFailed, OfferWeights, Saved, SaveStarted, SaveState
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
 from libra_hpc.trainer.saved import checkpoint, snapshot
@@ -59,12 +60,18 @@ def equal(one: Bits, other: Bits) -> bool:
 class Offering:
     """A trainer in this process, and what a node has that got all of its offers."""
 
-    def __init__(self, base: Path, world: ReplicaPlace, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        base: Path,
+        world: ReplicaPlace,
+        dtype: torch.dtype = torch.bfloat16,
+        settings: OptimizerSection = SMALL_STEPS,
+    ) -> None:
         make_model("qwen3", base / "model")
         self.base, self.node = base, {}
         self.engine: TrainEngine
         self.trainer: GrpoTrainer
-        self.engine, self.trainer = build(base / "model", world, dtype, SMALL_STEPS)
+        self.engine, self.trainer = build(base / "model", world, dtype, settings)
         self.offers = WeightOffers(self.engine, 0)
         self.published = WHOLE
 

@@ -31,8 +31,6 @@ class InTurn(msgspec.Struct, frozen=True):
     """Seconds of a pair of switches, to training and back with the new weights."""
     core_rolls: bool = False
     """Whether nodes of the core roll out too; without, hybrid nodes alone serve both stages."""
-    runs: bool = True
-    """Whether this version runs it."""
 
 
 class PoolEngines(msgspec.Struct, frozen=True):
@@ -81,11 +79,6 @@ class RunPlan(msgspec.Struct, frozen=True):
         """Nodes that train a step."""
         return self.nodes + (self.hybrid if self.in_turn else 0)
 
-    @property
-    def runs(self) -> bool:
-        """Whether this version runs it."""
-        return self.in_turn is None or self.in_turn.runs
-
     def rolls(self, have: int) -> int:
         """Nodes that roll out, of so many in all."""
         return have if self.in_turn and self.in_turn.core_rolls else have - self.nodes
@@ -106,5 +99,3 @@ class PlanResult(msgspec.Struct, frozen=True):
     """Seconds of the longest trajectory alone; more rollout nodes do not shorten it."""
     sources: tuple[str, ...]
     """Where step times come from."""
-    study: RunPlan | None = None
-    """The best plan in turn, where this version does not run it."""

@@ -39,6 +39,8 @@ class TrainSpace(msgspec.Struct, frozen=True):
     ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     """With tensor ranks of an expert as many as those of the rest, or one."""
     recompute: tuple[Recompute, ...] = RECOMPUTE
+    host: bool = False
+    """Whether AdamW's state is in host memory."""
 
 
 class Hybrid(msgspec.Struct, frozen=True):
@@ -194,9 +196,8 @@ def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterat
                 for ep, etp in _experts(cost, tp, space):
                     for micro in sizes:
                         for recompute in space.recompute:
-                            yield TrainLayout(
-                                tp=tp, pp=pp, cp=cp, ep=ep, dp=1, micro_tokens=micro, recompute=recompute, etp=etp
-                            )
+                            one = TrainLayout(tp, pp, cp, ep, 1, micro, recompute, etp)
+                            yield msgspec.structs.replace(one, host=space.host)
 
 
 def _experts(cost: TrainCost, tp: int, space: TrainSpace) -> Iterator[tuple[int, int]]:

@@ -34,6 +34,11 @@ class _CudaLiteralsToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _FloatsToHost(TorchFunctionMode):
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].cpu().float() if func is torch.Tensor.float else func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def eager_import() -> Iterator[None]:
     """Context for importing Megatron-Core: ``torch.compile`` does nothing, warnings of missing packages are dropped.
@@ -58,6 +63,11 @@ def install() -> None:
     if not torch.cuda.is_available():
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
         torch.cuda.synchronize = lambda *_args, **_kwargs: None
+
+
+def masters_in_host_memory(wanted: bool) -> contextlib.AbstractContextManager[Any]:
+    """Context for Megatron-Core's optimizer, whose float32 copies of weights the device may have no room for."""
+    return _FloatsToHost() if wanted else contextlib.nullcontext()
 
 
 def no_random_state() -> None:

@@ -7,12 +7,13 @@ model's type are the shards, rounded and gathered over the data-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from libra_hpc.trainer.adamw import distributed
+from libra_hpc.trainer.device import host_buffer
 
 from .weight_changes import ShardWeights, WeightChanges
 
@@ -34,7 +35,8 @@ class Shard(NamedTuple):
 class OptimizerState:
     """See the module docstring; built before the first update, where torch would create Adam's moments."""
 
-    def __init__(self, optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(self, optimizer: Any, parameters: Mapping[str, torch.nn.Parameter], host: bool = False) -> None:
+        """``host``: the state is in host memory, but for float32 weights; `HostedAdamW` steps it."""
         self.step = 0
         self.updates = 0
         """Optimizer updates, without skipped ones: Adam's counter."""
@@ -42,29 +44,46 @@ class OptimizerState:
         self.shards: dict[str, Shard] = {}
         """By Megatron-Core name, in the order of ``parameters``; parameters without a share of this rank are absent."""
         self._optimizers = distributed(optimizer)
+        self.mixed = any(p.dtype is not torch.float32 for p in parameters.values())
+        """Whether weights are in less than float32, with float32 masters beside them."""
         self._counters: list[torch.Tensor] = []
+        zeros = self._host_memory() if host else torch.zeros_like
         found: dict[str, Shard] = {}
         names = {id(parameter): name for name, parameter in parameters.items()}
         for one in self._optimizers:
             for parameter, master in _owned(one):
                 span = one._get_model_param_range_map(parameter)["param"]
-                counter = torch.zeros((), dtype=torch.float32, device=master.device)
-                shard = Shard(span.start, span.end, master, torch.zeros_like(master), torch.zeros_like(master))
-                one.optimizer.state[master] = {
-                    "step": counter,
-                    "exp_avg": shard.exp_avg,
-                    "exp_avg_sq": shard.exp_avg_sq,
-                }
-                self._counters.append(counter)
-                found[names[id(parameter)]] = shard
+                found[names[id(parameter)]] = shard = Shard(span.start, span.end, master, zeros(master), zeros(master))
+                if not host:
+                    self._hand_over(one.optimizer, shard)
         self.shards = {name: found[name] for name in parameters if name in found}
-        self.mixed = any(p.dtype is not torch.float32 for p in parameters.values())
-        """Whether weights are in less than float32, with float32 masters beside them."""
         self.changes = WeightChanges()
         if self.mixed:
             for one in self._optimizers:
                 owned = {names[id(parameter)] for parameter, _ in _owned(one)}
                 self.changes.record(one, {name: self._weights(name) for name in self.shards if name in owned})
+
+    def _hand_over(self, optimizer: torch.optim.Optimizer, shard: Shard) -> None:
+        """Have torch's optimizer step these moments."""
+        self._counters.append(counter := torch.zeros((), dtype=torch.float32, device=shard.master.device))
+        moments = {"exp_avg": shard.exp_avg, "exp_avg_sq": shard.exp_avg_sq}
+        optimizer.state[shard.master] = {"step": counter, **moments}
+
+    def _host_memory(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Move float32 masters to one buffer; returns what gives zeros for a tensor of the state there."""
+        owned = [pair for one in self._optimizers for pair in _owned(one)]
+        sizes = sum(master.numel() for _, master in owned)
+        device = owned[0][0].device if owned else torch.device("cpu")
+        buffer, used = host_buffer(device, (2 + self.mixed) * sizes), 0
+
+        def zeros(like: torch.Tensor) -> torch.Tensor:
+            nonlocal used
+            used += like.numel()
+            return buffer[used - like.numel() : used].zero_()
+
+        for _, master in owned if self.mixed else ():
+            master.data = zeros(master).copy_(master)
+        return zeros
 
     def _weights(self, name: str) -> ShardWeights:
         shard = self.shards[name]
@@ -104,6 +123,10 @@ class OptimizerState:
         for one in self._optimizers:
             # Rounds own shards into the weights' buffer.
             one._copy_main_params_to_model_params()
+        self.gather()
+
+    def gather(self) -> None:
+        """Give all copies of a parameter the weights of its shards; collective over the data-parallel ranks."""
         for one in self._optimizers:
             for chunk in one.model_chunks:
                 chunk.start_param_sync(force_sync=True)

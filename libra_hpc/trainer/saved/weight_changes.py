@@ -31,21 +31,25 @@ class ShardWeights:
     def __init__(self, parameter: torch.nn.Parameter, begin: int, end: int, master: torch.Tensor) -> None:
         self._parameter, self._begin, self._end = parameter, begin, end
         self._master = master
-        self._bits = torch.zeros(-(-(end - begin) // 8), dtype=torch.uint8, device=master.device)
+        self._bits = torch.zeros(-(-(end - begin) // 8), dtype=torch.uint8, device=parameter.device)
 
     @property
     def weights(self) -> torch.Tensor:
         return self._parameter.data.view(-1)[self._begin : self._end]
 
     def cast(self, mark: bool) -> None:
-        weights, master, step = self.weights, self._master.data, CHUNK[self._master.device.type]
-        for begin in range(0, len(weights), step):
-            old = weights[begin : begin + step]
-            new = master[begin : begin + step].to(old.dtype)
-            if mark:
-                changed = _differing(new.view(torch.int16), old.view(torch.int16))
-                self._bits[begin // 8 : begin // 8 + len(changed)] |= changed
-            old.copy_(new)
+        master, step = self._master.data, CHUNK[self._parameter.device.type]
+        for begin in range(0, len(master), step):
+            self.cast_part(begin, master[begin : begin + step], mark)
+
+    def cast_part(self, begin: int, master: torch.Tensor, mark: bool) -> None:
+        """Round the part of the master that begins at ``begin``, a multiple of 8."""
+        old = self.weights[begin : begin + len(master)]
+        new = master.to(old.device).to(old.dtype)
+        if mark:
+            changed = _differing(new.view(torch.int16), old.view(torch.int16))
+            self._bits[begin // 8 : begin // 8 + len(changed)] |= changed
+        old.copy_(new)
 
     def clear(self) -> None:
         self._bits.zero_()
@@ -85,9 +89,20 @@ class WeightChanges:
         optimizer._copy_main_params_to_model_params = partial(self._cast, shards)
 
     @torch.no_grad()
+    def cast_again(self) -> None:
+        """Weights that were lost come from their masters: they are those of before."""
+        for shard in self.shards.values():
+            shard.cast(mark=False)
+
+    @property
+    def marks(self) -> bool:
+        """Whether changes are marked."""
+        return self.base != NO_BASE
+
+    @torch.no_grad()
     def _cast(self, shards: Mapping[str, ShardWeights]) -> None:
         for shard in shards.values():
-            shard.cast(self.base != NO_BASE)
+            shard.cast(self.marks)
 
     def offered(self, version: int) -> None:
         for shard in self.shards.values():
