@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -84,10 +84,55 @@ def lanes(device: torch.device, count: int) -> list[Callable[[], AbstractContext
     """Contexts whose work on the device runs side by side, behind what is queued now; on a CPU one after the other."""
     if device.type != "cuda":
         return [nullcontext] * count
-    streams = [torch.cuda.Stream(device) for _ in range(count)]
+    streams = [torch.cuda.Stream(device) for _ in range(count)]  # type: ignore[no-untyped-call]
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream(device))
     return [partial(torch.cuda.stream, stream) for stream in streams]
+
+
+STAGE_BYTES = 64 << 20
+"""Size of each of two buffers. Half: copies are as fast; double: the first one comes later."""
+
+
+class HostStage:
+    """Two buffers in host memory through which tensors of a device come, in order, one ahead."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._slots = device, host_buffer(device, 2 * STAGE_BYTES // 4).view(2, -1)
+
+    def through(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Flat tensors of at most `STAGE_BYTES`, each valid until the next is asked for."""
+        (lane,) = lanes(self._device, 1)
+
+        def arriving() -> Iterator[tuple[torch.Tensor, Callable[[], None]]]:
+            for number, tensor in enumerate(tensors):
+                with lane():
+                    slot = self._slots[number % 2].view(tensor.dtype)[: len(tensor)]
+                    slot.copy_(tensor, non_blocking=True)
+                    arrived = _queued(self._device)
+                yield slot, arrived
+
+        ahead = arriving()
+        last = next(ahead, None)
+        while last is not None:
+            following = next(ahead, None)
+            last[1]()
+            yield last[0]
+            last = following
+
+
+def to_host(device: torch.device) -> Callable[[Iterable[torch.Tensor]], Iterator[torch.Tensor]]:
+    """How tensors of a device come to host memory, as by `HostStage.through`; those of a CPU are there."""
+    return iter if device.type == "cpu" else HostStage(device).through
+
+
+def _queued(device: torch.device) -> Callable[[], None]:
+    """Waits for the work that is queued now."""
+    if device.type == "cpu":
+        return lambda: None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event.synchronize
 
 
 LAZY_FREE = 8

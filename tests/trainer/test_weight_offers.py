@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 
 from libra_hpc.config.learn import OptimizerSection
 from libra_hpc.protocol.trainer import Offered, OfferFailed, OfferWeights, Saved, SaveStarted, SaveState
+from libra_hpc.trainer import device
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
-from libra_hpc.trainer.saved import checkpoint, snapshot
+from libra_hpc.trainer.saved import checkpoint, snapshot, weight_offers
 from libra_hpc.trainer.saved.weight_offers import WeightOffers
 from libra_hpc.trainer.train_engine import TrainEngine
+from libra_hpc.weights import pieces
 from libra_hpc.weights.delta import piece_values
 from libra_hpc.weights.names import ReplicaPlace
 from libra_hpc.weights.pieces import WHOLE, Offer, offer_path, payload_path, read_offer
@@ -162,6 +164,17 @@ def test_float32_is_whole(tmp_path: Path, world: ReplicaPlace) -> None:
     for version in range(2):
         assert {piece.encoding for piece in run.publish(version).pieces} == {"dense"}
         run.train()
+
+
+def test_whole_tensors_come_through_two_buffers_and_are_written_in_parts(
+    tmp_path: Path, world: ReplicaPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (device, weight_offers):
+        monkeypatch.setattr(module, "STAGE_BYTES", 1000)
+    monkeypatch.setattr(pieces, "PART_BYTES", 96)
+    run = Offering(tmp_path, world)
+    run.offers._to_host = device.HostStage(torch.device("cpu")).through
+    assert {piece.encoding for piece in run.publish(0).pieces} == {"dense"}
 
 
 def test_the_cast_is_that_of_megatron(tmp_path: Path, world: ReplicaPlace) -> None:

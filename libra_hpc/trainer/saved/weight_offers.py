@@ -10,10 +10,12 @@ No process waits for another: together the offers of all processes of the core a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
 
+from libra_hpc.trainer.device import STAGE_BYTES, to_host
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.blocks import Slice, own_slices, trainer_fault, within
 from libra_hpc.weights.delta import bits_of, count_set, dense, encoding_for, marked
@@ -37,6 +39,7 @@ class WeightOffers:
         self._plan = {name: within(slices[name], shard.begin, shard.end) for name, shard in shards.items()}
         self.total = sum(elements(one.block) for own in self._plan.values() for one in own)
         """Elements of which this process offers the values."""
+        self._to_host = to_host(engine.device)
 
     def write(self, folder: Path, version: int, base: int) -> Offer:
         """Write the offer of the present weights; raises `OSError` when there is no room."""
@@ -48,9 +51,12 @@ class WeightOffers:
         return offer
 
     def _whole(self) -> Iterator[Encoded]:
-        for name, own in self._plan.items():
-            weights = self._weights(name)
-            yield from (_dense(one, weights) for one in own)
+        plan = [(one, self._weights(name)) for name, own in self._plan.items() for one in own]
+        blocks = [(one, weights.dtype, _cut(one, weights)) for one, weights in plan]
+        arriving = self._to_host(part for _, _, parts in blocks for part in parts)
+        for one, dtype, parts in blocks:
+            arrays = (part.numpy() for part in islice(arriving, len(parts)))
+            yield Encoded(one.block, TYPES[dtype], "dense", elements(one.block), arrays)
 
     def _changed(self) -> Iterator[Encoded]:
         for name, own in self._plan.items():
@@ -74,5 +80,12 @@ class WeightOffers:
 
 
 def _dense(one: Slice, weights: torch.Tensor) -> Encoded:
-    values = weights[one.offset : one.offset + elements(one.block)].view(BITS[weights.itemsize])
-    return dense(one.block, TYPES[weights.dtype], values.cpu().numpy())
+    return dense(one.block, TYPES[weights.dtype], _bits(one, weights).cpu().numpy())
+
+
+def _cut(one: Slice, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.split(_bits(one, weights), STAGE_BYTES // weights.itemsize)
+
+
+def _bits(one: Slice, weights: torch.Tensor) -> torch.Tensor:
+    return weights[one.offset : one.offset + elements(one.block)].view(BITS[weights.itemsize])
