@@ -28,6 +28,8 @@ TAIL = 64
 """Tokens of the context before a turn that `parse` and `delta` see: enough for the start of the assistant's turn, so
 neither costs more in a long context.
 """
+OPENING = 16
+"""Tokens of it that have the start of thinking and white space behind that, also where the mark is no token."""
 Calls = Literal["json", "xml", "bare json"]
 """How tool calls are written: JSON or XML in a ``<tool_call>`` of its own, or a turn that is one JSON object."""
 ABSENT = -1
@@ -104,7 +106,7 @@ class Dialect:
         library, stops = self._library_tokenizer, set(self.stop_ids)
         start, end, think, think_end = self._marks
         marks = {"stop_ids": stops, "tool_call_id": start, "tool_call_end_id": end}
-        thinks = self._tokenizer.decode(tail).rstrip().endswith("<think>")
+        thinks = self._tokenizer.decode(tail[-OPENING:]).rstrip().endswith("<think>")
         if not tools or self.calls == "json":
             found = parse_qwen3(library, sampled, **marks, reasoning_end_id=think_end, prefilled_thinking=thinks)
         elif self.calls == "bare json":

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from .agent_request import AgentRequest, Answer, RequestRefused
 from .apis import APIS, Api
+from .fields import Histories
 
 Ask = Callable[[AgentRequest], Awaitable[Answer]]
 """Gets a request and returns its turn; raises `RequestRefused`."""
@@ -30,6 +31,8 @@ LARGEST = 1 << 28
 """Bytes of a body."""
 RETRY = "x-stainless-retry-count"
 """Header in which the SDKs of OpenAI and Anthropic count their retries."""
+MODELS_PATH = "/v1/models"
+PATHS = ", ".join([*(f"POST {path}" for path in APIS), f"GET {MODELS_PATH}"])
 MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "libra-hpc"}]}
 
 
@@ -38,6 +41,7 @@ class _Session:
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
+        self.before = Histories()
         self._made: dict[bytes, asyncio.Future[Answer]] = {}
         self._delivered: bytes = b""
         """The request that was answered last, for its retries."""
@@ -68,7 +72,7 @@ class AgentEndpoint:
         self.socket = Path(tempfile.gettempdir(), f"endpoint-{secrets.token_hex(4)}.sock")
         """The same for boxes without network."""
         self._sessions: dict[str, _Session] = {}
-        self._runner: web.AppRunner | None = None
+        self._runner: web.ServerRunner | None = None
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
@@ -78,13 +82,13 @@ class AgentEndpoint:
                 await self._start()
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=LARGEST)
-        for path, api in APIS.items():
-            for place in (path, "/{key}" + path):
-                app.router.add_post(place, self._handler(api))
-        for place in ("/v1/models", "/{key}/v1/models"):
-            app.router.add_get(place, _models)
-        self._runner = web.AppRunner(app, access_log=None)
+        loop = asyncio.get_running_loop()
+
+        def request(head: Any, body: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+            return web.BaseRequest(head, body, protocol, writer, task, loop, client_max_size=LARGEST)
+
+        # Without aiohttp's applications, whose routes and signals take a tenth of a request.
+        self._runner = web.ServerRunner(web.Server(self._handle, request_factory=request, access_log=None))
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -102,21 +106,26 @@ class AgentEndpoint:
     def close(self, key: str) -> None:
         self._sessions.pop(key, None)
 
-    def _handler(self, api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            try:
-                return await self._answered(api, request)
-            except RequestRefused as why:
-                return web.json_response(api.error(why), status=why.status)
+    async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
+        key, mark, rest = http.path.partition("/v1/")
+        path = mark + rest
+        if (http.method, path) == ("GET", MODELS_PATH):
+            return web.json_response(MODELS)
+        # Whoever asks for a path that is not there with Anthropic's version is answered in its form.
+        api = APIS.get(path) or APIS["/v1/messages" if "anthropic-version" in http.headers else "/v1/chat/completions"]
+        try:
+            if path not in APIS or http.method != "POST":
+                raise RequestRefused(404, "not_found", f"{http.method} {http.path:.200}: no such path; valid: {PATHS}.")
+            return await self._answered(api, key[1:] or _key(http), http)
+        except RequestRefused as why:
+            return web.json_response(api.error(why), status=why.status)
 
-        return handle
-
-    async def _answered(self, api: Api, http: web.Request) -> web.StreamResponse:
-        session = self._sessions.get(_key(http))
+    async def _answered(self, api: Api, key: str, http: web.BaseRequest) -> web.StreamResponse:
+        session = self._sessions.get(key)
         if session is None:
             raise RequestRefused(410, "gone", "There is no such episode, or it has ended.")
         raw = await http.read()
-        request = api.read(_object(raw))
+        request = api.read(_object(raw), session.before)
         digest = blake2b(raw, digest_size=16, person=http.path[-16:].encode()).digest()
         made = session.made(digest, request, http.headers.get(RETRY, "0") != "0")
         try:
@@ -130,14 +139,10 @@ class AgentEndpoint:
         return sent
 
 
-async def _models(http: web.Request) -> web.Response:
-    return web.json_response(MODELS)
-
-
-def _key(http: web.Request) -> str:
+def _key(http: web.BaseRequest) -> str:
     given = http.headers
     bearer = given.get("Authorization", "").removeprefix("Bearer ")
-    return http.match_info.get("key") or given.get("X-Session-ID") or given.get("x-api-key") or bearer
+    return given.get("X-Session-ID") or given.get("x-api-key") or bearer
 
 
 def _object(raw: bytes) -> dict[str, Any]:
@@ -151,7 +156,7 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 async def _whole(
-    api: Api, request: AgentRequest, made: asyncio.Future[Answer], http: web.Request
+    api: Api, request: AgentRequest, made: asyncio.Future[Answer], http: web.BaseRequest
 ) -> web.StreamResponse:
     response = web.json_response(api.answer(request, await asyncio.shield(made)))
     await response.prepare(http)
@@ -160,7 +165,7 @@ async def _whole(
 
 
 async def _streamed(
-    api: Api, request: AgentRequest, made: asyncio.Future[Answer], http: web.Request
+    api: Api, request: AgentRequest, made: asyncio.Future[Answer], http: web.BaseRequest
 ) -> web.StreamResponse:
     """Send the turn as events. What is refused at once has its HTTP status; later it is an event."""
     await asyncio.wait({made}, timeout=KEEP_ALIVE_S)

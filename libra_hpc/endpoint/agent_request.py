@@ -29,6 +29,8 @@ class AgentRequest(msgspec.Struct, frozen=True):
 
     messages: list[Message]
     """In OpenAI's form; content is text or None, arguments of calls are what JSON says."""
+    keys: list[Any]
+    """`identity` of each message."""
     tools: list[dict[str, Any]]
     """JSON schemas in OpenAI's form."""
     max_tokens: int = 0
@@ -62,6 +64,16 @@ class Answer(msgspec.Struct, frozen=True):
         """The message that an agent puts into its history."""
         calls = [message_call(one.id, one.name, json.loads(one.arguments)) for one in self.calls]
         return {"role": "assistant", "content": self.text} | ({"tool_calls": calls} if calls else {})
+
+
+def identity(message: Message) -> Any:
+    """What makes two messages the same. On its way the policy's text may have lost white space around it, and a number
+    of its arguments a ``.0``: to JavaScript both are one number."""
+    text, calls = message.get("content") or "", message.get("tool_calls") or ()
+    if message["role"] == "assistant":
+        text = text.strip()
+    called = [(one["function"]["name"], one["function"]["arguments"], one.get("id")) for one in calls]
+    return message["role"], text, called, message.get("tool_call_id") or ""
 
 
 def answer_of(reply: Reply, identity: str, prompt: int, sampled: Sequence[int], cut: bool) -> Answer:

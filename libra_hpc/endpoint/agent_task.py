@@ -12,11 +12,13 @@ import asyncio
 import inspect
 import re
 import secrets
+import shutil
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ from libra_hpc.boxes.box import Box, Ran
 from libra_hpc.boxes.providers import SOCKET, Provider, chosen
 from libra_hpc.chat.selftest import choose_dialect
 from libra_hpc.config.job import EnvSection
-from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.errors import LONGEST_VALUE, OperationError, UserError, invalid
 from libra_hpc.protocol.env import Signal
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task, TaskMaker, Tools, Turn, Why
 from libra_hpc.tasks.data_task import NO_LIMIT
@@ -38,6 +40,7 @@ from libra_hpc.user_file import load_function
 from .agent_endpoint import AgentEndpoint
 from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused
 from .conversation import Conversation, PlacedTurn
+from .forward import NOT_FOUND
 
 INSIDE_PORT = 8000
 """Port of the endpoint in a box without network."""
@@ -80,6 +83,8 @@ class AgentTask(TaskMaker):
         self.tokenizer, self.seed, self.data, self.prompt = tokenizer, seed, data, prompt
         self.command, self.max_tokens = tuple(command), max_tokens
         self.agent = _coroutine("task.agent", agent) if agent else None
+        self.named = f"task.agent = {agent!r}" if agent else f"task.command = {list(command)!r:.{LONGEST_VALUE}}"
+        """The agent's key and value."""
         self.reward, self.judge = reward, _coroutine("task.reward", reward)
 
     def make(self, settings: Mapping[str, Any]) -> Task:
@@ -114,6 +119,10 @@ class AgentEnvironment(Task):
                     raise invalid("task.command", part, f"the rows have no column {name!r}", list(row))
         if any("{prompt}" in part for part in self.made.command) and self.made.prompt not in row:
             raise invalid("task.prompt", self.made.prompt, "the rows have no such column", list(row))
+        program = next(iter(self.made.command), "")
+        # A site's own box has programs of its own.
+        if not self._env.box and program and "{" not in program and shutil.which(program) is None:
+            raise OperationError(f"{self.made.named}: there is no program {program!r} on this machine.")
 
     def new_box(self) -> Box:
         # In the temporary folder, which the host's starter removes even when the host is killed.
@@ -160,9 +169,14 @@ class AgentEpisode(Episode):
         self._agent.add_done_callback(lambda _: self._news.set())
         placed = await self._next(NO_LIMIT)
         if placed is None:
-            ran = self._agent.result()
-            raise RuntimeError(f"the agent ended without a request ({_ending(ran)}): {ran.output[-300:]}")
+            raise self._silent(self._agent.result())
         self.prompt = placed.tokens
+
+    def _silent(self, ran: Ran) -> Exception:
+        """The error of an agent that ended without a request; a program that is not there may be on another node."""
+        last = ran.output.strip().rpartition("\n")[2][-200:]
+        why = f"{self._task.made.named}: it ended without a request ({_ending(ran)}){last and f': {last}'}"
+        return OperationError(f"{why}.") if ran.exit_code == NOT_FOUND else RuntimeError(why)
 
     async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
         answer = self._conversation.said(turn.tokens, turn.stop == "length", f"{self._turns:06d}")
@@ -209,11 +223,11 @@ class AgentEpisode(Episode):
         else:
             pending.set_result(answer)
 
-    async def _ask(self, request: AgentRequest) -> Answer:
+    def _ask(self, request: AgentRequest) -> asyncio.Future[Answer]:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked.append((request, answer))
         self._news.set()
-        return await answer
+        return answer
 
     async def _next(self, most: int) -> PlacedTurn | None:
         """What the agent's next request goes on with, in a context of ``most`` tokens; None when it has ended."""
@@ -237,8 +251,8 @@ class AgentEpisode(Episode):
     def _signals_of(self, request: AgentRequest, tokens: int) -> list[Signal]:
         """What the turn's tools returned: the messages behind the policy's last one. They share the time between."""
         seconds = time.perf_counter() - self._answered_at if self._turns else 0.0
-        said = max((n for n, one in enumerate(request.messages) if one["role"] == "assistant"), default=-1)
-        new = request.messages[said + 1 :] if self._turns else []
+        new = list(takewhile(lambda one: one["role"] != "assistant", reversed(request.messages)))[::-1]
+        new = new if self._turns else []
         names = [self._called.get(one.get("tool_call_id", ""), "agent") for one in new]
         share = tokens // max(1, len(new))
         return [signal_of(name, one["content"], share, seconds) for name, one in zip(names, new, strict=True)]

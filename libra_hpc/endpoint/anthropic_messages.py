@@ -6,30 +6,29 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from libra_hpc.tasks.chat_template import Message
+
 from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused
-from .fields import call, listed, mistake, refuse_changes, request, text_of, tools_of
+from .fields import Histories, call, listed, mistake, refuse_changes, request, text_of, tools_of
 
 LAST = ""
 BLOCKS = "text, tool_use, tool_result or thinking"
 
 
-def read(body: Mapping[str, Any]) -> AgentRequest:
+def read(body: Mapping[str, Any], before: Histories) -> AgentRequest:
     refuse_changes(body)
-    messages: list[dict[str, Any]] = []
-    if system := text_of("system", body.get("system")):
-        messages.append({"role": "system", "content": system})
-    for n, one in enumerate(listed("messages", body.get("messages"))):
-        messages += _messages(f"messages[{n}]", one)
-    return request(body, messages, tools_of(body, "custom", parameters="input_schema"), "max_tokens")
+    system = text_of("system", body.get("system"))
+    messages = before.read("messages", listed("messages", body.get("messages")), _add)
+    return request(body, system, messages, tools_of(body, "custom", parameters="input_schema"), "max_tokens")
 
 
-def _messages(field: str, one: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Messages in OpenAI's form: results of tools are messages of their own."""
+def _add(messages: list[Message], field: str, one: Mapping[str, Any]) -> None:
+    """Add messages in OpenAI's form: results of tools are messages of their own."""
     role, content = one.get("role"), one.get("content")
     if role not in ("user", "assistant"):
         raise mistake(f"{field}.role", role, "user or assistant")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else listed(f"{field}.content", content)
-    found: list[dict[str, Any]] = []
+    found: list[Message] = []
     text, calls = "", list[dict[str, Any]]()
     for n, block in enumerate(blocks):
         match block.get("type"):
@@ -46,7 +45,7 @@ def _messages(field: str, one: Mapping[str, Any]) -> list[dict[str, Any]]:
                 raise mistake(f"{field}.content[{n}].type", kind, BLOCKS)
     if text or calls or not found:
         found.append({"role": role, "content": text} | ({"tool_calls": calls} if calls else {}))
-    return found
+    messages += found
 
 
 def answer(asked: AgentRequest, made: Answer) -> dict[str, Any]:
@@ -107,5 +106,5 @@ def _streamed(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any
 def error(why: RequestRefused) -> dict[str, Any]:
     # Agents look for these words before they compact their history.
     text = f"prompt is too long: {why.why}" if why.code == CONTEXT_FULL else why.why
-    kind = "invalid_request_error" if why.status == 400 else "api_error"
+    kind = {400: "invalid_request_error", 404: "not_found_error"}.get(why.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": text}}

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from . import anthropic_messages, chat_completions, responses
 from .agent_request import AgentRequest, Answer, RequestRefused
+from .fields import Histories
 
 
 class Api(Protocol):
@@ -14,7 +15,7 @@ class Api(Protocol):
 
     LAST: str
 
-    def read(self, body: Mapping[str, Any]) -> AgentRequest:
+    def read(self, body: Mapping[str, Any], before: Histories) -> AgentRequest:
         """Raises `RequestRefused` naming the field."""
 
     def answer(self, asked: AgentRequest, made: Answer) -> dict[str, Any]: ...

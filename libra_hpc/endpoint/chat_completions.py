@@ -7,25 +7,26 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from libra_hpc.chat.dialects import message_call
+from libra_hpc.tasks.chat_template import Message
 
 from .agent_request import AgentRequest, Answer
-from .fields import call, listed, mistake, openai_error, refuse_changes, request, text_of, tools_of
+from .fields import Histories, call, listed, mistake, openai_error, refuse_changes, request, text_of, tools_of
 
 error, LAST = openai_error, "[DONE]"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def read(body: Mapping[str, Any]) -> AgentRequest:
+def read(body: Mapping[str, Any], before: Histories) -> AgentRequest:
     refuse_changes(body)
-    messages = [_message(f"messages[{n}]", one) for n, one in enumerate(listed("messages", body.get("messages")))]
-    return request(body, messages, tools_of(body, inside="function"), "max_completion_tokens", "max_tokens")
+    messages = before.read("messages", listed("messages", body.get("messages")), _add)
+    return request(body, "", messages, tools_of(body, inside="function"), "max_completion_tokens", "max_tokens")
 
 
-def _message(field: str, one: Mapping[str, Any]) -> dict[str, Any]:
+def _add(messages: list[Message], field: str, one: Mapping[str, Any]) -> None:
     role = one.get("role")
     if role not in ROLES:
         raise mistake(f"{field}.role", role, ", ".join(ROLES))
-    found = {
+    found: Message = {
         "role": "system" if role == "developer" else role,
         "content": text_of(f"{field}.content", one.get("content")),
     }
@@ -38,7 +39,7 @@ def _message(field: str, one: Mapping[str, Any]) -> dict[str, Any]:
             for n, made in enumerate(listed(f"{field}.tool_calls", calls))
             for of in listed(f"{field}.tool_calls[{n}]", [made.get("function")])
         ]
-    return found
+    messages.append(found)
 
 
 def answer(asked: AgentRequest, made: Answer) -> dict[str, Any]:

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from libra_hpc.chat.dialects import TAIL, BridgeError, Dialect
 from libra_hpc.errors import UserError
-from libra_hpc.tasks.chat_template import Message
 
-from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused, answer_of
+from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused, answer_of, identity
 
 CAUSES = ("rewritten", "tools", "returned", "unbridged")
 """Why a request began a sample: it changed messages that came before; its tools are others than the newest sample's (a
@@ -55,8 +54,7 @@ class Conversation:
 
         Raises `RequestRefused` when there is no room, or the template cannot write the messages, and changes nothing.
         """
-        keys = [identity(one) for one in request.messages]
-        best = max(self._fitting(request, keys), key=lambda sample: len(sample.keys), default=None)
+        best = max(self._fitting(request), key=lambda sample: len(sample.keys), default=None)
         added = self._following(best, request) if best is not None else None
         if best is not None and added is not None:
             whole = [*best.tokens, *added]
@@ -72,7 +70,7 @@ class Conversation:
         else:
             self._samples.append(_Sample(whole, request.tools))
             self.causes.update([cause] if cause else [])
-        self._samples[-1].keys = keys
+        self._samples[-1].keys = request.keys
         return PlacedTurn(added if goes_on and added is not None else whole, not goes_on)
 
     def _cause(self, request: AgentRequest, best: _Sample | None) -> str:
@@ -99,8 +97,9 @@ class Conversation:
         sample.sampled = sampled
         return answer
 
-    def _fitting(self, request: AgentRequest, keys: list[Any]) -> list[_Sample]:
+    def _fitting(self, request: AgentRequest) -> list[_Sample]:
         """Samples that the messages begin with, the newest first."""
+        keys = request.keys
         return [
             one
             for one in reversed(self._samples)
@@ -115,13 +114,3 @@ class Conversation:
             return self._dialect.delta(tail, sample.sampled, request.messages[len(sample.keys) :], request.tools)
         except (BridgeError, UserError):
             return None
-
-
-def identity(message: Message) -> Any:
-    """What makes two messages the same. On its way the policy's text may have lost white space around it, and a number
-    of its arguments a ``.0``: to JavaScript both are one number."""
-    text, calls = message.get("content") or "", message.get("tool_calls") or ()
-    if message["role"] == "assistant":
-        text = text.strip()
-    called = [(one["function"]["name"], one["function"]["arguments"], one.get("id")) for one in calls]
-    return message["role"], text, called, message.get("tool_call_id") or ""

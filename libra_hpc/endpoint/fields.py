@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from libra_hpc.chat.dialects import message_call
 from libra_hpc.errors import UserError
-from libra_hpc.tasks.chat_template import joined
+from libra_hpc.tasks.chat_template import Message, joined
 
-from .agent_request import AgentRequest, RequestRefused
+from .agent_request import AgentRequest, RequestRefused, identity
 
 NO_CHANGE: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -30,6 +30,59 @@ whatever a request has."""
 TEXT = ("text", "input_text", "output_text")
 
 
+KEPT = 4
+"""Histories of an episode that are kept as they were read: its agent's, and those of sub-agents at work beside it."""
+Add = Callable[[list[Message], str, dict[str, Any]], None]
+"""Reads an item of a request, by its field, behind the messages before it. It changes none of them: it replaces."""
+
+
+class _History(NamedTuple):
+    """The items of a request, and what they were read as."""
+
+    items: list[dict[str, Any]]
+    messages: list[Message]
+    keys: list[Any]
+    ends: list[int]
+    """Messages up to each item, it included."""
+
+
+class Histories:
+    """What an episode's newest requests had: of a request that begins like one of them only the rest is read."""
+
+    def __init__(self) -> None:
+        self._kept: list[_History] = []
+
+    def read(self, field: str, items: list[dict[str, Any]], add: Add) -> tuple[list[Message], list[Any]]:
+        """Messages and their keys; raises `RequestRefused` as ``add`` does."""
+        same, best = 0, _History([], [], [], [])
+        for one in self._kept:
+            if (found := _equal(one.items, items)) > same:
+                same, best = found, one
+        goes_on = 0 < same == len(best.items)
+        # A message may have more than one item: it is read again from its first one.
+        while 0 < same < len(best.ends) and best.ends[same] == best.ends[same - 1]:
+            same -= 1
+        end = best.ends[same - 1] if same else 0
+        # The old items, whose text the messages share.
+        made = _History([*best.items[:same], *items[same:]], best.messages[:end], [], best.ends[:same])
+        for number in range(same, len(items)):
+            add(made.messages, f"{field}[{number}]", items[number])
+            made.ends.append(len(made.messages))
+        # The next item may belong to the last message.
+        whole = max(0, end - 1)
+        made.keys.extend((*best.keys[:whole], *map(identity, made.messages[whole:])))
+        self._kept = [*(one for one in self._kept if one is not best or not goes_on), made][-KEPT:]
+        return made.messages, made.keys
+
+
+def _equal(before: list[dict[str, Any]], items: list[dict[str, Any]]) -> int:
+    """How many items two requests have in common from the first one on."""
+    least = min(len(before), len(items))
+    if before[:least] == items[:least]:
+        return least
+    return next(number for number in range(least) if before[number] != items[number])
+
+
 def mistake(field: str, value: Any, valid: str) -> RequestRefused:
     return RequestRefused(400, "invalid_request_error", f"{field} = {value!r:.100}: not possible here; valid: {valid}.")
 
@@ -46,15 +99,20 @@ def refuse_changes(body: Mapping[str, Any]) -> None:
 
 
 def request(
-    body: Mapping[str, Any], messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *most: str
+    body: Mapping[str, Any], system: str, read: tuple[list[Message], list[Any]], tools: list[dict[str, Any]], *most: str
 ) -> AgentRequest:
-    """A request; ``most``: names of the field with the most tokens, the first one that the body has counts."""
+    """A request of messages that were read with their keys, behind one of the system unless that is empty.
+
+    ``most``: names of the field with the most tokens, the first one that the body has counts.
+    """
+    first: list[Message] = [{"role": "system", "content": system}] if system else []
     limits = [body[name] for name in most if body.get(name) is not None]
     if limits and not (isinstance(limits[0], int) and limits[0] >= 1):
         raise mistake(most[0], limits[0], "an integer >= 1")
     return AgentRequest(
-        messages=list(messages),
-        tools=list(tools),
+        messages=[*first, *read[0]],
+        keys=[*map(identity, first), *read[1]],
+        tools=tools,
         max_tokens=limits[0] if limits else 0,
         model=str(body.get("model") or "policy"),
         stream=bool(body.get("stream")),

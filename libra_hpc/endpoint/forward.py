@@ -11,6 +11,9 @@ import subprocess
 import sys
 import threading
 
+NOT_FOUND = 127
+"""Exit code of a program that cannot be started, as shells have it."""
+
 
 def copy(source: socket.socket, target: socket.socket) -> None:
     with contextlib.suppress(OSError):
@@ -36,7 +39,11 @@ def serve(listener: socket.socket, path: str) -> None:
 def main(path: str, port: str, *command: str) -> int:
     listener = socket.create_server(("127.0.0.1", int(port)), backlog=64)
     threading.Thread(target=serve, args=(listener, path), daemon=True).start()
-    return subprocess.call(command)
+    try:
+        return subprocess.call(command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        return NOT_FOUND
 
 
 if __name__ == "__main__":

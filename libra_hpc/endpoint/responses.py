@@ -6,36 +6,35 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from libra_hpc.tasks.chat_template import Message
+
 from .agent_request import AgentRequest, Answer
-from .fields import call, listed, mistake, openai_error, refuse_changes, request, text_of, tools_of
+from .fields import Histories, call, listed, mistake, openai_error, refuse_changes, request, text_of, tools_of
 
 error, LAST = openai_error, ""
 
 
-def read(body: Mapping[str, Any]) -> AgentRequest:
+def read(body: Mapping[str, Any], before: Histories) -> AgentRequest:
     refuse_changes(body)
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else listed("input", given)
-    messages: list[dict[str, Any]] = []
-    if body.get("instructions"):
-        messages.append({"role": "system", "content": str(body["instructions"])})
-    for n, item in enumerate(items):
-        _add(messages, f"input[{n}]", item)
-    return request(body, messages, tools_of(body), "max_output_tokens")
+    messages = before.read("input", items, _add)
+    return request(body, str(body.get("instructions") or ""), messages, tools_of(body), "max_output_tokens")
 
 
-def _add(messages: list[dict[str, Any]], field: str, item: Mapping[str, Any]) -> None:
+def _add(messages: list[Message], field: str, item: Mapping[str, Any]) -> None:
     """Add an item: text and calls of one turn of the policy are one message."""
     kind = item.get("type", "message")
     if kind == "reasoning":
         return
     own = kind == "function_call" or item.get("role") == "assistant"
-    if own and not (messages and messages[-1]["role"] == "assistant"):
-        messages.append({"role": "assistant", "content": ""})
+    if own:
+        begun = bool(messages) and messages[-1]["role"] == "assistant"
+        messages.append({**messages.pop()} if begun else {"role": "assistant", "content": ""})
     match kind:
         case "function_call":
             made = call(field, item.get("call_id"), item.get("name"), item.get("arguments"))
-            messages[-1].setdefault("tool_calls", []).append(made)
+            messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), made]
         case "function_call_output":
             text = text_of(f"{field}.output", item.get("output"))
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": text})

@@ -55,6 +55,7 @@ class VerifiersTask(AgentTask):
     ) -> None:
         self.tokenizer, self.seed, self.max_tokens = tokenizer, seed, max_tokens
         self.data, self.prompt, self.command = taskset, "", ()
+        self.named = f"task.verifiers.taskset = {taskset!r}"
         self.taskset: dict[str, Any] = {"taskset": taskset, "python": python, "env": env or {}, "select": select or {}}
         self.reward, self.agent, self.judge = "verifiers", self._run, self._scored
         self._starting = asyncio.Lock()

@@ -2,6 +2,7 @@
 
 - The task is built, sample 0 of prompt 0 opened and started, and at most `TURNS` turns of one stop token are answered.
 - It cannot be built, opened or started, or a method is no coroutine -> a user's mistake, exit code 2.
+- It needs what this machine lacks, such as a program -> a sentence on stdout: the nodes may have it.
 - It is a chat -> how the policy's chat is written, on stdout.
 - A step raises or answers what cannot be used -> a sentence on stdout: other turns may end better.
 
@@ -18,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import UserError, invalid
+from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
@@ -46,7 +47,10 @@ async def play(path: str, config: RunConfig) -> int:
         raise _mistake(config, "the task cannot be built", error) from error
     for chat in task.chats:
         print(f"{FOUND}chat: {chat}")
-    task.check()
+    try:
+        task.check()
+    except OperationError as error:
+        return _unable(error)
     try:
         limits = tool_limits(task, config.task.tool_timeout_s)
         tools = Sandbox(task.tools, config.task, folder=Path(path).parent, limits=limits)
@@ -88,6 +92,9 @@ async def _turns(config: RunConfig, live: LiveEpisode, eos: int) -> None:
         answers.opened("trial", live.episode)
         _within(config, live.episode.prompt)
         print(f"{PROMPT}{len(live.episode.prompt)}")
+    except OperationError as error:
+        _unable(error)
+        return
     except BaseException as error:
         raise _mistake(config, "its start fails", error) from error
     stop = live.episode.stop_ids[:1] or (eos,)
@@ -108,6 +115,11 @@ async def _turns(config: RunConfig, live: LiveEpisode, eos: int) -> None:
             return
         if outcome.done:
             return
+
+
+def _unable(error: OperationError) -> int:
+    print(f"{MARK}{error}\n{PROMPT}1")
+    return 0
 
 
 def _within(config: RunConfig, tokens: Sequence[int]) -> None:

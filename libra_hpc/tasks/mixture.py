@@ -11,11 +11,12 @@ Evaluations (``[[task.eval]]``) are tasks too, whose prompts have numbers of the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import gcd
 from typing import Any
 
-from libra_hpc.errors import UserError
+from libra_hpc.errors import OperationError, UserError
 from libra_hpc.protocol.env import EVALUATIONS, PROMPTS
 
 from .base import Episode, PolicyTurn, Task, TaskMaker, ToolResult, Tools, Turn, Why
@@ -61,10 +62,8 @@ class Mixture(TaskMaker):
         return MixedTask(self._tokenizer, self._seed, tasks, [part["weight"] for part in self._parts], evals)
 
     def _built(self, part: Mapping[str, Any], seed: int, settings: Mapping[str, Any]) -> Task:
-        try:
+        with _naming(part["name"]):
             return build_task(part["task"], part["options"], seed, self._tokenizer, chat=settings)
-        except UserError as error:
-            raise UserError(f"task {part['name']!r}: {error}" if part["name"] else str(error)) from error
 
 
 class MixedTask(Task):
@@ -99,8 +98,19 @@ class MixedTask(Task):
         return MixedEpisode(task.open(own, sample, progress), before)
 
     def check(self) -> None:
-        for _, task in (*self._tasks, *self._evals):
-            task.check()
+        for before, task in (*self._tasks, *self._evals):
+            with _naming(before):
+                task.check()
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Errors in words have the name of their task, if it has one."""
+    try:
+        yield
+    except (UserError, OperationError) as error:
+        kind = UserError if isinstance(error, UserError) else OperationError
+        raise kind(f"task {name.removesuffix(SLASH)!r}: {error}" if name else str(error)) from error
 
 
 def _named(tasks: Mapping[str, Task]) -> list[tuple[str, Task]]:
@@ -124,7 +134,8 @@ class MixedEpisode(Episode):
             self.prompt_id = f"{self._before}{self._episode.prompt_id}"
 
     async def start(self, tools: Tools) -> None:
-        await self._episode.start(OwnTools(tools, self._before))
+        with _naming(self._before):
+            await self._episode.start(OwnTools(tools, self._before))
         self._copy()
 
     async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:

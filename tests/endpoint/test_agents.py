@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from libra_hpc.endpoint.agent_endpoint import AgentEndpoint
 from libra_hpc.endpoint.agent_task import AgentEnvironment, AgentTask
 from libra_hpc.endpoint.conversation import CAUSES
-from libra_hpc.errors import UserError
+from libra_hpc.errors import OperationError, UserError
+from libra_hpc.tasks.mixture import MixedTask
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.chat.chat_folder import write_chat_folder
 
@@ -112,6 +116,22 @@ async def test_episodes_share_a_server_and_no_key_opens_another(tokenizer: TaskT
             assert answer.status == 410
 
 
+async def test_a_path_that_is_not_there_is_named_with_those_that_are() -> None:
+    from aiohttp import ClientSession
+
+    valid = "POST /v1/chat/completions, POST /v1/responses, POST /v1/messages, GET /v1/models"
+    endpoint = AgentEndpoint()
+    await endpoint.start()
+    async with ClientSession(endpoint.url) as client:
+        answer = await client.post("/v1/embeddings", json={})
+        said = (await answer.json())["error"]["message"]
+        assert (answer.status, said) == (404, f"POST /v1/embeddings: no such path; valid: {valid}.")
+        answer = await client.get("/key/v1/messages", headers={"anthropic-version": "2023-06-01"})
+        error = {"type": "not_found_error", "message": f"GET /key/v1/messages: no such path; valid: {valid}."}
+        assert await answer.json() == {"type": "error", "error": error}
+    await endpoint.stop()
+
+
 PROGRAM = """
 import json, os, sys, urllib.request
 def ask(messages):
@@ -158,6 +178,26 @@ async def test_a_program_without_isolation_reaches_the_endpoint(tokenizer: TaskT
     ).make({"env": {"sandbox": "none"}})
     assert isinstance(task, AgentEnvironment)
     assert (await play(task, lambda context: "yes")).end.info["turns"] == 2
+
+
+@pytest.mark.parametrize("sandbox", ["auto", "none"])
+async def test_a_program_that_is_not_there_is_one_sentence(
+    tokenizer: TaskTokenizer, tmp_path: Path, sandbox: str
+) -> None:
+    task = AgentTask(
+        tokenizer, data=write_rows(tmp_path, {"prompt": "x"}), command=["mini-none"], reward=f"{AGENTS}:one"
+    ).make({"env": {"sandbox": sandbox}})
+    assert isinstance(task, AgentEnvironment)
+    mixed = MixedTask(tokenizer, 0, {"repair": task}, [1], {})
+    with pytest.raises(OperationError, match=r"^task 'repair': task\.command = \['mini-none'\]: there is no program"):
+        mixed.check()
+    episode, tools = mixed.open(0, 0, 0.0), cast(Any, None)
+    with pytest.raises(OperationError) as error:
+        await episode.start(tools)
+    await episode.close("failed")
+    before = "task 'repair': task.command = ['mini-none']: it ended without a request (exit code 127): "
+    assert str(error.value).startswith(before)
+    assert re.fullmatch(r".*mini-none: (No such file or directory|not found)\.", str(error.value).removeprefix(before))
 
 
 def test_mistakes_of_a_command_and_a_box_are_sentences(tokenizer: TaskTokenizer, tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ from aiohttp import ClientSession
 from libra_hpc.chat.selftest import choose_dialect
 from libra_hpc.endpoint import chat_completions
 from libra_hpc.endpoint.agent_endpoint import RETRY, AgentEndpoint
-from libra_hpc.endpoint.agent_request import AgentRequest, Answer
+from libra_hpc.endpoint.agent_request import AgentRequest, Answer, identity
+from libra_hpc.endpoint.apis import APIS
 from libra_hpc.endpoint.conversation import Conversation
+from libra_hpc.endpoint.fields import Histories
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.chat.chat_folder import write_chat_folder
 
@@ -109,6 +111,7 @@ class Walk:
         self.begun = asyncio.Event()
 
     async def ask(self, asked: AgentRequest) -> Answer:
+        self.asked = asked
         self.begun.set()
         placed = self.conversation.place(asked, 1 << 20)
         if placed.new_sample:
@@ -140,11 +143,12 @@ class Walk:
         if 0.1 <= event < 0.3:
             assert await asking == found == await post(program.path, body, retry=1)
         assert self.turns == before + 1
+        assert self.asked == APIS[program.path].read(body, Histories()), "what was read before is as if read again"
         return program.take(found)
 
     def answered(self, program: Completions, calls: list[tuple[str, str]]) -> None:
-        for identity, arguments in calls:
-            program.result(identity, f"{arguments} {ODD}")
+        for call_id, arguments in calls:
+            program.result(call_id, f"{arguments} {ODD}")
         if not calls:
             program.user(self.draw.choice(["go on", ODD]))
 
@@ -202,19 +206,45 @@ async def walked(
     return causes
 
 
+def test_of_a_history_that_goes_on_the_new_items_are_read() -> None:
+    """In each of two conversations by turns; one item may end a message that an earlier one began."""
+    before, read = Histories(), list[str]()
+
+    def add(messages: list[Any], field: str, item: dict[str, Any]) -> None:
+        read.append(field)
+        own = {"role": "assistant", "content": item["text"]}
+        if item.get("goes_on"):
+            own["content"] = messages.pop()["content"] + own["content"]
+        messages.append(own)
+
+    def texts(*items: dict[str, Any]) -> tuple[list[str], int]:
+        read.clear()
+        messages, keys = before.read("x", list(items), add)
+        assert keys == [identity(one) for one in messages]
+        return [one["content"] for one in messages], len(read)
+
+    a, b, c, more = {"text": "a"}, {"text": "b"}, {"text": "c"}, {"text": "+", "goes_on": True}
+    assert texts(a, b) == (["a", "b"], 2)
+    assert texts(c, b) == (["c", "b"], 2)
+    assert texts(a, b, more) == (["a", "b+"], 1)
+    assert texts(c, b, a) == (["c", "b", "a"], 1)
+    assert texts(a, b, c) == (["a", "b", "c"], 2), "b may not end as it did before"
+    assert texts(a, b, more, more) == (["a", "b++"], 1)
+
+
 def test_a_history_that_javascript_wrote_goes_on(tmp_path: Path) -> None:
     """It has one kind of number, and cuts text within a surrogate pair."""
     tokenizer = TaskTokenizer(write_chat_folder(tmp_path))
     dialect = choose_dialect(tokenizer, with_tools=True).dialect
-    conversation, program = Conversation(dialect), Completions()
+    conversation, program, before = Conversation(dialect), Completions(), Histories()
     program.user("half a \ud83d")
-    conversation.place(chat_completions.read(program.body(tools=True)), 1 << 20)
+    conversation.place(chat_completions.read(program.body(tools=True), before), 1 << 20)
     sampled = [*tokenizer.encode(call("look", times=2.0, at=[True, None])), dialect.stop_ids[-1]]
     made = conversation.said(sampled, False, "1").message
     assert made["tool_calls"][0]["function"]["arguments"]["times"] == 2.0
     made["tool_calls"][0]["function"]["arguments"] = '{"at": [true, null], "times": 2}'
     program.items.append(made)
     program.result(made["tool_calls"][0]["id"], "half a \ud83d")
-    placed = conversation.place(chat_completions.read(program.body(tools=True)), 1 << 20)
+    placed = conversation.place(chat_completions.read(program.body(tools=True), before), 1 << 20)
     assert not placed.new_sample
     assert "half a ?" in tokenizer.decode(placed.tokens)

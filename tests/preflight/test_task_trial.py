@@ -128,6 +128,15 @@ def test_data_and_reward_are_tried_on_a_row(run: RunConfig, tmp_path: Path, monk
         tried(of_rows(run, tmp_path, "None", good))
 
 
+def test_a_program_that_is_not_here_may_be_on_the_nodes(run: RunConfig, tmp_path: Path) -> None:
+    write_chat_folder(Path(run.model.path), "plain", "qwen2")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "p"}')
+    (tmp_path / "mine.py").write_text("async def reward(row, box):\n    return 1.0\n")
+    task = {"name": "agent", "data": str(tmp_path / "rows.jsonl"), "reward": f"{tmp_path / 'mine.py'}:reward"}
+    (warning,) = tried(run.changed(task={**task, "command": ["mini-none"]})).warnings
+    assert "task.command = ['mini-none']: there is no program 'mini-none' on this machine" in warning
+
+
 def test_how_the_chat_is_written_is_found_once_and_remembered(
     run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
