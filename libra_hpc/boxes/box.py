@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import math
 import os
 import secrets
 import shutil
 import signal
+import stat
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -143,6 +147,8 @@ class Box:
         found = (self.root / path.removeprefix(f"{self.home}/").lstrip("/")).resolve()
         if not found.is_relative_to(self.root.resolve()):
             raise ValueError(f"{path!r} leads out of the box")
+        if found.is_fifo():
+            raise ValueError(f"{path!r} is no file, and would wait for ever")
         return found
 
     async def end_processes(self) -> None:
@@ -156,7 +162,7 @@ class Box:
         await self.end_processes()
         if self._watch is not None:
             self._watch.cancel()
-        await asyncio.to_thread(shutil.rmtree, self.root, ignore_errors=True)
+        await asyncio.to_thread(_remove, self.root)
 
     def _end(self, process: asyncio.subprocess.Process, limit: str = "") -> None:
         self._running[process] = self._running.get(process) or limit
@@ -177,7 +183,7 @@ class Box:
                 elif most_memory and memory > most_memory:
                     self._end(process, "memory")
             if self._running and most_disk:
-                used = await asyncio.to_thread(lambda: sum(_sizes(self.root)))
+                used = await asyncio.to_thread(_used, self.root)
                 if used > most_disk:
                     for process in list(self._running):
                         self._end(process, "disk")
@@ -238,8 +244,37 @@ def _resident(pid: int) -> int:
         return 0
 
 
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        # Deeper than Python goes, or without the rights of its owner.
+        for command in ("chmod -R u+rwX", "rm -rf"):
+            subprocess.run([*command.split(), str(folder)], check=False, stderr=subprocess.DEVNULL)
+
+
+def _used(folder: Path) -> float:
+    """Bytes on disk; endless where folders are deeper than a path can be."""
+    try:
+        return sum(_sizes(folder))
+    except (OSError, RecursionError):
+        return math.inf
+
+
+def _readable(error: OSError) -> None:
+    """Let the owner read a folder at the next look."""
+    if error.errno == errno.ENAMETOOLONG:
+        raise error
+    with contextlib.suppress(OSError):
+        found = os.open(error.filename, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY)
+        try:
+            os.chmod(f"/proc/self/fd/{found}", os.fstat(found).st_mode & 0o7777 | stat.S_IRWXU)
+        finally:
+            os.close(found)
+
+
 def _sizes(folder: Path) -> Iterator[int]:
-    for base, _, names in os.walk(folder):
+    for base, _, names in os.walk(folder, onerror=_readable):
         for name in names:
             with contextlib.suppress(OSError):
                 yield os.lstat(os.path.join(base, name)).st_blocks * 512

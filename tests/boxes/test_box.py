@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -100,18 +101,35 @@ async def test_what_a_command_leaves_ends_with_it(tmp_path: Path, wrap: Provider
         "{python} -IS -c 'import socket; socket.create_connection((\"127.0.0.1\", {port}), 1)' || echo contained",
         "mount -t tmpfs none /usr || echo contained",
         "unshare -Ur mount -t tmpfs none /usr || echo contained",
+        "cat {other}/answer /proc/*/root{other}/answer /proc/*/cwd/../*/answer /tmp/*/answer || echo contained",
+        "for f in / /dev /dev/shm /run; do head -c 20M /dev/zero >$f/x; cat $f/x; done 2>&1 | wc -c > n;"
+        " test $(cat n) -gt 10000000 || echo contained",
+        "chmod 0 /run/endpoint.sock || rm -f /run/endpoint.sock || echo contained",
+        "echo forged > /tests/answer || mount -o remount,rw /tests || ln -sfn /work /tests || echo contained",
+        "readlink /proc/*/fd/{fd} || ls -l /proc/*/fd | grep socket: || echo contained",
     ],
 )
 async def test_what_a_program_may_try_is_contained(tmp_path: Path, attack: str) -> None:
-    secret = tmp_path / "secret"
+    secret, tests, shared = tmp_path / "secret", tmp_path / "tests", tmp_path / "endpoint.sock"
     secret.write_text("hidden")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    tests.mkdir()
+    other = Box(tmp_path, BWRAP, LIMITS)
+    await other.write("answer", "hidden")
+    beside = asyncio.create_task(other.run("cp answer /tmp; touch up; sleep 60"))
+    await _until((other.root / "up").exists)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as endpoint:
+        endpoint.bind(str(shared))
+        os.set_inheritable(listener.fileno(), True)
         names = {"pid": os.getpid(), "secret": secret, "port": listener.getsockname()[1], "python": sys.executable}
         box = Box(tmp_path, BWRAP, LIMITS)
-        for name, value in names.items():
+        for name, value in {**names, "other": other.root, "fd": listener.fileno()}.items():
             attack = attack.replace(f"{{{name}}}", str(value))
-        ran = await box.run(attack, timeout_s=20)
-        await box.close()
+        ran = await box.run(attack, timeout_s=20, mount={"/tests": str(tests)}, socket=shared)
+        for one in (box, other):
+            await one.close()
+        await beside
+        assert shared.stat().st_mode & 0o200
+    assert not list(tests.iterdir())
     assert ran.output.endswith("contained\n")
     assert "hidden" not in ran.output
     assert psutil.pid_exists(os.getpid())
@@ -158,7 +176,44 @@ async def test_a_file_of_the_agent_leads_nobody_out_of_the_box(tmp_path: Path) -
             await box.read(path)
         with pytest.raises(ValueError, match="leads out of the box"):
             await box.write(path, "forged")
+    await box.run("mkfifo answer")
+    with pytest.raises(ValueError, match="'answer' is no file, and would wait for ever"):
+        await box.read("answer")
     await box.close()
+
+
+HIDES = f"""
+import asyncio, os, sys
+from libra_hpc.boxes.box import Box
+from libra_hpc.boxes.providers import bubblewrap
+from libra_hpc.config.job import EnvSection, LimitsSection
+async def main():
+    folder = sys.argv[1]
+    if os.getuid() == 0:
+        sys.prefix = sys.base_prefix = await asyncio.to_thread(str, "/usr")
+        os.setuid(65534)
+    box = Box(folder, bubblewrap({PROGRAM!r}), EnvSection(limits=LimitsSection(disk="8M")))
+    ran = await box.run(sys.argv[2], timeout_s=30)
+    await box.close()
+    print(os.getuid(), ran.limit, os.listdir(folder))
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        "mkdir -p a/b; for i in 1 2 3; do head -c 7M /dev/zero > a/b/$i; done; chmod 0 a/b a; sleep 60",
+        "for i in $(seq 1500); do mkdir d; cd d; done; sleep 60",
+    ],
+    ids=["rights", "depth"],
+)
+def test_folders_without_rights_or_end_hide_nothing_and_are_removed(hide: str) -> None:
+    """Root has all rights, so the user is another one here."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        ran = subprocess.run([sys.executable, "-c", HIDES, folder, hide], capture_output=True, text=True)
+    assert ran.stdout == f"{os.getuid() or 65534} disk []\n", ran.stderr
 
 
 def test_boxes_die_with_the_process_that_has_them(tmp_path: Path) -> None:
