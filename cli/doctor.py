@@ -8,17 +8,20 @@ from typing import Annotated
 import typer
 
 from libra_hpc.agent.node_probe import probe
-from libra_hpc.boxes.box_probe import tried
+from libra_hpc.boxes.box_probe import TriedBox, tried, tried_all
+from libra_hpc.boxes.providers import OTHERS
+from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import places
-from libra_hpc.errors import SlurmUnreachable
+from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
 from libra_hpc.slurm.doctor import Finding, examine
 from libra_hpc.slurm.node_job import submit_on_nodes
 from libra_hpc.slurm.queue.command import slurm_environment
 
 from . import jobs
 from .check import site_config
-from .job_wait import job_folder, wait_for
+from .env_verbs import NODE
+from .job_wait import job_folder, on_a_node, wait_for
 from .output import print_json, print_line, print_note, show, table
 from .runs import JsonOption
 
@@ -43,11 +46,10 @@ def doctor(
     found = examine(config, environment, why)
     box = tried(config.env)
     fix = "libra-hpc env probe --partition NAME tries a node"
-    found.append(
-        Finding("box", "warning", box.why, fix) if box.why else Finding("box", "good", f"{box.sandbox}: {box.cost}")
-    )
+    found.append(_boxed("box", box, fix))
     if submit and environment is not None and not any(finding.state == "bad" for finding in found):
         found += on_nodes(config, environment, nodes)
+        found += [on_an_env_node(config, box.sandbox)] if config.components.env.nodes else []
     bad = any(finding.state == "bad" for finding in found)
     files = [str(path) for path in places() if path.exists()]
     if json:
@@ -88,3 +90,21 @@ def on_nodes(config: RunConfig, environment: jobs.Environment, nodes: int) -> li
     if all(finding.state != "bad" for finding in found):
         shutil.rmtree(folder)
     return found
+
+
+def on_an_env_node(config: RunConfig, sandbox: str) -> Finding:
+    """What a job found of the box ``sandbox`` on a node of ``components.env``."""
+    subject, there = "box of env nodes", with_values(config, NODE)
+    try:
+        tries = on_a_node(
+            tried_all, config.env, config=there, component="env", name="libra-boxes", time_limit=TIME_LIMIT
+        )
+    except (UserError, OperationError) as error:
+        return Finding(subject, "bad", str(error).rstrip("."), "libra-hpc env probe --partition NAME")
+    box = next(one for one in map(TriedBox._make, tries) if one.sandbox == sandbox)
+    return _boxed(subject, box, OTHERS)
+
+
+def _boxed(subject: str, box: TriedBox, fix: str) -> Finding:
+    good = Finding(subject, "good", f"{box.sandbox}: {box.cost}")
+    return Finding(subject, "warning", box.why, fix) if box.why else good

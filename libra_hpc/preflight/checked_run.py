@@ -31,7 +31,7 @@ from libra_hpc.slurm.writer import het_script
 
 from .checks import check_files, check_run
 from .gpu_memory import MemoryNeed
-from .host_memory_needs import check_hosts, has_hosts, host_needs, node_rooms
+from .host_memory_needs import check_boxes, check_hosts, has_hosts, host_needs, node_rooms
 from .job_checks import idle_seats
 from .named_files import naming
 from .task_trial import check_overlap, try_task
@@ -96,12 +96,16 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     boxes = _boxes(config)
     warnings += [*idle_seats(config), *(f"{box.why.rstrip('.')}, and on the nodes it may" for box in boxes if box.why)]
     hosts = [] if shape is None else host_needs(config, shape, known)
-    warnings += check_hosts(hosts)
+    warnings += [*check_hosts(hosts), *(check_boxes(config, hosts, known) if boxes else ())]
     memory = [*gpus.needs, *(need for host in hosts for need in host.needs)]
     request = job_request(config)
     if config.slurm.template and config.slurm.executor != "local":
         het_script(Launch(request, RunDir(config.run.dir), 1))
-    facts = [*trial.facts, *(f"boxes here: {box.sandbox}, {box.cost}" for box in boxes if not box.why)]
+    facts = [
+        *trial.facts,
+        *_unboxed(config),
+        *(f"boxes here: {box.sandbox}, {box.cost}" for box in boxes if not box.why),
+    ]
     return CheckedRun(request, plan, environment, memory, warnings, [*facts, *filter(None, [config.unstreamed])])
 
 
@@ -112,6 +116,14 @@ def _boxes(config: RunConfig) -> list[TriedBox]:
     from libra_hpc.boxes.box_probe import tried
 
     return [tried(config.env)]
+
+
+def _unboxed(config: RunConfig) -> list[str]:
+    """A fact about each task of verifiers."""
+    tasks = [str(one.verifiers["taskset"]) for _, one in config.task.tables.values() if one.verifiers]
+    return [
+        f"programs of {one} run with your rights, in no box: of [env] they have limits.wall_s alone" for one in tasks
+    ]
 
 
 def known_rooms(config: RunConfig) -> Mapping[str, HostRoom]:

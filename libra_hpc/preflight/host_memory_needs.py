@@ -3,9 +3,10 @@
 * A component's nodes get less memory than they need -> refused, with the largest term.
 * /dev/shm cannot hold image and offers of weights -> refused. The snapshots -> warning: a run that cannot write them
   goes on without. Of cluster nodes it has ``compute.shm_share`` of their memory.
+* Boxes may take more than is left for them -> warning: few take all that they may.
 * The size of the nodes is not known -> warning with what they need.
 
-CPU nodes and dry runs are not checked.
+CPU nodes, but for their boxes, and dry runs are not checked.
 """
 
 from __future__ import annotations
@@ -77,8 +78,7 @@ def host_needs(config: RunConfig, model: ModelShape, partitions: Sequence[Partit
     every = [(part, nodes[name]) for name, part in parts.items() for _ in range(part.nodes)]
     together = tuple(memory for _, memory in every)
     if config.slurm.executor == "local":
-        total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        return [HostNeed("this machine", "", "", together, HostRoom(total, _size(SHM)), None)]
+        return [HostNeed("this machine", "", "", together, HostRoom(_machine(), _size(SHM)), None)]
     rooms, share = node_rooms(config, partitions), config.compute.shm_share
     if config.components.one_node:
         train, given = config.components.train, [_given(part) for part, _ in every]
@@ -99,10 +99,43 @@ def node_rooms(config: RunConfig, partitions: Sequence[Partition]) -> dict[str, 
     """What the nodes of each component have."""
     found = {}
     for name, part in stages(config).items():
-        # Of the smallest node that Slurm may choose.
-        whole = min((p.memory_mb for p in usable(part, partitions)), default=0) * float(MIB) or None
+        whole = _smallest(part, partitions)
         found[name] = HostRoom(_given(part) or whole, whole and config.compute.shm_share * whole)
     return found
+
+
+def _machine() -> float:
+    """Bytes of this machine."""
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _smallest(component: Component, partitions: Sequence[Partition]) -> float | None:
+    """Bytes of the smallest node that Slurm may choose; None: not known."""
+    return min((p.memory_mb for p in usable(component, partitions)), default=0) * float(MIB) or None
+
+
+def check_boxes(config: RunConfig, needs: Sequence[HostNeed], partitions: Sequence[Partition]) -> list[str]:
+    """A warning where the boxes of a node may take more memory than it has for them."""
+    limit, env = config.env.limits.memory, config.components.env
+    each, boxes = memory_mb(limit) * MIB, config.max_open_groups * config.algorithm.group_size
+    if env.nodes:
+        boxes, where, part, taken = min(boxes, env.room), "an environment node", "env", 0.0
+    else:
+        where, part = "the rollout leader's node", "rollout"
+        taken = sum(sum(need.terms.values()) for need in needs if need.where not in ("train node", "hybrid node"))
+    if config.slurm.executor == "local":
+        whole: float | None = _machine()
+    else:
+        component = getattr(config.components, part)
+        whole = _given(component) or _smallest(component, partitions)
+    # Without seats the limit counts where the user chose it: the default is far above what most boxes take.
+    counts = env.nodes or "env.limits.memory" in config.given
+    if whole is None or not counts or boxes * each <= whole - taken:
+        return []
+    room = max(0.0, whole - taken)
+    ways = f"components.env.seats = {max(1, int(room / each))}" if env.nodes else "environment nodes (components.env)"
+    may = f"{boxes:,} boxes of {where} may take {_gb(boxes * each)} GB, and it has {_gb(room)} GB for them"
+    return [f"env.limits.memory = {limit!r}: {may}; {room / boxes / MIB:,.0f}M or {ways} would fit"]
 
 
 def _work(config: RunConfig, name: str, shape: ModelShape) -> NodeWork:

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from libra_hpc_cli.check import site_config
+from libra_hpc_cli.doctor import on_an_env_node
 
 from libra_hpc.annexes.devcluster.cluster import ClusterInfo
+from libra_hpc.config.load import with_values
 
 from .conftest import Cli
 
@@ -99,4 +102,8 @@ def test_boxes_are_tried_on_a_node_of_each_partition(
     rows = [(row["where"], row["sandbox"], row["works"]) for row in json.loads(done.out)]
     assert rows == [("cpu", "bwrap", True), ("cpu", "apptainer", False), ("cpu", "none", True), ("nope", "-", False)]
     assert "nope" in json.loads(done.out)[-1]["why"]
+    there = with_values(site_config(), {"components.env.partition": "cpu"})
+    assert on_an_env_node(there, "bwrap")[:2] == ("box of env nodes", "good"), "doctor --submit does the same"
+    nowhere = with_values(there, {"components.env.partition": "nope"})
+    assert (on_an_env_node(nowhere, "bwrap").state, "nope" in on_an_env_node(nowhere, "bwrap").found) == ("bad", True)
     assert not list((tmp_path / "runs").iterdir()), "nothing is left of the job"

@@ -12,7 +12,7 @@ from libra_hpc.models import host_memory
 from libra_hpc.models.host_memory import WEIGHTS, NodeWork, node_memory
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.preflight import host_memory_needs as preflight
-from libra_hpc.preflight.host_memory_needs import check_hosts, host_needs
+from libra_hpc.preflight.host_memory_needs import check_boxes, check_hosts, host_needs
 from libra_hpc.slurm.queue.query import Partition
 from libra_hpc.weights.offers import KEEP_VERSIONS
 
@@ -111,6 +111,27 @@ def test_half_of_the_nodes_memory_is_assumed_for_shared_memory() -> None:
         checked(800.0, components=nodes(), compute={"shm_share": 0.1})
     assert checked(1000.0, components=nodes(), compute={"shm_share": 0.6}) == []
     assert checked(1000.0, components=nodes(), train={"snapshot_every": 0}) == []
+
+
+def test_boxes_that_may_take_more_than_their_node_has_are_a_warning() -> None:
+    def warned(memory_gb: float | None, limit: str = "4G", env: int = 0, **algorithm: int) -> list[str]:
+        parts = {**nodes(hybrid=0), "env": {"nodes": env, "seats": 32}}
+        config = configured(components=parts, env={"limits": {"memory": limit}}, algorithm=algorithm)
+        config = msgspec.structs.replace(config, given=frozenset({"env.limits.memory"}))
+        known = () if memory_gb is None else (partition(memory_gb),)
+        return check_boxes(config, host_needs(config, MODEL, known), known)
+
+    assert warned(100.0, env=2) == [
+        "env.limits.memory = '4G': 32 boxes of an environment node may take 137 GB, and it has 100 GB for them;"
+        " 2,980M or components.env.seats = 23 would fit"
+    ]
+    assert warned(140.0, env=2) == warned(100.0, "2980M", env=2) == []
+    assert warned(100.0, env=2, prompts_per_step=1, group_size=4) == [], "no more boxes than trajectories"
+    batch = {"prompts_per_step": 8, "group_size": 8, "eta": 0}
+    (line,) = warned(300.0, **batch)
+    assert "64 boxes of the rollout leader's node may take 275 GB" in line, "its engines take a part of the node"
+    assert line.endswith("or environment nodes (components.env) would fit")
+    assert warned(900.0, **batch) == warned(None, **batch) == warned(300.0, "0", **batch) == []
 
 
 def test_an_unknown_size_is_a_warning_with_what_is_needed() -> None:
