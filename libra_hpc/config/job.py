@@ -81,7 +81,8 @@ class SlurmSection(Section, frozen=True):
     empty: the built-in one."""
     spare: Annotated[int, Meta(ge=0)] = 0
     """Nodes more than the components have. Each replaces one that Slurm sets down, whatever it did: all ranks restart
-    on the nodes that are left. Needs components that agree in partition, account, QOS, constraint and GPUs."""
+    on the nodes that are left. Needs components that agree in partition, account, QOS, constraint and GPUs, but for
+    ``env``, whose nodes none replaces then."""
     gpu_option: Annotated[
         str,
         Valid("an option of sbatch with {gpus}, and {type} or not"),

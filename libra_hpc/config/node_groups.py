@@ -7,6 +7,7 @@ ranks, data-parallel ranks and stages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -56,6 +57,7 @@ def het_groups(config: RunConfig) -> list[HetGroup]:
     - A planner without a node of its own is an agent more on the first train node.
     - All groups have two nodes or more -> a heterogeneous job: Slurm keeps it when it sets a node down.
     - One has a single node, or a spare is asked for, and they agree in `SHARED` -> a plain job, which Slurm keeps, too.
+    - They agree but for environment nodes -> these are a group beside one of all others, to which spare nodes belong.
     """
     parts = config.components
     if parts.one_node:
@@ -68,12 +70,15 @@ def het_groups(config: RunConfig) -> list[HetGroup]:
     if not parts.planner.nodes and groups:
         groups[0] = HetGroup("train", parts.train, ("planner", *groups[0].ranks), first=2)
     alone = config.slurm.spare > 0 or any(group.nodes == 1 for group in groups)
-    return [_plain(groups, config.slurm.spare)] if alone and not differing(config) else groups
+    if not alone or differing(config, COMPONENTS[:-1]):
+        return groups
+    apart = groups[-1:] if differing(config) else []
+    return [_plain(groups[: len(groups) - len(apart)], config.slurm.spare), *apart]
 
 
-def differing(config: RunConfig) -> tuple[str, ...]:
+def differing(config: RunConfig, names: Sequence[str] = COMPONENTS) -> tuple[str, ...]:
     """The keys of `SHARED` in which components with nodes differ."""
-    parts = [part for name in COMPONENTS if (part := getattr(config.components, name)).nodes]
+    parts = [part for name in names if (part := getattr(config.components, name)).nodes]
     return tuple(key for key in SHARED if any(getattr(part, key) != getattr(parts[0], key) for part in parts))
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from libra_hpc.config.node_groups import het_groups
 from libra_hpc.facts import series
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.learning.guards import GuardDecision
@@ -93,6 +94,8 @@ class Coordinator:
         self._ladder = Ladder(self._config.deadlines, now)
         self._ending = RunEnding(self._config.run.steps)
         self._given = start_of()
+        self._replaceable = len(het_groups(self._config)[0].ranks)
+        """Ranks whose nodes a spare one can replace: the first so many."""
         self._stepped_at = now
         self._late = ""
         """What a late step waits for, as a sentence."""
@@ -318,8 +321,8 @@ class Coordinator:
 
     def _check_lost(self, now: float) -> None:
         for lost in self._nodes.find_lost(self._context.ended, now):
-            replaced = lost.down and self._given.spare > 0 and self._ending.saving_for is None
-            if replaced or lost.rank in self._context.layout.vital:
+            spare = self._given.spare if lost.rank < self._replaceable else 0
+            if (lost.down and spare > 0 and self._ending.saving_for is None) or lost.rank in self._context.layout.vital:
                 self._recover(lost.rank, lost.reason)
 
     def _check_progress(self, now: float) -> None:

@@ -292,8 +292,9 @@ class RunOwner:
             return reason_of(error)
 
     def _spare_nodes(self, now: Sequence[slurm_step.ComponentNow]) -> int:
-        """Nodes of the job that get no rank; negative where some are missing."""
-        return min(map(sub, (component.nodes for component in now), self._options.nodes), default=0)
+        """Nodes of the job that get no rank, all in its first component; negative where some are missing."""
+        more = [*map(sub, (component.nodes for component in now), self._options.nodes)]
+        return next((one for one in more if one < 0), more[0]) if more else 0
 
     def _ranks(self, logs: Path) -> Ranks:
         if self._options.slurm:

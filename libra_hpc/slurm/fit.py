@@ -69,13 +69,13 @@ def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> list[str]:
     parts = [(name, part) for name in COMPONENTS if (part := getattr(config.components, name)).nodes]
     if config.components.one_node:
         parts = [(group.name, group.component) for group in het_groups(config)]
-    for name, component in parts:
-        found = _check_component(config, name, component, partitions, used)
+    found = {name: _check_component(config, name, component, partitions, used) for name, component in parts}
     if config.borrow.spot.nodes:
         _check_spot(config, partitions)
-    # Spare nodes are of the one partition that all components are in.
-    if slurm.spare and (spare := max(p.nodes - used.get(p.name, 0) for p in found)) < slurm.spare:
-        why = f"partition {found[0].name} has {found[0].nodes} nodes"
+    # Spare nodes are of the one partition that all components but environments are in.
+    own = found["train"]
+    if slurm.spare and (spare := max(p.nodes - used.get(p.name, 0) for p in own)) < slurm.spare:
+        why = f"partition {own[0].name} has {own[0].nodes} nodes"
         raise invalid("slurm.spare", slurm.spare, why, f"at most {spare}")
     return [why for part in partitions if part.name in used for why in _waits(part, used[part.name])]
 

@@ -12,7 +12,7 @@ import msgspec
 
 from libra_hpc.config.job import Component
 from libra_hpc.config.load import flat
-from libra_hpc.config.node_groups import SHARED, HetGroup, differing, het_groups, rank_components
+from libra_hpc.config.node_groups import COMPONENTS, SHARED, HetGroup, differing, het_groups, rank_components
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir
@@ -92,7 +92,7 @@ def job_request(config: RunConfig) -> JobRequest:
 
 def _check_spare(config: RunConfig) -> None:
     """Raise `UserError` for a spare node that could not replace every other one."""
-    spare, key = config.slurm.spare, next(iter(differing(config)), "")
+    spare, key = config.slurm.spare, next(iter(differing(config, COMPONENTS[:-1])), "")
     if spare and config.components.one_node:
         raise invalid("slurm.spare", spare, "one node carries all agents, and the job ends with it", "0")
     if spare and key:

@@ -110,7 +110,7 @@ def step_parts(groups: Sequence[NodeRequest]) -> list[list[str]]:
     if len(groups) == 1:
         return [counts]
     everyone = [str(index) for index in range(len(groups))]
-    if groups[0].used in (1, groups[0].tasks):
+    if groups[0].used in (1, groups[0].tasks) and groups[0].used == groups[0].nodes:
         return [["--het-group=" + ",".join(everyone)]]
     return [["--het-group=0", *counts], ["--het-group=" + ",".join(everyone[1:])]]
 

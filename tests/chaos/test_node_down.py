@@ -35,7 +35,9 @@ SNAPSHOT_EVERY = 4
 """Steps, by default."""
 TWO = SIMULATED.replace('train = {{ partition = "a800", gpus', 'train = {{ partition = "a800", nodes = 2, gpus')
 BESIDE = TWO.replace('planner = {{ partition = "cpu", mem = "2G" }}', "planner = {{ nodes = 0 }}")
+WITH_ENV = BESIDE.replace("[components]", '[components]\nenv = {{ partition = "cpu", nodes = 2, cpus = 1 }}')
 ROLES = {"planner": 0, "first train": 1, "second train": 2, "hybrid": 3, "first rollout": -2, "second rollout": -1}
+ENV = {"second env": -1}
 
 
 class Layout(NamedTuple):
@@ -51,6 +53,7 @@ class Layout(NamedTuple):
 LAYOUTS = {
     "plain": Layout(BESIDE),
     "spare": Layout(BESIDE, spare=1),
+    "spare env": Layout(WITH_ENV, spare=1, components=2),
     "pairs": Layout(BESIDE, hybrid=2, components=3),
     "cpu planner": Layout(TWO, components=4),
 }
@@ -181,14 +184,15 @@ def follows(layout: str, role: str) -> str:
         return "requeue"
     if role == "first train":
         return "killed"
-    if layout == "spare":
+    if layout.startswith("spare") and role not in ENV:
         return "restart"
-    return "on" if role in ("hybrid", "second rollout") else "requeue"
+    return "on" if role in ("hybrid", "second rollout", *ENV) else "requeue"
 
 
 CASES = [(layout, role) for layout in ("plain", "spare", "pairs") for role in ROLES if role != "planner"]
 """There the planner is on the first train node, and so is the script."""
 CASES += [("cpu planner", role) for role in ("planner", "second train", "second rollout")]
+CASES += [("spare env", role) for role in ("hybrid", "second env")]
 QUICK = [("pairs", "second rollout")]
 """In the usual suite: the layout of the A800 example, which no other test starts."""
 
@@ -202,7 +206,7 @@ def marked(case: tuple[str, str]) -> Any:
 def test_slurm_sets_down(slurm_env: dict[str, str], tmp_path: Path, layout: str, role: str) -> None:
     way = follows(layout, role)
     case = OnNodes(tmp_path, slurm_env, layout, until_done=way == "killed")
-    node = case.node(ROLES[role])
+    node = case.node((ROLES | ENV)[role])
     case.set_down(node)
     if way == "on":
         case.goes_on()

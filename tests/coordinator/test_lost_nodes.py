@@ -71,10 +71,11 @@ def test_a_silent_node_is_lost_and_taken_back_as_a_new_one_when_it_is_heard_agai
 def test_a_spare_node_replaces_one_that_slurm_sets_down_even_if_it_fell_silent_before(
     tmp_path: Path, now: list[float]
 ) -> None:
-    for spare in (0, 1):
-        scene = Scene(tmp_path / str(spare))
+    for spare, replaceable in ((0, 4), (1, 2), (1, 4)):
+        scene = Scene(tmp_path / f"{spare}{replaceable}")
         scene.hello()
         scene.coordinator._given = msgspec.structs.replace(scene.coordinator._given, spare=spare)
+        scene.coordinator._replaceable = replaceable
         silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
         scene.context.ended = {2: ""}
         silence(scene, 2, now, 1.0)
@@ -82,7 +83,7 @@ def test_a_spare_node_replaces_one_that_slurm_sets_down_even_if_it_fell_silent_b
         scene.context.ended = {2: "Slurm set node a800-2 down"}
         for _ in range(2):
             silence(scene, 2, now, 1.0)
-        assert scene.stop == (StopTraining("recovery") if spare else None)
+        assert scene.stop == (StopTraining("recovery") if spare and replaceable > 2 else None)
         assert scene.asked(RankLost) == [RankLost(2)]
 
 

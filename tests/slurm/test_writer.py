@@ -62,7 +62,9 @@ LAYOUTS = {
     "plain": six_nodes(3, 2, 1),
     "cpu-planner": six_nodes(2, 2, 2, planner=1),
     "spare": six_nodes(2, 2, 2, spare=1),
+    "spare-env": six_nodes(2, 2, 2, spare=1),
 }
+LAYOUTS["spare-env"]["components"]["env"] = {"nodes": 2, "partition": "cpu", "cpus": 64}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -93,6 +95,10 @@ def test_a_spare_node_must_be_able_to_replace_every_other_one() -> None:
     differing = r"slurm\.spare = 1: components differ in partition, so no node can replace every other one; valid: 0"
     with pytest.raises(UserError, match=differing):
         script(six_nodes(2, 2, 2, planner=1, spare=1))
+    own = six_nodes(2, 2, 2, planner=1, spare=1)
+    own["components"]["planner"] = {**A800, "nodes": 1}
+    own["components"]["env"] = {"nodes": 1, "partition": "cpu"}
+    assert "--het-group=0 --nodes=7 --ntasks=7 --distribution=block : " in script(own), "no rank is on the spare node"
     with pytest.raises(UserError, match=r"slurm\.spare = 1: one node carries all agents"):
         script({"slurm": {"spare": 1}, "components": {"one_node": True}})
 
