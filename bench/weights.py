@@ -59,5 +59,5 @@ class Versions:
         base = WHOLE if share == 1.0 else version - 1
         offer = write_offer(self._folder, version, base, "t0.0", pieces(self._values, share, version))
         manifest = offer_path(self._folder, version, "t0.0")
-        self.image.apply(version, [(offer, payload_path(manifest))])
+        self.image.apply(version, [(offer, payload_path(manifest).read_bytes())])
         return VersionFiles(version, base, (str(manifest),))

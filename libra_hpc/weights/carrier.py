@@ -168,7 +168,7 @@ class NodeImage:
                     case [ArrivingImage() as blocks]:
                         image.fill(version, blocks.newest, blocks.view)
                     case _:
-                        offers = [(one.offer, one.payload) for one in landed if isinstance(one, StoredOffer)]
+                        offers = [(one.offer, one.view) for one in landed if isinstance(one, StoredOffer)]
                         image.apply(version, offers)
         finally:
             self._writes = False

@@ -30,7 +30,7 @@ from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 
 from .delta import compiled, overwrite, piece_values
-from .pieces import GAPS, VALUES, WHOLE, Offer, WeightPiece, elements, offer_fault
+from .pieces import GAPS, VALUES, WHOLE, Buffer, Offer, WeightPiece, elements, offer_fault
 from .weightfile import FLOATS, WeightFileError, file_header
 
 IMAGE_FILE = "image.safetensors"
@@ -77,10 +77,10 @@ class Image:
         """-1: it holds none yet, or its writer ended while it changed the first."""
         return _state(self.path).version
 
-    def apply(self, version: int, offers: Sequence[tuple[Offer, Path]]) -> None:
+    def apply(self, version: int, offers: Sequence[tuple[Offer, Buffer]]) -> None:
         """Bring it to ``version`` with the offers of all writers and their payloads, whose checksums were compared.
 
-        Raises `WeightFileError` before anything is changed: for offers that are damaged, of another model, or change
+        Raises `WeightFileError` before anything is changed: for offers of another model, and those that change
         another version than this one.  An offer that names elements outside of its block is found later: the image
         then has no version until one arrives whole.
         """
@@ -88,10 +88,9 @@ class Image:
         self._check(version, offers, state)
         whole = any(offer.base == WHOLE for offer, _ in offers)
         newest = version if whole else max(version, state.changing)
-        with _locked(self._file, fcntl.LOCK_EX), contextlib.ExitStack() as maps:
-            payloads = [(offer, maps.enter_context(_mapped(path, offer))) for offer, path in offers]
+        with _locked(self._file, fcntl.LOCK_EX):
             self._note(_State(state.version, max(newest, state.changing)))
-            for offer, payload in payloads:
+            for offer, payload in offers:
                 for piece in offer.pieces:
                     self._write(piece, payload)
             self._note(_State(version, newest))
@@ -124,7 +123,7 @@ class Image:
             partial.unlink(missing_ok=True)
             raise WeightFileError(f"{self.path}: no image of {whole:,} bytes ({error_text(error)}).") from error
 
-    def _check(self, version: int, offers: Sequence[tuple[Offer, Path]], state: _State) -> None:
+    def _check(self, version: int, offers: Sequence[tuple[Offer, Buffer]], state: _State) -> None:
         for offer, _ in offers:
             if offer.version != version or offer.base != offers[0][0].base:
                 raise WeightFileError(f"{offer.writer} offers {offer.version} of {offer.base}, expected {version}.")
@@ -139,7 +138,7 @@ class Image:
             has = state.version if state.version == state.changing else f"a part of {state.changing}"
             raise WeightFileError(f"{self.path}: it has {has}, and version {version} changes {base}.")
 
-    def _write(self, piece: WeightPiece, payload: memoryview) -> None:
+    def _write(self, piece: WeightPiece, payload: Buffer) -> None:
         _, offset, rows, cols, stride = piece.block
         target = self._elements[self._places[piece.block.tensor] // self._elements.itemsize + offset :]
         if piece.encoding == "dense":
@@ -149,9 +148,8 @@ class Image:
             block[:] = values.reshape(rows, cols)
             return
         values = np.frombuffer(payload, target.dtype, piece.changed, piece.at)
-        marks = np.frombuffer(
-            payload[piece.at + values.nbytes : piece.at + piece.size], GAPS.get(piece.encoding, np.uint8)
-        )
+        rest = memoryview(payload)[piece.at + values.nbytes : piece.at + piece.size]
+        marks = np.frombuffer(rest, GAPS.get(piece.encoding, np.uint8))
         one_row = rows == 1 or stride == cols
         gap = piece.encoding != "bitmap"
         width = elements(piece.block) if one_row else cols
@@ -240,20 +238,6 @@ def _state(image: Path) -> _State:
         return msgspec.json.decode(_state_path(image).read_bytes(), type=_State)
     except FileNotFoundError:
         return _State()
-
-
-@contextlib.contextmanager
-def _mapped(path: Path, offer: Offer) -> Iterator[memoryview]:
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != offer.size:
-                raise WeightFileError(f"{path}: it has {size:,} bytes, expected {offer.size:,}.")
-            # An empty file cannot be mapped.  Arrays may still refer to the mapping, which ends with the last of them.
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            yield memoryview(mmap.mmap(file.fileno(), 0, flags, mmap.PROT_READ) if size else b"")
-    except OSError as error:
-        raise WeightFileError(f"{path}: {error_text(error)}.") from error
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
-from mmap import mmap
+from mmap import MAP_POPULATE, MAP_SHARED, mmap
 from pathlib import Path
 
 from .pieces import Offer, payload_path
@@ -124,7 +124,7 @@ class StoredOffer:
     @cached_property
     def view(self) -> memoryview:
         """Its payload."""
-        return memoryview(mmap(self.file, self.size))
+        return memoryview(mmap(self.file, self.size, MAP_SHARED | MAP_POPULATE) if self.size else b"")
 
     @property
     def received(self) -> int:

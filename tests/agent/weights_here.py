@@ -36,7 +36,7 @@ class WrittenImage:
     def publish(self, message: Publish) -> None:
         """All writers are of this node."""
         paths = [offer_path(self._folder, message.version, writer) for writer, _ in message.writers]
-        offers = [(read_offer(path), payload_path(path)) for path in paths]
+        offers = [(read_offer(path), payload_path(path).read_bytes()) for path in paths]
         Image(self._folder, image_shapes(), "F32").apply(message.version, offers)
         self.version = message.version
         self._pin()

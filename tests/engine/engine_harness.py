@@ -97,7 +97,7 @@ def bring(image: Image, version: int, tensors: Mapping[str, torch.Tensor], base:
             Encoded(TensorBlock(name, 0, 1, values.size, values.size), "F32", "dense", values.size, (values,))
         )
     offer = write_offer(image.path.parent, version, base, "t0.0", encoded)
-    image.apply(version, [(offer, payload_path(offer_path(image.path.parent, version, "t0.0")))])
+    image.apply(version, [(offer, payload_path(offer_path(image.path.parent, version, "t0.0")).read_bytes())])
     return UpdateWeights(str(image.path), version)
 
 

@@ -104,7 +104,7 @@ def offered(shape: Architecture, image: Image, version: int, old: Tensors, share
                     )
         write_offer(image.path.parent, version, base, writer, encoded)
         manifests.append(offer_path(image.path.parent, version, writer))
-    image.apply(version, [(read_offer(path), payload_path(path)) for path in manifests])
+    image.apply(version, [(read_offer(path), payload_path(path).read_bytes()) for path in manifests])
     return VersionFiles(version, base, tuple(map(str, manifests)))
 
 
@@ -162,7 +162,7 @@ def test_the_image_is_read_where_the_changes_lead_nowhere(tmp_path: Path) -> Non
         base = version - 1 if base == -2 else base
         offer = write_offer(tmp_path, version, base, "t0.0", [encoded])
         path = offer_path(tmp_path, version, "t0.0")
-        image.apply(version, [(offer, payload_path(path))])
+        image.apply(version, [(offer, payload_path(path).read_bytes())])
         return VersionFiles(version, base, (str(path),))
 
     update = StagedUpdate(rpc, in_place=True)

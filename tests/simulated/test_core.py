@@ -46,7 +46,7 @@ def update(folder: Path, version: int) -> UpdateWeights:
     """An image of a version."""
     image = Image(folder, image_shapes(), "F32")
     made, _ = offer(folder, version, WHOLE, 0)
-    image.apply(version, [(made, payload_path(offer_path(folder, version, "t0")))])
+    image.apply(version, [(made, payload_path(offer_path(folder, version, "t0")).read_bytes())])
     return UpdateWeights(str(image.path), version)
 
 

@@ -197,7 +197,7 @@ def test_changes_of_steps_put_together_are_the_weights_of_the_last(tmp_path: Pat
         made, owned = offer(tmp_path, step, base, 0)
         assert owned == ELEMENTS
         assert made.size == ELEMENTS * 4 * (1 if base in (-1, 8) else (step - base) / 4)
-        image.apply(step, [(made, payload_path(offer_path(tmp_path, step, "t0")))])
+        image.apply(step, [(made, payload_path(offer_path(tmp_path, step, "t0")).read_bytes())])
         assert (np.frombuffer(image.path.read_bytes()[image.offset :], np.float32) == weights(step)).all()
 
 

@@ -286,7 +286,7 @@ class Replica:
             answers = [self.receive_from(rank) for rank in range(len(self._sockets))]
             paths = [offer_path(Path(node), step, answer.writer) for answer in answers]
             image = Image(Path(node), *self._image)
-            image.apply(step, [(read_offer(path), payload_path(path)) for path in paths])
+            image.apply(step, [(read_offer(path), payload_path(path).read_bytes()) for path in paths])
             _, copy = pin(image.path)
             with copy:
                 write_pinned(copy, path)

@@ -114,7 +114,9 @@ def test_replicas_without_optimizer_come_go_and_die_and_the_result_is_that_of_on
     offered = run.core.ask(OfferWeights(str(tmp_path), 2, -1), Offered)
     dtype = read_offer(offer_path(tmp_path, 2, offered.writer)).pieces[0].dtype
     image = Image(tmp_path, hf_shapes(read_shape(model_dir)), dtype)
-    image.apply(2, [(read_offer(path), payload_path(path)) for path in sorted(tmp_path.glob("offer-*.manifest"))])
+    image.apply(
+        2, [(read_offer(path), payload_path(path).read_bytes()) for path in sorted(tmp_path.glob("offer-*.manifest"))]
+    )
     (_, kept, local) = run.form(first, second, weights=str(image.path), version=2)
     assert (kept.received_bytes, local.received_bytes, local.step) == (0, 0, 2)
     reports += [run.step(3), run.step(4)]

@@ -179,7 +179,7 @@ class Run:
         offers = [process.offer(self.folder, self.version, self._base) for process in self.processes]
         self.encodings |= {piece.encoding for offer, _ in offers for piece in offer.pieces}
         assert {offer.base for offer, _ in offers} == {self._base}
-        self._image.apply(self.version, offers)
+        self._image.apply(self.version, [(offer, payload.read_bytes()) for offer, payload in offers])
         self._base = self.version
         for offer, payload in offers:
             payload.unlink()
