@@ -59,7 +59,7 @@ def megatron(config: RunConfig, payload: bytes) -> float:
     from libra_hpc.trainer.model.head import Head
     from libra_hpc.trainer.model.mcore import get_forward_backward_func
     from libra_hpc.trainer.model.packing import Pack, decode, pack
-    from libra_hpc.trainer.saved.checkpoint import start
+    from libra_hpc.trainer.saved.checkpoint import load_policy
     from libra_hpc.trainer.train_engine import TrainEngine, init_world
 
     device = choose_device("cpu", 0, config.train.threads)
@@ -68,7 +68,7 @@ def megatron(config: RunConfig, payload: bytes) -> float:
     engine = TrainEngine(
         read_shape(path), device, torch.float32, split, settings=config.optimizer, updates=config.updates
     )
-    start(engine, path, "")
+    load_policy(engine, path)
     batches = msgspec.msgpack.decode(payload, type=list[Batch])
     run = get_forward_backward_func()
     model, optimizer = engine.ddp, engine._optimizer

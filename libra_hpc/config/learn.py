@@ -272,6 +272,22 @@ class AlgorithmSection(Section, frozen=True):
         return initial if self.reference == INITIAL else self.reference
 
 
+class LoraSection(Section, frozen=True):
+    """``[lora]``: low-rank adapters, which are trained in the place of the weights."""
+
+    rank: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """Rank of every adapter; 0: all weights are trained."""
+    alpha: Annotated[float, Meta(gt=0)] = 32.0
+    """Adapters are added to the weights times ``alpha / rank``."""
+    targets: list[Literal["attention", "mlp", "experts"]] = []
+    """What has adapters: projections of ``attention``, the ``mlp`` of every token, routed ``experts``. []: all."""
+
+    @property
+    def arguments(self) -> tuple[int, float, list[str]]:
+        """Arguments of `libra_hpc.models.adapters.with_adapters`."""
+        return self.rank, self.alpha, list(self.targets)
+
+
 class OptimizerSection(Section, frozen=True):
     """``[optimizer]``: AdamW."""
 

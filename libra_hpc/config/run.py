@@ -21,6 +21,7 @@ from .learn import (
     AlgorithmSection,
     ChatSection,
     CheckpointSection,
+    LoraSection,
     ModelSection,
     OptimizerSection,
     TaskSection,
@@ -45,6 +46,7 @@ class RunConfig(Section, frozen=True):
     chat: ChatSection = ChatSection()
     env: EnvSection = EnvSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    lora: LoraSection = LoraSection()
     optimizer: OptimizerSection = OptimizerSection()
     train: TrainSection = TrainSection()
     rollout: RolloutSection = RolloutSection()

@@ -9,7 +9,7 @@
   next snapshot is whole, and then the one before needs the parts of all others and the copy of its part.
 - Optimizer: with ``optimizer.host`` the state of a core node, and its copy where steps have several minibatches.
 - Checkpoint copy: the optimizer's state of a core node, which a thread writes, also as a snapshot.
-- Reference policy: weights that each training world holds once, divided over its nodes.
+- Reference policy, bases of adapters: weights that each training world holds once, divided over its nodes.
 - KV tier, environments: what the run file gives them.
 
 Standbys of training and of vLLM keep nothing else in host memory.
@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import msgspec
 
-from .memory import MASTER_BYTES, STATE_BYTES, Limit, MemoryTerms
+from .memory import MASTER_BYTES, STATE_BYTES, Limit, MemoryTerms, trained_params
 from .shapes import ModelShape
+from .train_parallel import Degrees
 
 KEPT_OFFERS, KEPT_WHOLE = 1, 2
 """Most sizes of the image that kept offers have (`libra_hpc.weights.offers`): older ones go beyond one size, but two
@@ -37,6 +38,7 @@ class NodeWork(msgspec.Struct, frozen=True):
     """What a node does with its memory."""
 
     rolls: bool = False
+    trains: bool = False
     engines: int = 1
     """Engines of a node that rolls out."""
     snapshots: bool = False
@@ -57,7 +59,7 @@ class NodeWork(msgspec.Struct, frozen=True):
 class HostUse(msgspec.Struct, frozen=True):
     """What a run keeps on its nodes, besides files of the model."""
 
-    core: NodeWork = NodeWork()
+    core: NodeWork = NodeWork(trains=True)
     """Work of a node of the core, however many there are."""
     rolls: NodeWork = NodeWork(rolls=True)
     """Work of a node with engines."""
@@ -75,6 +77,7 @@ class NodeMemory(MemoryTerms, frozen=True):
     optimizer: float
     checkpoint_copy: float
     reference_policy: float
+    adapter_bases: float
     kv_tier: float
     environments: float
     processes: float
@@ -110,12 +113,17 @@ class HostRoom(msgspec.Struct, frozen=True):
 def snapshot_bytes(shape: ModelShape, core_nodes: int) -> float:
     """Parts of snapshots on a node of the core, its own and those of another one."""
     nodes = 1 if core_nodes == 1 else 2
-    return SNAPSHOTS * nodes * shape.params * STATE_BYTES / core_nodes
+    return SNAPSHOTS * nodes * _state_bytes(shape) / core_nodes
+
+
+def _state_bytes(shape: ModelShape) -> float:
+    """Bytes of the optimizer's state of the whole model, or of its adapters."""
+    return STATE_BYTES * (sum(trained_params(shape, Degrees(1), 0)) if shape.lora else shape.params)
 
 
 def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
     """Memory of a node with this work."""
-    state = shape.params * STATE_BYTES / work.core_nodes if work.core_nodes else 0.0
+    state = _state_bytes(shape) / work.core_nodes if work.core_nodes else 0.0
     kept = KEPT_WHOLE if shape.dtype_bytes == MASTER_BYTES else KEPT_OFFERS
     return NodeMemory(
         weight_image=float((1 + bool(work.core_nodes)) * shape.weight_bytes),
@@ -125,6 +133,7 @@ def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
         optimizer=work.states * state,
         checkpoint_copy=state,
         reference_policy=work.reference / (work.core_nodes or work.elastic_nodes),
+        adapter_bases=bool(shape.lora) * shape.weight_bytes * work.trains / (work.core_nodes or work.elastic_nodes),
         kv_tier=work.kv_bytes if work.rolls else 0.0,
         environments=work.environment_bytes,
         processes=PROCESS_BYTES,

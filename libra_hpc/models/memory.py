@@ -3,6 +3,8 @@
 - State: weights, float32 gradients, AdamW's moments, and a float32 copy of weights of another type: 18 bytes per bf16
   parameter, and a bit that marks changes. All copies of a parameter in the core share all but weights and gradients;
   an elastic replica lacks them. With ``optimizer.host`` they are in host memory (`host_memory`), but for pieces.
+  Adapters have 16 bytes, and weights that are frozen beside them no state: their bases are in host memory, and come
+  back a layer at a time, when there are no activations.
 - A reference policy is in host memory (`host_memory`), and for its pass in the place of activations and logits.
 - Several minibatches beside elastic replicas: a step that loses one returns to a copy of the optimizer's state.
 - Activations: what a layer retains for its backward pass (`activation_bytes_per_token`); context parallelism divides
@@ -18,6 +20,7 @@ from typing import ClassVar, Literal, get_args
 
 import msgspec
 
+from .adapters import adapter_params
 from .architecture import stage_layers
 from .devices import Device
 from .shapes import ModelShape
@@ -207,19 +210,21 @@ def stage_params(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[float
     return (common + ends * shape.head_params) / tp, experts / degrees.expert_processes
 
 
-def largest_stage_params(shape: ModelShape, layout: TrainLayout) -> tuple[float, float]:
-    """`stage_params` of the stage with the most."""
-    return _largest_stage(shape, layout.degrees)
+@cache
+def trained_params(shape: ModelShape, degrees: Degrees, stage: int) -> tuple[float, float]:
+    """What of `stage_params` has gradients, or the adapters that have them."""
+    return (adapter_params if shape.lora else stage_params)(shape, degrees, stage)
 
 
 @cache
-def _largest_stage(shape: ModelShape, degrees: Degrees) -> tuple[float, float]:
-    return max((stage_params(shape, degrees, stage) for stage in range(degrees.pp)), key=sum)
+def largest_trained_params(shape: ModelShape, degrees: Degrees) -> tuple[float, float]:
+    """`trained_params` of the stage with the most."""
+    return max((trained_params(shape, degrees, stage) for stage in range(degrees.pp)), key=sum)
 
 
 def optimizer_bytes(shape: ModelShape) -> int:
-    """Bytes of AdamW's state per parameter."""
-    return MOMENT_BYTES + (MASTER_BYTES if shape.dtype_bytes < MASTER_BYTES else 0)
+    """Bytes of AdamW's state per parameter; adapters are in float32 themselves."""
+    return MOMENT_BYTES + (MASTER_BYTES if shape.dtype_bytes < MASTER_BYTES and not shape.lora else 0)
 
 
 def activation_bytes_per_token(shape: ModelShape, recompute: Recompute, tp: int = 1, etp: int = 0) -> float:
@@ -266,13 +271,13 @@ def head_bytes(shape: ModelShape, tokens: float, tp: int) -> float:
     """Bytes of the output layer at its peak, on each of ``tp`` ranks, when all ``tokens`` carry loss.
 
     The backward pass has the tokens' hidden states, their float32 gradient and a slice's part of it, and the gradient
-    of the weight beside a slice of logits.
+    of a trained weight beside a slice of logits.
     """
     vocab = shape.vocab / tp
     logits = min(SLICE_LOGITS, tokens * vocab)
     states = tokens * shape.hidden * (2 * shape.dtype_bytes + GRAD_BYTES)
     forward, backward = (logits * size for size in LOGIT_BYTES)
-    return max(forward, backward + states + vocab * shape.hidden * shape.dtype_bytes)
+    return max(forward, backward + states + (not shape.lora) * vocab * shape.hidden * shape.dtype_bytes)
 
 
 def _stage(
@@ -286,8 +291,11 @@ def _stage(
     copies: bool,
     reference: ModelShape | None,
 ) -> TrainMemory:
-    common, experts = stage_params(shape, layout.degrees, stage)
-    own = 0.0 if layout.elastic else common / layout.copies + experts / layout.expert_copies
+    (common, experts), trained = (count(shape, layout.degrees, stage) for count in (stage_params, trained_params))
+    shared = layout.copies, layout.expert_copies
+    own, marked = (
+        0.0 if layout.elastic else one[0] / shared[0] + one[1] / shared[1] for one in (trained, (common, experts))
+    )
     here = min(own, HOSTED_LANES * HOSTED_PIECE) if layout.host else own
     tokens = pack_tokens / layout.cp
     layers = stage_layers(shape.layers, layout.pp)[stage]
@@ -307,9 +315,9 @@ def _stage(
         frozen = max(frozen, head_bytes(reference, tokens, layout.tp) if last else 0.0)
         frozen += sum(stage_params(reference, layout.degrees, stage)) * reference.dtype_bytes
     return TrainMemory(
-        weights=(common + experts) * shape.dtype_bytes,
-        gradients=(common + experts) * GRAD_BYTES,
-        optimizer=here * optimizer_bytes(shape) + own * marks,
+        weights=(common + experts) * shape.dtype_bytes + sum(trained) * MASTER_BYTES * bool(shape.lora),
+        gradients=sum(trained) * GRAD_BYTES,
+        optimizer=here * optimizer_bytes(shape) + marked * marks,
         minibatch_copy=own * STATE_BYTES if copies and not layout.host else 0.0,
         activations=activations,
         logits=logits,

@@ -99,6 +99,16 @@ class DeltaNet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         }
 
 
+class Lora(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters, which are trained in the place of weights (`libra_hpc.models.adapters`)."""
+
+    rank: int
+    scale: float
+    """Factor of their products."""
+    targets: tuple[str, ...]
+    """What has them: some of ``attention``, ``mlp``, ``experts``."""
+
+
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder-only transformer with grouped-query attention and a gated MLP, dense or mixture of experts."""
 
@@ -148,6 +158,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Bytes of an element of the KV cache; 0: as of a weight."""
     longest: int = 0
     """Tokens of the sequences that KV caches are counted for; 0: windows count as whole caches, and no states."""
+    lora: Lora | None = None
+    """Adapters that are trained, and nothing else; None: all weights are."""
     untrained: str = ""
     """Why this version can only plan with the model; empty: it can train it."""
 

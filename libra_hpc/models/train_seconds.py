@@ -29,7 +29,7 @@ from .memory import (
     Limit,
     TrainLayout,
     TrainMemory,
-    largest_stage_params,
+    largest_trained_params,
     memory_limit,
     optimizer_bytes,
     train_memory,
@@ -160,6 +160,8 @@ class TrainCost:
         self._node, self._factor = devices_per_node, factor
         self._flops_s = device.peak_flops * device.product_efficiency
         self._bytes_s = device.hbm_bytes_s * device.stream_efficiency
+        self._products = BACKWARD / (2 if shape.lora else 1)
+        """Work of the products of a backward pass; frozen weights have no gradient, and that of adapters is little."""
         self._tokens = work.tokens
         self._forwards = float(work.minibatches > 1)
         """Passes before the update, of this model: of the proximal policy, and of a reference by its products."""
@@ -183,7 +185,7 @@ class TrainCost:
         """Seconds of the head on one device, with its log-probability passes."""
         forward, backward = (
             2 * products * self.shape.hidden / self._flops_s + moved / self._bytes_s
-            for products, moved in zip((1, 1 + BACKWARD), LOGIT_BYTES, strict=True)
+            for products, moved in zip((1, 1 + self._products), LOGIT_BYTES, strict=True)
         )
         return loss * self.shape.vocab * (forward * (1 + self._forwards) + backward)
 
@@ -201,7 +203,7 @@ class TrainCost:
         moved = [sum(map(operator.mul, passes, widths)) * self._element_s * tokens for passes in LAYER_PASSES]
         return (
             {"products": product, "attention": attention[0], "elementwise": moved[0]},
-            {"products": product * BACKWARD, "attention": attention[1], "elementwise": moved[1]},
+            {"products": product * self._products, "attention": attention[1], "elementwise": moved[1]},
         )
 
     @property
@@ -274,18 +276,18 @@ class TrainCost:
             # At the latency of one small all-reduce each.
             layers = max(stage_layers(self.shape.layers, layout.pp))
             traffic["tp"] += self._reduces(layout) * layers * packs * self.device.allreduce_s
-        own = sum(largest_stage_params(self.shape, layout))
+        own = sum(largest_trained_params(self.shape, layout.degrees))
         parts["gradients"] = packs * own * (GRADIENT_SUM_BYTES + 2 * self.shape.dtype_bytes) / self._bytes_s
         slots = (n + layout.pp - 1) / n
         parts["bubble"] = (slots - 1.0) * (sum(parts.values()) + traffic["tp"] + traffic["cp"] + traffic["ep"])
         traffic["pp"] *= slots
         if layout.copies > 1:
-            backward = compute * BACKWARD / (1.0 + BACKWARD + self._repeated(layout)) / n
+            backward = compute * self._products / (1.0 + self._products + self._repeated(layout)) / n
             traffic["dp"] = max(0.0, updates * self._reduction(layout) - backward)
         traffic["exchange"] = updates * self._exchange(layout, beside)
         parts["optimizer"] = updates * self._update(layout)
         parts = {name: seconds * self._factor for name, seconds in (parts | traffic).items()}
-        peak_s = (1.0 + BACKWARD) * self._flops / (every.devices * self.device.peak_flops)
+        peak_s = (1.0 + self._products) * self._flops / (every.devices * self.device.peak_flops)
         return TrainTime(parts, n, peak_s / sum(parts.values()))
 
     def _repeated(self, layout: TrainLayout) -> float:
@@ -338,19 +340,21 @@ class TrainCost:
 
     def _reduction(self, layout: TrainLayout) -> float:
         """Seconds to reduce gradients over the copies of a parameter, and to gather its new weights."""
-        common, experts = largest_stage_params(self.shape, layout)
+        common, experts = largest_trained_params(self.shape, layout.degrees)
         copies, expert_copies = layout.copies, layout.expert_copies
         sent = common * (copies - 1) / copies + experts * (expert_copies - 1) / expert_copies
         return (GRAD_BYTES + self.shape.dtype_bytes) * sent / self._link(layout.devices)
 
     def _update(self, layout: TrainLayout) -> float:
-        common, experts = largest_stage_params(self.shape, layout)
-        # Norm of the gradients, then state and gradient read, state written, the float32 weights rounded.
+        common, experts = largest_trained_params(self.shape, layout.degrees)
+        # Norm of the gradients, then state and gradient read, state written, the float32 weights rounded. Bases of
+        # adapted weights come from host memory.
         moved = 2 * GRAD_BYTES + 2 * optimizer_bytes(self.shape) + GRAD_BYTES + self.shape.dtype_bytes
         own = common / layout.copies + experts / layout.expert_copies
         # Both ways of the link at once, beside the arithmetic.
         hosted_s = own * optimizer_bytes(self.shape) / self.device.host_bytes_s if layout.host else 0.0
-        return max(hosted_s, own * moved / self._bytes_s) + (common + experts) * SCALED_BYTES / self._bytes_s
+        merged_s = bool(self.shape.lora) * self.shape.weight_bytes / layout.devices / self.device.host_bytes_s
+        return max(hosted_s, own * moved / self._bytes_s) + (common + experts) * SCALED_BYTES / self._bytes_s + merged_s
 
     def _exchange(self, layout: TrainLayout, beside: HybridWorlds) -> float:
         """Seconds of gradients to the core and new weights back: of the slower side.
@@ -359,7 +363,7 @@ class TrainCost:
         """
         if not beside.nodes:
             return 0.0
-        common, experts = largest_stage_params(self.shape, layout)
+        common, experts = largest_trained_params(self.shape, layout.degrees)
         own = msgspec.structs.replace(layout, dp=beside.replicas)
         bytes_each = GRAD_BYTES + self.shape.dtype_bytes
         core = (common / layout.copies + experts / layout.expert_copies) * bytes_each

@@ -1,6 +1,6 @@
 """Nodes that serve both stages of every step: which ways there are, the keys that ask for them, their price.
 
-- Hybrid nodes (``planner.time_sharing``); nodes of the core too (`ROLL_OUT`), on GPUs with ``optimizer.host``.
+- Hybrid nodes (``planner.time_sharing``); nodes of the core too (`ROLL_OUT`), on GPUs with ``optimizer.host`` or LoRA.
 - Seconds of a pair of switches: given, else assumed: `ASSUMED_S` for `ASSUMED_PARAMS` over the link of an A800 to host
   memory, in proportion to the parameters and to that link.
 """
@@ -26,7 +26,7 @@ ROLL_OUT = "roll_out"
 def ways(config: RunConfig, switch_s: float) -> tuple[InTurn, ...]:
     """Hybrid nodes alone, and all nodes where the state of the core has room meanwhile."""
     on_gpus = config.slurm.device == "cuda" or config.components.train.gpus > 0
-    core = config.optimizer.host or not (on_gpus and config.run.engine == "real")
+    core = config.optimizer.host or config.lora.rank > 0 or not (on_gpus and config.run.engine == "real")
     return tuple(InTurn(switch_s, rolls) for rolls in (False, True)[: 1 + core])
 
 

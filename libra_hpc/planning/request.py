@@ -19,6 +19,7 @@ from libra_hpc.config.node_groups import stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.models.adapters import with_adapters
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.host_memory import HostRoom, HostUse
 from libra_hpc.models.memory import RECOMPUTE
@@ -174,6 +175,7 @@ def request(
         )
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
     shape = msgspec.structs.replace(model_shape(own.model or config.model.path), dtype_bytes=dtype_bytes)
+    shape = with_adapters(shape, *config.lora.arguments)
     devices_file = Path(own.devices) if own.devices else None
     if _without_nodes(config, gpus):
         pools = [_given_gpus(config, devices_file, gpus, rooms.get("train", HostRoom()))]

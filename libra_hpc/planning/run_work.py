@@ -33,6 +33,7 @@ def node_work(config: RunConfig, name: str, reference: ModelShape | None) -> Nod
         reference=float(reference.weight_bytes) if reference else 0.0,
         elastic_nodes=parts.hybrid.nodes_per_replica,
         rolls=len(config.rollout_nodes(name)) > 0,
+        trains=name != "rollout",
         engines=_engines(config, name),
         snapshots=name == "train" and config.train.snapshot_every > 0,
         core_nodes=parts.train.nodes if name == "train" else 0,

@@ -19,6 +19,7 @@ from libra_hpc.config.load import named_paths
 from libra_hpc.config.node_groups import stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.models.adapters import with_adapters
 from libra_hpc.models.shapes import ModelShape, model_shape, read_config, shape_from_config
 from libra_hpc.models.supported import most_positions, refusals
 from libra_hpc.policies.scheduling.registry import check_policy
@@ -150,7 +151,7 @@ def _check_model(config: RunConfig) -> ModelShape | None:
         return None
     model = read_model_config(config)
     _raise_first(model_problems(config, model))
-    return shape_from_config(model, Path(config.model.path).name)
+    return with_adapters(shape_from_config(model, Path(config.model.path).name), *config.lora.arguments)
 
 
 def _raise_first(found: Iterator[UserError]) -> None:
@@ -198,7 +199,7 @@ def core_rolls_out(config: RunConfig) -> Iterator[UserError]:
         if isinstance(value := getattr(config.rollout, name), list):
             why = "a list has no entries for train nodes, and components.train.roll_out = true"
             yield invalid(f"rollout.{name}", value, why, "an integer")
-    hosted = config.optimizer.host and config.model.dtype != "float32"
+    hosted = (config.optimizer.host or config.lora.rank > 0) and config.model.dtype != "float32"
     if config.run.engine == "real" and config.slurm.device == "cuda" and not hosted:
         why = "engines need the memory of weights and optimizer meanwhile"
         yield invalid(field, True, why, f'{valid}, or optimizer.host = true and model.dtype = "bfloat16"')
@@ -262,6 +263,12 @@ def objective(config: RunConfig) -> Iterator[UserError]:
             yield invalid(f"algorithm.{name}", bounds, "no ratio is between them", "[], or [low, high]")
 
 
+def adapters_have_a_rank(config: RunConfig) -> Iterator[UserError]:
+    """``[lora]`` without a rank would train all weights."""
+    if not config.lora.rank and any(key.startswith("lora.") for key in config.given):
+        yield invalid("lora.rank", 0, "adapters need a rank", "an integer >= 1, or no [lora]")
+
+
 def well_formed_time(config: RunConfig) -> Iterator[UserError]:
     """``slurm.time_limit`` is a time in Slurm's format, and the notice before it is long enough."""
     for section, text in (("slurm", config.slurm.time_limit), ("borrow.spot", config.borrow.spot.time_limit)):
@@ -306,6 +313,7 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     batch_split,
     objective,
     rate,
+    adapters_have_a_rank,
     well_formed_time,
     processes_have_gpus,
     worlds_are_whole,

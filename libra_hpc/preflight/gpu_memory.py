@@ -23,6 +23,7 @@ from libra_hpc.config.node_groups import core_world, elastic_world, stages
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.models.adapters import with_adapters
 from libra_hpc.models.capacity import MIB, blocks_of, kv_capacity
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.memory import RECOMPUTE, USABLE, TrainMemory, memory_limit, train_memory
@@ -105,6 +106,7 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
             )
             continue
         shape = model_shape(config.modelled("model") or config.model.path) if simulated or model is None else model
+        shape = with_adapters(shape, *config.lora.arguments)
         shape = msgspec.structs.replace(
             shape.with_kv(config.rollout.kv_dtype, config.rollout.max_model_len),
             dtype_bytes=DTYPE_BYTES[config.model.dtype],

@@ -10,6 +10,7 @@ import datetime
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from libra_hpc.trainer.model.mcore import (
 )
 from libra_hpc.trainer.model.packing import Pack
 from libra_hpc.trainer.saved.hosted_adamw import HostedAdamW
+from libra_hpc.trainer.saved.merged_adapters import Adapters
 from libra_hpc.trainer.saved.optimizer_state import OptimizerState
-from libra_hpc.weights.names import ReplicaPlace, own_entries
+from libra_hpc.weights.names import ReplicaPlace, trained_entries
 
 from .adamw import adamw, learning_rate
 from .device import Store, backend, give_back, take_again
@@ -117,17 +119,26 @@ class TrainEngine(PackedModel):
         self.reduce: Callable[[], None] = lambda: None
         """Sums the gradients with those of other worlds in place; called after this world's own reduction."""
         _ENGINES.add(self)
-        self._counted = _counted(shape, split)
+        self._counted = {
+            name: not (
+                entry.copy or (entry.dim is None and (split.tp_rank if entry.expert is None else split.etp_rank))
+            )
+            for name, entry in trained_entries(shape, split).items()
+        }
+        """Whether this rank's part of a parameter counts for the gradient norm: every element counts once."""
+        self.adapters = Adapters(self)
         self._config = self.module.config
         reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.ddp = self._called = DistributedDataParallel(self._config, reduction, self.module)
         self._grad_clip = settings.grad_clip
         self._optimizer: Any = None if elastic else adamw(self.ddp, dtype, settings)
         self._scheduler: Any = None if elastic else learning_rate(self._optimizer, settings, updates)
-        hosted = settings.host and not elastic
-        self.state = OptimizerState(self._optimizer, self.named_parameters(), host=hosted)
+        hosted, parameters = settings.host and not elastic, {**self.named_parameters(), **self.adapters.parameters}
+        self.state = OptimizerState(self._optimizer, parameters, self.adapters.spans, host=hosted)
+        self.state.derived = partial(self.adapters.merge, self.state)
         self._hosted = HostedAdamW(self._optimizer, self.state, device) if hosted else None
-        self.frees = elastic or (hosted and self.state.mixed)
+        self._kept = bool(self.adapters.parameters) and not elastic
+        self.frees = elastic or ((hosted or self._kept) and dtype is not torch.float32)
         """Whether a standby frees weights and gradients: they can come from elsewhere, or from host memory."""
         self._freed = False
 
@@ -146,6 +157,7 @@ class TrainEngine(PackedModel):
         """Give all copies of a parameter the pieces that each has; collective over a world without optimizer."""
         if self.split.copies > 1:
             self.ddp.start_param_sync(force_sync=True)
+        self.state.derived()
 
     def squared_norm(self) -> torch.Tensor:
         """This rank's share of the squared gradient norm, float64; the sum over the world is the whole.
@@ -187,6 +199,7 @@ class TrainEngine(PackedModel):
     ) -> None:
         # First within the replica (tied embeddings over stages, q/k norms over tensor ranks); sums are linear.
         finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        self.adapters.sum_gradients()
         self.reduce()
 
     def norm(self) -> float:
@@ -210,6 +223,7 @@ class TrainEngine(PackedModel):
             # `step` would take the norm again.
             self._optimizer.prepare_grads()
             self._optimizer.step_with_ready_grads()
+        self.state.derived()
         return scaled
 
     def _set_schedule(self) -> None:
@@ -233,6 +247,7 @@ class TrainEngine(PackedModel):
             self.state.commit(NO_STEP, 0)
         for flat in self._flat():
             give_back(flat)
+        self.adapters.drop()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -250,12 +265,6 @@ class TrainEngine(PackedModel):
 
     def _flat(self) -> list[torch.Tensor]:
         buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
-        return [flat for buffer in buffers for flat in (buffer.param_data, buffer.grad_data)]
-
-
-def _counted(shape: Architecture, split: ReplicaPlace) -> dict[str, bool]:
-    """Whether this rank's part of a parameter counts for the gradient norm: every element counts once."""
-    return {
-        name: not entry.copy and (entry.expert is not None or entry.dim is not None or not split.tp_rank)
-        for name, entry in own_entries(shape, split).items()
-    }
+        # Adapters have no other place, and are small.
+        own = [(buffer.grad_data,) if self._kept else (buffer.param_data, buffer.grad_data) for buffer in buffers]
+        return [flat for both in own for flat in both]

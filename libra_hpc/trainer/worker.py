@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 
 from libra_hpc.config.node_groups import core_world, elastic_world
+from libra_hpc.models.adapters import with_adapters
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
@@ -50,7 +51,7 @@ class Worker(WorkerLoop):
         super().__init__(socket, pulse)
         run, world, model_dir = config.run, config.world, Path(config.run.model.path)
         torch.manual_seed(run.run.seed)
-        shape = read_shape(model_dir)
+        shape = with_adapters(read_shape(model_dir), *run.lora.arguments)
         device = choose_device(run.slurm.device, config.device_index, run.train.threads)
         split = init_world(
             device,
@@ -76,14 +77,9 @@ class Worker(WorkerLoop):
         )
         if config.random_weights:
             checkpoint.randomize(self._engine)
-        elif config.elastic:
-            self._engine.state.commit(NO_STEP, 0)
         else:
             with pulse.phase(LOAD):
-                if config.start_dir and snapshot.holds(Path(config.start_dir), config.rank):
-                    snapshot.load(self._engine.state, Path(config.start_dir), config.rank)
-                else:
-                    checkpoint.start(self._engine, model_dir, config.start_dir)
+                self._load(model_dir, "" if config.elastic else config.start_dir, config.rank)
         self._replicas = ElasticReplicas(
             self._engine,
             config.step_timeout_s,
@@ -105,6 +101,18 @@ class Worker(WorkerLoop):
         pulse.end()
         socket.send(EngineState(-1, "train", "ready", version=self._engine.state.step))
 
+    def _load(self, model_dir: Path, start_dir: str, rank: int) -> None:
+        engine = self._engine
+        # Weights of the model, to which adapters are added in any state.
+        if engine.adapters.parameters or not (start_dir or engine.elastic):
+            checkpoint.load_policy(engine, model_dir)
+        if engine.elastic:
+            engine.state.commit(NO_STEP, 0)
+        elif start_dir and snapshot.holds(Path(start_dir), rank):
+            snapshot.load(engine.state, Path(start_dir), rank)
+        elif start_dir:
+            checkpoint.load_state(engine, Path(start_dir))
+
     def _reference(self, folder: str, pulse: Pulse) -> ReferencePolicy | None:
         if not folder:
             return None
@@ -119,7 +127,13 @@ class Worker(WorkerLoop):
         began = time.monotonic()
         self._engine.reclaim()
         ready = time.monotonic()
-        if message.weights and self._engine.elastic and self.step < message.version:
+        # With adapters those of the node are merged, and cannot be taken.
+        if (
+            message.weights
+            and self._engine.elastic
+            and self.step < message.version
+            and not self._engine.adapters.parameters
+        ):
             self._load_weights(message)
         loaded = time.monotonic()
         return Arrived(self._replicas.join(message), ready - began, loaded - ready)

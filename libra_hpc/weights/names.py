@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from libra_hpc.models.adapters import adapter_entries
 from libra_hpc.models.architecture import Architecture
 from libra_hpc.models.tensors import Entry, stage_entries
 
@@ -83,6 +84,11 @@ def own_entries(shape: Architecture, place: ReplicaPlace) -> dict[str, Entry]:
     each = shape.experts // place.ep
     experts = range(place.ep_rank * each, (place.ep_rank + 1) * each)
     return stage_entries(shape, place.pp, place.pp_rank, experts)
+
+
+def trained_entries(shape: Architecture, place: ReplicaPlace) -> dict[str, Entry]:
+    """What of one rank is trained: its parameters, or the adapters beside them."""
+    return adapter_entries(shape, own_entries(shape, place))
 
 
 def _per_group(shape: Architecture) -> tuple[int, int]:

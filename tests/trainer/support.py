@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from libra_hpc.config.learn import OptimizerSection
 from libra_hpc.config.run import RunConfig
+from libra_hpc.models.adapters import adapter_shapes, with_adapters
 from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.tensors import hf_shapes, stage_entries
+from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.codec import FrameBuffer
 from libra_hpc.protocol.engine_state import Doing, EngineState
@@ -31,7 +32,7 @@ from libra_hpc.trainer.saved.state_writer import Answer, StateWriter
 from libra_hpc.trainer.settings import write_config
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.image import Image, pin, write_pinned
-from libra_hpc.weights.names import ReplicaPlace, from_hf, to_hf
+from libra_hpc.weights.names import ReplicaPlace, from_hf, to_hf, trained_entries
 from libra_hpc.weights.pieces import offer_path, payload_path, read_offer
 
 from .batches import VOCAB, train_step
@@ -123,7 +124,8 @@ def build(
     settings: RunConfig = ALGORITHM,
 ) -> tuple[TrainEngine, GrpoTrainer]:
     """An engine and trainer in this process, alone in generation 0, with the model's weights."""
-    engine = TrainEngine(read_shape(model_dir), torch.device("cpu"), dtype, split, optimizer)
+    shape = with_adapters(read_shape(model_dir), *settings.lora.arguments)
+    engine = TrainEngine(shape, torch.device("cpu"), dtype, split, optimizer)
     checkpoint.load_policy(engine, model_dir)
     replicas = ElasticReplicas(engine, 60.0, 60.0)
     folder = settings.algorithm.reference_folder("")
@@ -153,21 +155,22 @@ def fixed_run(
     done = [trainer.step(train_step(step, 0, minibatches=minibatches)) for step in range(1, steps + 1)]
     folder = model_dir.parent / f"reference-{model_dir.name}-{steps}-{minibatches}"
     save(engine, model_dir, folder)
-    return done, read_tensors(folder)
+    return done, read_tensors(folder, settings)
 
 
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def read_tensors(folder: Path, settings: RunConfig = ALGORITHM) -> dict[str, torch.Tensor]:
     """Weights and Adam moments of a checkpoint, by Hugging Face name."""
-    return {**load_file(folder / "policy" / "model.safetensors"), **read_state_tensors(folder)}
+    return {**load_file(folder / "policy" / "model.safetensors"), **read_state_tensors(folder, settings)}
 
 
-def read_state_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def read_state_tensors(folder: Path, settings: RunConfig = ALGORITHM) -> dict[str, torch.Tensor]:
     """What the ranks of a checkpoint wrote, as ``KIND/NAME`` with Hugging Face names."""
     found: dict[str, torch.Tensor] = {}
-    shape, whole = read_shape(folder / "policy"), ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)
-    sizes = hf_shapes(shape)
+    shape = with_adapters(read_shape(folder / "policy"), *settings.lora.arguments)
+    whole = ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)
+    sizes = {**hf_shapes(shape), **adapter_shapes(shape)}
     with ShardFiles(folder, shape) as files:
-        for entry in stage_entries(shape, 1, 0).values():
+        for entry in trained_entries(shape, whole).values():
             size = from_hf(entry, lambda name: torch.empty(sizes[name], device="meta"), shape, whole).shape
             for kind in ("exp_avg", "exp_avg_sq", "master"):
                 if files.has(kind):
@@ -200,7 +203,7 @@ class Replica:
         degrees = {degree: options.pop(degree, 1) for degree in ("tp", "pp", "cp", "dp")}
         self.folder = base / name
         self.folder.mkdir(parents=True)
-        self.model_dir = model_dir
+        self.model_dir, self._run = model_dir, options.get("run", ALGORITHM)
         self._image = (
             hf_shapes(read_shape(model_dir)),
             "F32" if options.get("dtype", "float32") == "float32" else "BF16",
@@ -302,7 +305,7 @@ class Replica:
         folder = self.folder / f"check-{step}-{len(list(self.folder.iterdir()))}"
         self.save(folder, step)
         assert folders.read_state(folder).step == step
-        return read_tensors(folder)
+        return read_tensors(folder, self._run)
 
     def kill(self) -> None:
         for process in self.processes:
@@ -348,9 +351,9 @@ class Layout(NamedTuple):
 
 def assert_equals_one_process(base: Path, world: ReplicaPlace, layout: Layout, **options: Any) -> None:
     """A world trains ``base / "model"`` as one process does, and the states of both load into the other."""
-    model_dir, steps = base / "model", 3
+    model_dir, steps, run = base / "model", 3, options.get("run", ALGORITHM)
     replica = Replica(base, "split", model_dir, **layout._asdict(), **options)
-    want, state = fixed_run(model_dir, world, steps)
+    want, state = fixed_run(model_dir, world, steps, settings=run)
     replica.ready()
     join_all([replica], 0, base / "meet")
     for step, reference in enumerate(want, 1):
@@ -361,21 +364,21 @@ def assert_equals_one_process(base: Path, world: ReplicaPlace, layout: Layout, *
             assert getattr(done, name) == getattr(reference, name)
     folder = base / "saved"
     replica.save(folder, steps)
-    assert_same_state(read_tensors(folder), state)
+    assert_same_state(read_tensors(folder, run), state)
 
     # Across splits: one process continues from the split replica's checkpoint, and the split replica from one
     # process's.
-    engine, trainer = build(model_dir, world)
+    engine, trainer = build(model_dir, world, settings=run)
     checkpoint.load_state(engine, folder)
     assert (engine.state.step, engine.state.updates) == (steps, steps)
     alone = trainer.step(train_step(steps + 1, 0))
     (together,) = step_all([replica], steps + 1, 0)
     assert_same_step(alone, together, 2e-6)
     save(engine, model_dir, base / "alone")
-    assert_same_state(replica.tensors(steps + 1), read_tensors(base / "alone"))
+    assert_same_state(replica.tensors(steps + 1), read_tensors(base / "alone", run))
     assert replica.close() == [0] * layout.ranks
     start_dir = str(base / f"reference-model-{steps}-1")
-    split = Replica(base, "from-one-process", model_dir, **layout._asdict(), start_dir=start_dir)
+    split = Replica(base, "from-one-process", model_dir, **layout._asdict(), start_dir=start_dir, run=run)
     assert split.ready().version == steps
     after = split.tensors(steps)
     assert all((after[name] == state[name]).all() for name in state)

@@ -83,7 +83,8 @@ def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPla
     assert after
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "no update changes it"
     assert trainer._reference
-    assert not any(map(torch.numel, trainer._reference._model.module.parameters())), "memory for a pass alone"
+    left = [one.untyped_storage().nbytes() for one in trainer._reference._model.module.parameters()]
+    assert max(left) <= 4, "memory for a pass alone"
 
 
 def test_a_resumed_run_has_the_reference_of_its_start(tmp_path: Path, world: ReplicaPlace) -> None:

@@ -24,7 +24,7 @@ from libra_hpc.weights.pieces import WHOLE, Offer, offer_path, payload_path, rea
 
 from .batches import train_step
 from .settings import optimizer
-from .support import Layout, Replica, build, join_all, make_model, read_state_tensors, step_all
+from .support import ALGORITHM, Layout, Replica, build, join_all, make_model, read_state_tensors, step_all
 
 Bits = dict[str, np.ndarray[Any, Any]]
 SMALL_STEPS = optimizer(lr=2e-5, weight_decay=0.0)
@@ -68,12 +68,16 @@ class Offering:
         world: ReplicaPlace,
         dtype: torch.dtype = torch.bfloat16,
         settings: OptimizerSection = SMALL_STEPS,
+        rank: int = 0,
     ) -> None:
+        """``rank``: of adapters."""
         make_model("qwen3", base / "model")
         self.base, self.node = base, {}
         self.engine: TrainEngine
         self.trainer: GrpoTrainer
-        self.engine, self.trainer = build(base / "model", world, dtype, settings)
+        self.engine, self.trainer = build(
+            base / "model", world, dtype, settings, ALGORITHM.changed(lora={"rank": rank})
+        )
         self.offers = WeightOffers(self.engine, 0)
         self.published = WHOLE
 
@@ -93,8 +97,9 @@ class Offering:
         return offer
 
 
-def test_each_version_has_what_changed_since_the_one_before(tmp_path: Path, world: ReplicaPlace) -> None:
-    run = Offering(tmp_path, world)
+@pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapters"])
+def test_each_version_has_what_changed_since_the_one_before(tmp_path: Path, world: ReplicaPlace, rank: int) -> None:
+    run = Offering(tmp_path, world, rank=rank)
     assert run.publish(0).base == WHOLE
     for version in range(1, 5):
         run.train()

@@ -154,11 +154,12 @@ class _Likelihood(torch.autograd.Function):
         hidden, weight, column, logsumexp = ctx.saved_tensors
         scale = -gradient / ctx.temperature
         hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32)
-        weight_gradient = torch.empty_like(weight)
+        weight_gradient = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for begin, end in _slices(len(hidden), len(weight)):
             part = weight[begin:end]
             slope = ctx.passes.slope(VocabSlice(hidden, part, column - begin, ctx.temperature), logsumexp, scale)
-            torch.mm(slope.t(), hidden, out=weight_gradient[begin:end])
+            if weight_gradient is not None:
+                torch.mm(slope.t(), hidden, out=weight_gradient[begin:end])
             hidden_gradient += slope @ part
             # Freed before the next slice is computed.
             del slope

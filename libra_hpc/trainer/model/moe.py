@@ -103,25 +103,47 @@ def _reduce_scatter(whole: torch.Tensor, group: Any, sizes: list[int] | None = N
 class GroupedProducts(torch.autograd.Function):
     """Products of each expert's tokens with its weights [experts, out, in]; ``ends``: the first token behind each.
 
-    The gradient of the weights is added to ``total`` at once, as Megatron-Core's hooks add it for each parameter.
+    The gradient of the weights is added to ``total`` at once, as Megatron-Core's hooks add it for each parameter; None:
+    they are frozen.
     """
 
     @staticmethod
     def forward(
         ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, total: torch.Tensor | None
     ) -> torch.Tensor:
+        GroupedProducts.remember(ctx, tokens, weights, ends, total)
+        out: torch.Tensor = ctx.product(tokens, weights.mT, ends)
+        return out
+
+    @staticmethod
+    def remember(ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, total: Any) -> None:
+        """Store what the backward pass needs."""
         ctx.save_for_backward(tokens, weights, ends)
         ctx.total, (_, outer, inner) = total, weights.shape
         # No rank has to have tokens.
         ctx.product = choose_product(inner, outer, tokens.device, tokens.dtype) if len(tokens) else one_by_one
-        return ctx.product(tokens, weights.mT, ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tokens, weights, ends = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        ctx.total.add_(ctx.product(gradient.t(), tokens, ends))
-        return ctx.product(gradient, weights, ends), None, None, None
+        if ctx.total is not None:
+            ctx.total.add_(ctx.product(gradient.t(), tokens, ends))
+        # Of tokens, four from the end here and in `AdaptedProducts`.
+        return ctx.product(gradient, weights, ends) if ctx.needs_input_grad[-4] else None, None, None, None
+
+
+class AdaptedProducts(GroupedProducts):
+    """The ``out`` of frozen experts, to whose weights some products were added: gradients are also theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *product: Any) -> torch.Tensor:
+        GroupedProducts.remember(ctx, *product)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradients[0], *GroupedProducts.backward(ctx, *gradients)
 
 
 def ends_of(tokens_per_expert: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -150,12 +172,24 @@ class GroupedExperts(SequentialMLP):
         return out, None
 
     def _product(self, linears: list[Any], tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
-        first, last = linears[0].weight, linears[-1].weight
-        apart = (last.data_ptr() - first.data_ptr()) // first.element_size() // max(1, len(linears) - 1)
-        size, strides = (len(linears), *first.shape), (apart, first.shape[1], 1)
-        total = first.main_grad.as_strided(size, strides) if torch.is_grad_enabled() else None
-        found = first.data.as_strided(size, strides)
-        return GroupedProducts.apply(tokens, found, self._ends, total), None  # type: ignore[no-untyped-call]
+        graph, first = torch.is_grad_enabled(), linears[0]
+        found, total = _stacked(linears, "weight", graph and first.weight.requires_grad)
+        out = GroupedProducts.apply(tokens, found, self._ends, total)  # type: ignore[no-untyped-call]
+        if graph and hasattr(first, "lora_a"):
+            (a, of_a), (b, of_b) = (_stacked(linears, name, True) for name in ("lora_a", "lora_b"))
+            # What has a gradient of its own in the sum lets this one have a graph.
+            inputs = tokens.detach(), a.to(out.dtype).requires_grad_(), self._ends, of_a
+            low = GroupedProducts.apply(*inputs) * first.lora_scale  # type: ignore[no-untyped-call]
+            out = AdaptedProducts.apply(out, low, b.to(out.dtype), self._ends, of_b)  # type: ignore[no-untyped-call]
+        return out, None
+
+
+def _stacked(linears: list[Any], name: str, trained: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A parameter of all experts [experts, out, in], and the sum of its gradients."""
+    first, last = getattr(linears[0], name), getattr(linears[-1], name)
+    apart = (last.data_ptr() - first.data_ptr()) // first.element_size() // max(1, len(linears) - 1)
+    size, strides = (len(linears), *first.shape), (apart, first.shape[1], 1)
+    return first.data.as_strided(size, strides), first.main_grad.as_strided(size, strides) if trained else None
 
 
 class StackedExperts(MegatronModule):
@@ -187,7 +221,7 @@ class StackedExperts(MegatronModule):
         return (down * weights[:, None]).to(tokens.dtype), None
 
     def _linear(self, linear: Any, tokens: torch.Tensor, ends: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
-        total = linear.weight.main_grad.mT if torch.is_grad_enabled() else None
+        total = linear.weight.main_grad.mT if torch.is_grad_enabled() and linear.weight.requires_grad else None
         out = GroupedProducts.apply(tokens, linear.weight.data.mT, ends, total)  # type: ignore[no-untyped-call]
         return torch.addmm(out, member, linear.bias)
 

@@ -22,7 +22,7 @@ from libra_hpc.state import state_folders as folders
 from libra_hpc.state.state_folders import WEIGHTS_FILE
 from libra_hpc.state.store import resolve
 from libra_hpc.trainer.train_engine import TrainEngine
-from libra_hpc.weights.names import from_hf, own_entries, to_hf
+from libra_hpc.weights.names import from_hf, own_entries, to_hf, trained_entries
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
 from .shard_files import ShardFiles, opened
@@ -106,6 +106,7 @@ def load_policy(engine: TrainEngine, folder: Path) -> None:
     """Load the weights of a Hugging Face folder: step 0, empty optimizer."""
     with TensorFiles(folder) as files:
         _load_weights(engine, files)
+    engine.adapters.start(engine.state)
     engine.state.clear_moments()
     engine.state.commit(0, 0)
 
@@ -121,16 +122,20 @@ def randomize(engine: TrainEngine) -> None:
     for name, parameter in engine.state.parameters.items():
         drawn = torch.empty_like(parameter)
         engine.state.set_weight(name, drawn.normal_(0.0, 0.02) if drawn.dim() > 1 else drawn.fill_(1.0))
+    engine.adapters.start(engine.state)
     engine.state.clear_moments()
     engine.state.commit(0, 0)
 
 
 @torch.no_grad()
 def load_state(engine: TrainEngine, folder: Path) -> None:
-    """Replace the state by ``folder`` or by the newest state under it, whatever layout wrote it; collective."""
+    """Replace the state by ``folder`` or by the newest state under it, whatever layout wrote it; collective.
+
+    With adapters, which need their bases before.
+    """
     folder = patiently(lambda: resolve(folder))
     saved, state = patiently(lambda: folders.read_state(folder)), engine.state
-    entries = own_entries(engine.shape, engine.split)
+    entries = trained_entries(engine.shape, engine.split)
     with ShardFiles(folder, engine.shape) as files:
         # Saved masters are the exact weights; a float32 checkpoint has none beside its policy.
         exact = files.has("master")
@@ -144,11 +149,3 @@ def load_state(engine: TrainEngine, folder: Path) -> None:
     state.commit(saved.step, saved.updates)
     if exact:
         state.refresh()
-
-
-def start(engine: TrainEngine, model_dir: Path, start_dir: str) -> None:
-    """Load ``start_dir`` if given, else the weights of ``model_dir``."""
-    if start_dir:
-        load_state(engine, Path(start_dir))
-    else:
-        load_policy(engine, model_dir)

@@ -35,17 +35,23 @@ class Shard(NamedTuple):
 class OptimizerState:
     """See the module docstring; built before the first update, where torch would create Adam's moments."""
 
-    def __init__(self, optimizer: Any, parameters: Mapping[str, torch.nn.Parameter], host: bool = False) -> None:
-        """``host``: the state is in host memory, but for float32 weights; `HostedAdamW` steps it."""
+    def __init__(
+        self,
+        optimizer: Any,
+        parameters: Mapping[str, torch.nn.Parameter],
+        frozen: Mapping[str, tuple[int, int]] | None = None,
+        host: bool = False,
+    ) -> None:
+        """``frozen``: parameters of which adapters are trained, in float32 whatever the weights are in; of each, first
+        and last element for which this rank stands. ``host``: the state is in host memory, but for what is trained in
+        float32; `HostedAdamW` steps it."""
         self.step = 0
         self.updates = 0
         """Optimizer updates, without skipped ones: Adam's counter."""
         self.parameters = parameters
-        self.shards: dict[str, Shard] = {}
-        """By Megatron-Core name, in the order of ``parameters``; parameters without a share of this rank are absent."""
         self._optimizers = distributed(optimizer)
-        self.mixed = any(p.dtype is not torch.float32 for p in parameters.values())
-        """Whether weights are in less than float32, with float32 masters beside them."""
+        self.mixed = any(p.dtype is not torch.float32 for p in parameters.values() if p.requires_grad)
+        """Whether what is trained is in less than float32, with float32 masters beside it."""
         self._counters: list[torch.Tensor] = []
         zeros = self._host_memory() if host else torch.zeros_like
         found: dict[str, Shard] = {}
@@ -57,11 +63,14 @@ class OptimizerState:
                 if not host:
                     self._hand_over(one.optimizer, shard)
         self.shards = {name: found[name] for name in parameters if name in found}
+        """By Megatron-Core name, in the order of ``parameters``; parameters without a share of this rank are absent."""
         self.changes = WeightChanges()
-        if self.mixed:
-            for one in self._optimizers:
-                owned = {names[id(parameter)] for parameter, _ in _owned(one)}
-                self.changes.record(one, {name: self._weights(name) for name in self.shards if name in owned})
+        self.derived: Callable[[], None] = lambda: None
+        """Derives weights from what is trained, where that is not the weights."""
+        self.spans = frozen or {name: (shard.begin, shard.end) for name, shard in self.shards.items()}
+        """First and last element of each flattened weight of which this rank offers the values."""
+        if self._optimizers:
+            self._record(names, frozen or {})
 
     def _hand_over(self, optimizer: torch.optim.Optimizer, shard: Shard) -> None:
         """Have torch's optimizer step these moments."""
@@ -85,9 +94,16 @@ class OptimizerState:
             master.data = zeros(master).copy_(master)
         return zeros
 
-    def _weights(self, name: str) -> ShardWeights:
-        shard = self.shards[name]
-        return ShardWeights(self.parameters[name], shard.begin, shard.end, shard.master)
+    def _record(self, names: Mapping[int, str], frozen: Mapping[str, tuple[int, int]]) -> None:
+        for one in self._optimizers if self.mixed else ():
+            owned = {names[id(parameter)] for parameter, _ in _owned(one)}
+            self.changes.record(one, {n: self._weights(n, s.master) for n, s in self.shards.items() if n in owned})
+        for name in frozen:
+            if (weight := self.parameters[name]).dtype is not torch.float32:
+                self.changes.shards[name] = self._weights(name, weight.new_empty(0))
+
+    def _weights(self, name: str, master: torch.Tensor) -> ShardWeights:
+        return ShardWeights(self.parameters[name], *self.spans[name], master)
 
     def tensors(self) -> list[torch.Tensor]:
         """All float32 tensors, in the memory in which the optimizer holds them."""
@@ -130,6 +146,7 @@ class OptimizerState:
         for one in self._optimizers:
             for chunk in one.model_chunks:
                 chunk.start_param_sync(force_sync=True)
+        self.derived()
 
     def capture(self) -> tuple[int, int, list[torch.Tensor]]:
         return self.step, self.updates, [t.clone() for t in self.tensors()]

@@ -2,7 +2,7 @@
 
 ``optimizer/rank-NNNNN.safetensors`` holds flat float32 pieces named ``KIND:NAME:PART:PARTS:BEGIN``:
 
-- KIND: ``exp_avg``, ``exp_avg_sq``, and ``master`` where weights are in less than float32.
+- KIND: ``exp_avg``, ``exp_avg_sq``, and ``master`` where weights are in less than float32, or adapters are trained.
 - NAME: the parameter's first Hugging Face tensor.
 - PART of PARTS: the piece of the parameter that a tensor rank holds; BEGIN: first element of the flattened piece.
 
@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
+from libra_hpc.models.adapters import adapter_shapes
 from libra_hpc.models.architecture import Architecture
 from libra_hpc.models.tensors import Entry, hf_shapes
 from libra_hpc.process.retry import patiently
 from libra_hpc.state import state_folders as folders
-from libra_hpc.weights.names import ReplicaPlace, cut, from_hf, own_entries, to_hf
+from libra_hpc.weights.names import ReplicaPlace, cut, from_hf, to_hf, trained_entries
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
 from .optimizer_state import OptimizerState
@@ -46,15 +47,15 @@ def rank_file(folder: Path, rank: int) -> Path:
 def own_pieces(state: OptimizerState, shape: Architecture, place: ReplicaPlace) -> dict[str, torch.Tensor]:
     """The tensors of this rank's file, as the optimizer holds them."""
     tensors: dict[str, torch.Tensor] = {}
-    entries = own_entries(shape, place)
+    entries = trained_entries(shape, place)
     for name, shard in state.shards.items():
         entry = entries[name]
         parts, part = cut(entry, place)
-        # Whole parameters are equal on all tensor ranks but for experts, a copy equals its original.
-        if entry.copy or (parts == 1 and place.tp_rank and entry.expert is None):
+        # Whole parameters are equal on all tensor ranks, those of an expert on its own; a copy equals its original.
+        if entry.copy or (parts == 1 and (place.tp_rank if entry.expert is None else place.etp_rank)):
             continue
         for kind, tensor in shard.kinds().items():
-            if kind != "master" or state.mixed:
+            if kind != "master" or state.mixed or shape.lora:
                 tensors[f"{kind}:{entry.hf[0]}:{part}:{parts}:{shard.begin}"] = tensor.data
     return tensors
 
@@ -76,7 +77,7 @@ class ShardFiles:
 
     def __init__(self, folder: Path, shape: Architecture) -> None:
         self._stack = ExitStack()
-        self._shape, self._hf_shapes = shape, hf_shapes(shape)
+        self._shape, self._hf_shapes = shape, hf_shapes(shape) | adapter_shapes(shape)
         self._pieces: dict[tuple[str, str], dict[int, list[_Piece]]] = defaultdict(lambda: defaultdict(list))
         self._parts: dict[str, int] = {}
         for path in sorted((folder / FOLDER).glob(f"rank-{5 * '[0-9]'}.safetensors")):
@@ -102,7 +103,9 @@ class ShardFiles:
         """Elements ``begin:end`` of this rank's part of a parameter, float32."""
         name = entry.hf[0]
         parts, part = cut(entry, place)
-        saved = self._parts[name]
+        saved = self._parts.get(name)
+        if saved is None:
+            raise ValueError(f"the state has no {name}: it is of a run with another [lora]")
         if saved == parts:
             return self._span(kind, name, part, begin, end)
         whole = []

@@ -4,6 +4,7 @@ The sharded optimizer rounds its float32 masters to the model's type and overwri
 there, the old value and the new one are both at hand, without a second copy of the weights.
 
 - A cast (an update, a restored state, weights derived from a loaded one) -> changed elements are marked; marks add up.
+- A weight is merged with its adapter -> the same.
 - Marked elements are read when a version is offered, so their values are the newest.
 - A version was offered -> no marks, and this version is the base of the next.
 - Weights were set otherwise -> there is no base: the next version is offered whole.
@@ -50,6 +51,12 @@ class ShardWeights:
             changed = _differing(new.view(torch.int16), old.view(torch.int16))
             self._bits[begin // 8 : begin // 8 + len(changed)] |= changed
         old.copy_(new)
+
+    def mark(self, old: torch.Tensor) -> None:
+        """Mark what differs from ``old`` weights of the parameter."""
+        self._bits |= _differing(
+            self.weights.view(torch.int16), old.view(-1)[self._begin : self._end].view(torch.int16)
+        )
 
     def clear(self) -> None:
         self._bits.zero_()

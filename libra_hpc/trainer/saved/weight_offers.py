@@ -35,8 +35,8 @@ class WeightOffers:
             raise RuntimeError(f"the map of the weights is wrong: {fault}")
         self._state, self._owner = engine.state, f"t{rank}"
         slices = own_slices(engine.shape, engine.split)
-        shards = {name: shard for name, shard in engine.state.shards.items() if name in slices}
-        self._plan = {name: within(slices[name], shard.begin, shard.end) for name, shard in shards.items()}
+        self._spans = {name: span for name, span in engine.state.spans.items() if name in slices}
+        self._plan = {name: within(slices[name], *span) for name, span in self._spans.items()}
         self.total = sum(elements(one.block) for own in self._plan.values() for one in own)
         """Elements of which this process offers the values."""
         self._to_host = to_host(engine.device)
@@ -75,8 +75,7 @@ class WeightOffers:
                 begin = end
 
     def _weights(self, name: str) -> torch.Tensor:
-        shard = self._state.shards[name]
-        return self._state.parameters[name].data.view(-1)[shard.begin : shard.end]
+        return self._state.parameters[name].data.view(-1)[slice(*self._spans[name])]
 
 
 def _dense(one: Slice, weights: torch.Tensor) -> Encoded:

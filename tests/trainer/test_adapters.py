@@ -1,0 +1,123 @@
+"""Adapters: their gradients are those of the weights, a full rank is full training, and every layout is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.trainer.saved import checkpoint, snapshot
+from libra_hpc.trainer.train_engine import TrainEngine
+from libra_hpc.weights.names import ReplicaPlace
+
+from .batches import train_step
+from .settings import optimizer
+from .support import ALGORITHM, Layout, assert_equals_one_process, build, make_model, save
+
+UNCLIPPED = optimizer(lr=1e-3, grad_clip=1e9, eps=1e-5)
+
+
+def adapted(rank: int = 4, alpha: float = 8.0, targets: tuple[str, ...] = ()) -> RunConfig:
+    return ALGORITHM.changed(lora={"rank": rank, "alpha": alpha, "targets": list(targets)})
+
+
+def pairs(engine: TrainEngine) -> dict[str, tuple[Any, Any]]:
+    """A and B by the name of their weight."""
+    assert engine.adapters is not None
+    own = engine.adapters.parameters
+    return {
+        name.replace(".lora_a", ".weight"): (a, own[name.replace("lora_a", "lora_b")])
+        for name, a in own.items()
+        if name.endswith("lora_a")
+    }
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_5_text"])
+def test_gradients_are_those_of_the_merged_weights(tmp_path: Path, world: ReplicaPlace, kind: str) -> None:
+    make_model(kind, tmp_path / "model")
+    engine, trainer = build(tmp_path / "model", world, optimizer=UNCLIPPED, settings=adapted())
+    for _, b in pairs(engine).values():
+        b.data.normal_(0.0, 0.05)
+    engine.state.refresh()
+    checkpoint.write_policy(engine, tmp_path / "model", tmp_path / "merged")
+    before = {name: (a.detach().clone(), b.detach().clone()) for name, (a, b) in pairs(engine).items()}
+    whole, other = build(tmp_path / "merged", world, optimizer=UNCLIPPED)
+    mine, theirs = (one.step(train_step(1, 0)) for one in (trainer, other))
+    # Exported weights are the same bits; where they lie in memory changes the order of a sum.
+    assert mine.loss == pytest.approx(theirs.loss, abs=1e-7)
+    weights, norm = whole.named_parameters(), 0.0
+    for name, (a, b) in pairs(engine).items():
+        gradient = weights[name].main_grad  # type: ignore[attr-defined]
+        old_a, old_b = before[name]
+        assert (b.main_grad - 2.0 * gradient @ old_a.t()).abs().max() < 1e-6, name
+        assert (a.main_grad - 2.0 * old_b.t() @ gradient).abs().max() < 1e-6, name
+        norm += float(a.main_grad.square().sum() + b.main_grad.square().sum())
+    assert mine.grad_norm == pytest.approx(norm**0.5, rel=1e-5)
+    assert len(before) > 1
+
+
+def test_a_full_rank_is_full_training(tmp_path: Path, world: ReplicaPlace) -> None:
+    """In the first update: with B = 0 only B has a gradient, and with A = 1 it is that of the weight."""
+    make_model("qwen2", tmp_path / "model")
+    run = adapted(32, 32.0, ("attention",))
+    engine, trainer = build(tmp_path / "model", world, optimizer=UNCLIPPED, settings=run)
+    for a, _ in pairs(engine).values():
+        torch.nn.init.eye_(a)
+    whole, other = build(tmp_path / "model", world, optimizer=UNCLIPPED)
+    start = {name: weight.detach().clone() for name, weight in whole.named_parameters().items()}
+    for one in (trainer, other):
+        one.step(train_step(1, 0))
+    trained = whole.named_parameters()
+    for name, weight in engine.named_parameters().items():
+        moved = (weight - start[name]).abs().max()
+        if name in pairs(engine):
+            assert (weight - trained[name]).abs().max() < 1e-4 * moved, name
+        else:
+            assert moved == 0, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_or_snapshot(
+    tmp_path: Path, world: ReplicaPlace, dtype: torch.dtype
+) -> None:
+    make_model("qwen3_moe", tmp_path / "model")
+    engine, trainer = build(tmp_path / "model", world, dtype, settings=adapted())
+    trainer.step(train_step(1, 0, minibatches=2))
+    save(engine, tmp_path / "model", tmp_path / "saved")
+    snapshot_pieces = {name: piece.clone() for name, piece in snapshot.pieces(engine.state).items()}
+    then = {name: weight.detach().clone() for name, weight in engine.named_parameters().items()}
+    if engine.frees:
+        engine.release()
+        assert sum(weight.untyped_storage().nbytes() for weight in engine.named_parameters().values()) < 1000
+        engine.reclaim()
+    trainer.step(train_step(2, 0))
+    other, again = build(tmp_path / "model", world, dtype, settings=adapted())
+    start = other.named_parameters()
+    assert any(not torch.equal(start[name], weight) for name, weight in then.items())
+    checkpoint.load_state(other, tmp_path / "saved")
+    assert all(torch.equal(start[name], weight) for name, weight in then.items())
+    assert snapshot_pieces.keys() == snapshot.pieces(other.state).keys()
+    again.step(train_step(2, 0))
+    assert all(torch.equal(start[name], weight) for name, weight in engine.named_parameters().items())
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("kind", "layout", "recompute"),
+    [
+        ("qwen3", Layout(tp=2), "selective"),
+        ("qwen3_moe", Layout(tp=2, dp=2, ep=2, etp=2), "none"),
+        pytest.param("qwen2", Layout(pp=2, dp=2), "full", marks=pytest.mark.nightly),
+        pytest.param("qwen2_moe", Layout(tp=2, cp=2, ep=2, etp=1), "none", marks=pytest.mark.nightly),
+        pytest.param("glm4_moe", Layout(pp=2, dp=2, ep=2), "none", marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_a_world_with_adapters_equals_one_process(
+    tmp_path: Path, world: ReplicaPlace, kind: str, layout: Layout, recompute: str
+) -> None:
+    make_model(kind, tmp_path / "model")
+    assert_equals_one_process(tmp_path, world, layout, recompute=recompute, run=adapted())
