@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.protocol.trainer import Join, Joined, Offered, OfferWeights, StepDone, StepFailed, WorkerFailed
@@ -16,7 +17,7 @@ from libra_hpc.weights.names import ReplicaPlace
 from libra_hpc.weights.pieces import offer_path, payload_path, read_offer
 
 from .batches import train_step
-from .support import Layout, Replica, assert_same_state, assert_same_step, fixed_run, make_model
+from .support import ALGORITHM, Layout, Replica, assert_same_state, assert_same_step, fixed_run, make_model
 
 pytestmark = pytest.mark.engine
 STEPS = 9
@@ -26,9 +27,17 @@ class Run:
     """The core, its replicas, and the steps of the fixed run."""
 
     def __init__(
-        self, base: Path, model_dir: Path, layout: Layout, *, elastic_dp: int = 1, minibatches: int = 1
+        self,
+        base: Path,
+        model_dir: Path,
+        layout: Layout,
+        *,
+        elastic_dp: int = 1,
+        minibatches: int = 1,
+        settings: RunConfig = ALGORITHM,
     ) -> None:
         """``layout`` is the core's; its replicas have ``elastic_dp`` data-parallel ranks."""
+        self.settings = settings
         self.base, self.model_dir, self.minibatches = base, model_dir, minibatches
         self.layout, self.elastic_dp = layout, elastic_dp
         self.core = self._replica("core", layout)
@@ -39,7 +48,7 @@ class Run:
         return self._replica(name, self.layout._replace(dp=self.elastic_dp), elastic=True)
 
     def _replica(self, name: str, layout: Layout, **options: Any) -> Replica:
-        both = {"core_dp": self.layout.dp, "elastic_dp": self.elastic_dp}
+        both = {"core_dp": self.layout.dp, "elastic_dp": self.elastic_dp, "run": self.settings}
         return Replica(self.base, name, self.model_dir, **layout._asdict(), **both, **options)
 
     def form(self, *replicas: Replica, **weights: Any) -> list[Joined]:
