@@ -162,7 +162,10 @@ class Box:
         await self.end_processes()
         if self._watch is not None:
             self._watch.cancel()
-        await asyncio.to_thread(_remove, self.root)
+        try:
+            self.root.rmdir()
+        except OSError:  # it has files, whose removal takes its time
+            await asyncio.to_thread(_remove, self.root)
 
     def _end(self, process: asyncio.subprocess.Process, limit: str = "") -> None:
         self._running[process] = self._running.get(process) or limit
