@@ -25,7 +25,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SETS: dict[str, tuple[str, ...]] = {"login": ("login", "compile"), "cpu": ("login", "cpu"), "cuda": ("login", "cuda")}
-EXTRAS: dict[str, tuple[str, ...]] = {"compile": ("compile",), "dev": ("compile", "dev"), "nixl": ("nixl",)}
+EXTRAS: dict[str, tuple[str, ...]] = {"compile": ("compile",), "dev": ("compile", "dev")}
 STAMP = "libra-hpc.json"
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 """PyTorch's index of CPU builds, for when pip's configured sources lack the ``+cpu`` build; PyPI never has it."""
@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
         choices=EXTRAS,
         action="append",
         default=[],
-        help="compile: the scheduler as machine code; dev: that, tests and linters; nixl: weights over InfiniBand",
+        help="compile: the scheduler as machine code; dev: that, tests and linters",
     )
     given = parser.parse_args(arguments)
     try:

@@ -1,7 +1,6 @@
 """The carrier of a node, as its agent's child: started with the agent, and again when it ends.
 
 - It serves -> the train leader learns where, and publishes the newest version to it; an event has its transport.
-- NIXL fails between it and another node -> an event, once for the two: TCP goes on, and NIXL is tried again and again.
 - Its image has a version -> the engines of the node get it.
 - On the train leader's node, with ``rollout.weights_port`` -> guests in another cluster get weights from it.
 - It ended -> another one goes on with the image; nodes behind it go on with another node.
@@ -44,7 +43,6 @@ from libra_hpc.protocol.carriers import (
     SavePolicy,
     Stalled,
     VersionHere,
-    WeightsByTcp,
     from_carrier,
     to_carrier,
 )
@@ -96,8 +94,6 @@ class NodeCarrier(EngineNode[Supervised]):
         """Pulls of snapshots in progress, by the folder that they fill."""
         self.peer: Peer | None = None
         """Where this node's carrier serves; None: it does not yet."""
-        self._by_tcp = set[int]()
-        """Nodes between which and this one NIXL has failed."""
         self._lost = -1
         """The version of which an own offer was not whole, since the last one was published."""
         self.version = -1
@@ -181,8 +177,8 @@ class NodeCarrier(EngineNode[Supervised]):
     def received(self, carrier: Supervised, process: int, message: Any) -> None:
         context = self._context
         match message:
-            case CarrierReady(port=port, http_fault=fault, by_tcp=reason):
-                self._carrier_ready(carrier, port, fault, reason)
+            case CarrierReady(port=port, http_fault=fault):
+                self._carrier_ready(carrier, port, fault)
             case VersionHere(version=version, bytes=size, wire_s=wire_s):
                 self.wire_s = wire_s
                 if message.files:
@@ -205,13 +201,10 @@ class NodeCarrier(EngineNode[Supervised]):
                     context.send(context.layout.train_leader, wire.FromReplica(context.rank, failed))
             case Stalled(version=version, received=received, reason=reason):
                 context.log("weights_stalled", rank=context.rank, version=version, received=received, reason=reason)
-            case WeightsByTcp(peer=peer, reason=reason) if peer not in self._by_tcp:
-                self._by_tcp.add(peer)
-                context.log("weights_by_tcp", rank=context.rank, peer=peer, reason=f"{reason}, with node {peer}")
             case NotStored(version=version, reason=reason):
                 context.log("weights_not_stored", rank=context.rank, version=version, reason=reason)
 
-    def _carrier_ready(self, carrier: Supervised, port: int, fault: str, by_tcp: str) -> None:
+    def _carrier_ready(self, carrier: Supervised, port: int, fault: str) -> None:
         context = self._context
         carrier.state, carrier.starts = "ready", 0
         peer = self.peer = Peer(context.rank, context.addresses, port, PLACE)
@@ -222,9 +215,6 @@ class NodeCarrier(EngineNode[Supervised]):
             # First: the train leader publishes the newest version to it.
             carrier.send(self._policy.order)
         context.send(context.layout.train_leader, wire.WeightsHere(context.rank, carrier=peer))
-        if self._config.transport != "tcp":
-            transport = "tcp" if by_tcp else "nixl"
-            context.log("weights_transport", rank=context.rank, transport=transport, reason=by_tcp)
         if fault:
             context.log("weights_not_served", rank=context.rank, reason=fault)
         elif self._config.http_port:

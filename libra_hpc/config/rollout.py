@@ -53,9 +53,6 @@ class RolloutSection(Section, frozen=True):
     kv_after_update: Literal["recompute", "keep"] = "recompute"
     """KV caches when an engine gets new weights. ``recompute``: all are dropped, and running turns computed again.
     ``keep``: running turns go on with theirs, and a prompt admitted later reuses none of older weights."""
-    weights_transport: Literal["auto", "tcp", "nixl"] = "auto"
-    """How nodes get new weights. ``nixl``: by reads of each other's memory, over InfiniBand or RoCE, with the extra
-    `libra-hpc[nixl]` (docs/site.md). ``auto``: by NIXL on nodes that have it and such a network, else by TCP."""
     weights_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """Port of the train leader's node where guests in another cluster get new weights over HTTP (docs/borrow.md).
     0: none is open."""

@@ -13,9 +13,6 @@ import msgspec
 from .codec import Codec
 from .engine_state import Doing
 
-NIXL_WHEEL = "nixl_cu12"
-"""Its CUDA is not used, so it fits any; the package ``nixl`` itself imports torch to choose among such wheels."""
-
 
 class Peer(msgspec.Struct, frozen=True):
     """The carrier of a node: addresses in order of trial, all with one port."""
@@ -73,8 +70,6 @@ class CarrierReady(msgspec.Struct, tag=True, frozen=True):
     port: int
     http_fault: str = ""
     """Why it does not serve another cluster, although it should."""
-    by_tcp: str = "NIXL was not asked for"
-    """Why weights travel to and from it by TCP; empty: by NIXL, wherever the other node has it too."""
 
 
 class VersionHere(msgspec.Struct, tag=True, frozen=True):
@@ -125,14 +120,6 @@ class NotStored(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-class WeightsByTcp(msgspec.Struct, tag=True, frozen=True):
-    """Carrier -> agent: NIXL failed between this node and another one, and TCP goes on; at each failure."""
-
-    peer: int
-    """The other node."""
-    reason: str
-
-
 class PolicySaved(msgspec.Struct, tag=True, frozen=True):
     """Carrier -> agent: ``path`` has the weights that were asked for, and is durable."""
 
@@ -153,7 +140,7 @@ class PartPulled(msgspec.Struct, tag=True, frozen=True):
 
 ToCarrier = Union[Publish, Engines, SavePolicy, PullPart]
 FromCarrier = Union[
-    CarrierReady, VersionHere, ImageHere, PieceRefused, Stalled, NotStored, WeightsByTcp, PolicySaved, PartPulled, Doing
+    CarrierReady, VersionHere, ImageHere, PieceRefused, Stalled, NotStored, PolicySaved, PartPulled, Doing
 ]
 
 to_carrier: Codec[ToCarrier] = Codec(ToCarrier)

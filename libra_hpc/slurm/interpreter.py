@@ -19,7 +19,6 @@ from typing import NamedTuple
 from libra_hpc.config.load import named_paths
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
-from libra_hpc.protocol.carriers import NIXL_WHEEL
 from libra_hpc.slurm.queue.command import call
 from libra_hpc.user_file import file_of
 
@@ -85,9 +84,7 @@ def _check_packages(config: RunConfig, python: str, who: str) -> str:
     """Raise `UserError` where it is too old or lacks a package; returns its MPI."""
     field = f"compute.python = {config.compute.python!r}"
     wanted = CONTROL if config.run.engine == "simulated" else (*CONTROL, *ENGINES)
-    optional = dict(config.track.libraries)
-    if config.rollout.weights_transport == "nixl":
-        optional["rollout.weights_transport"] = NIXL_WHEEL
+    optional = config.track.libraries
     try:
         version, mpi, *lacks = _found(python, (*wanted, *optional.values()))
     except (OSError, subprocess.SubprocessError) as error:

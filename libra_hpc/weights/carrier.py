@@ -66,7 +66,6 @@ from .pull import Landed, Puller
 from .receiver import ArrivingImage
 from .server import CarrierServer
 from .transport.http_server import HttpServer
-from .transport.nixl import probe
 from .transport.token_bucket import BandwidthPace
 from .weightfile import FLOATS, WeightFileError
 from .wire import WAITING_S, Absent, Caller
@@ -111,11 +110,6 @@ class CarrierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def dtype(self) -> str:
         """Type of an element, in the words of safetensors files."""
         return "F32" if self.simulated or self.run.model.dtype == "float32" else "BF16"
-
-    @property
-    def transport(self) -> str:
-        """See `rollout.weights_transport`."""
-        return "tcp" if self.guest or self.simulated else self.run.rollout.weights_transport
 
     @property
     def http_port(self) -> int:
@@ -212,16 +206,12 @@ class Carrier:
         self._adopt(folder)
         listener = listen(config.addresses, CALLERS)
         self._port = listener.getsockname()[1]
-        direct, self._by_tcp = probe(config.transport, config.rank)
-        log.info("weights travel by %s", "NIXL" if direct else f"TCP: {self._by_tcp}")
-        pace, served = BandwidthPace(config.pull_mb_s * 1e6), (self._store, self._image, parts, direct, agent.send)
+        pace, served = BandwidthPace(config.pull_mb_s * 1e6), (self._store, self._image, parts)
         guests = config.secret if config.guest else b""
         self._server = CarrierServer(listener, config.secret, *served, guests=guests, pace=pace)
         shapes, own = self._image.shapes, (config.rank, config.secret, pace)
         self._caller = (
-            OutsideCaller(config.source, *own, ImagePlaces(shapes, config.dtype))
-            if config.source
-            else Caller(*own, direct, agent.send)
+            OutsideCaller(config.source, *own, ImagePlaces(shapes, config.dtype)) if config.source else Caller(*own)
         )
         self._outside_fault = _serve_outside(config, shapes, self._store) if config.http_port else ""
         self._whole: queue.SimpleQueue[tuple[Publish, Sequence[Landed]] | SavePolicy] = queue.SimpleQueue()
@@ -247,7 +237,7 @@ class Carrier:
         self._puller.have = self._image.version
         self._store.whole(self._puller.have)
         self._pulse.end()
-        self._agent.send(CarrierReady(self._port, self._outside_fault, self._by_tcp))
+        self._agent.send(CarrierReady(self._port, self._outside_fault))
         if self._image.whole:
             self._agent.send(ImageHere(self._puller.have, 0.0))
         while True:

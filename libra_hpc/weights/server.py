@@ -5,8 +5,6 @@
 - It is not here yet, or no more of it -> a sign of life every `WAITING_S`.
 - It will not be here -> ABSENT with the reason; the caller asks another node.
 - An image is arriving here -> its blocks are sent on as they come.
-- A node of the run can read by NIXL -> it gets the place of the payload, which stays until it has read; a guest does
-  not.
 - A part of a snapshot is asked for -> its files, as they are (`weights/parts.py`).
 - A caller without the secret, or one that does not read for `UNREAD_S` -> its connection is closed; silent ones keep
   nobody out (`Unproven`).
@@ -24,17 +22,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
 from libra_hpc.checksum import crc32
 from libra_hpc.protocol.callers import PROVE_S, Unproven
-from libra_hpc.protocol.carriers import WeightsByTcp
 from libra_hpc.protocol.joining import guest_secret, is_guest
 
-from .offers import UNKNOWN_S, OfferStore, StoredOffer
+from .offers import UNKNOWN_S, OfferStore
 from .parts import PART, SentBytes, served_part
 from .receiver import ArrivingImage
-from .transport.nixl import DirectError, DirectReads, Place
 from .transport.token_bucket import BandwidthPace
 from .wire import (
     ABSENT,
@@ -46,18 +40,14 @@ from .wire import (
     IMAGE,
     LEASE,
     LEASED,
-    LENGTH,
     MANIFEST,
-    PLACED,
     WAITING,
     WAITING_S,
     Absent,
-    ByTcp,
     Fetch,
     WireError,
     admit,
     limit_pauses,
-    read,
     read_fetch,
 )
 
@@ -89,8 +79,6 @@ class CarrierServer:
         store: OfferStore,
         image: ImageSource,
         parts: Path | None = None,
-        direct: DirectReads | None = None,
-        by_tcp: ByTcp = lambda message: None,
         *,
         guests: bytes = b"",
         pace: BandwidthPace | None = None,
@@ -101,7 +89,7 @@ class CarrierServer:
         """
         self._listener, self._secret, self._store, self._image = listener, secret, store, image
         self._guests, self._pace = guests or guest_secret(secret), pace or BandwidthPace(0.0)
-        self._parts, self._direct, self._on_tcp = parts, direct, by_tcp
+        self._parts = parts
         self._unproven = Unproven()
 
     def start(self) -> None:
@@ -146,10 +134,7 @@ class CarrierServer:
                     manifest = CRC32.pack(crc32(offer.manifest)) + offer.manifest
                     stream.sendall(HEADER.pack(MANIFEST, len(manifest)) + manifest)
                 elif 0 <= fetch.begin <= fetch.end <= offer.size:
-                    if fetch.direct and fetch.begin < fetch.end and (place := self._place(rank, offer)):
-                        self._let_read(stream, offer, fetch.begin, fetch.end, place)
-                    else:
-                        self._send_range(stream, offer, fetch.begin, fetch.end)
+                    self._send_range(stream, offer, fetch.begin, fetch.end)
                 else:
                     raise WireError(f"bytes {fetch.begin} to {fetch.end} of an offer of {offer.size}")
                 return offer
@@ -192,36 +177,15 @@ class CarrierServer:
                 stream.sendall(data[at : at + step])
             begin += len(data)
 
-    def _place(self, rank: int, offer: SentBytes) -> Place | None:
-        """Where the payload is; None: it is sent."""
-        if self._direct is None or is_guest(rank) or not isinstance(offer, StoredOffer):
-            return None
-        try:
-            return self._direct.place(offer.view)
-        except DirectError as error:
-            log.warning("the payload is sent by TCP: %s", error)
-            self._on_tcp(WeightsByTcp(rank, str(error)))
-            return None
-
-    def _let_read(self, stream: socket.socket, offer: SentBytes, begin: int, end: int, place: Place) -> None:
-        assert self._direct is not None
-        body = msgspec.msgpack.encode(place)
-        stream.sendall(HEADER.pack(PLACED, len(body)) + body)
-        with self._direct.serving():
-            self._send_range(stream, offer, begin, end, itself=False)
-            while begin < end:
-                begin += LENGTH.unpack(read(stream, LENGTH.size))[0]
-
-    def _send_range(self, stream: socket.socket, offer: SentBytes, begin: int, end: int, itself: bool = True) -> None:
-        """Frames as the bytes come, with the bytes or without."""
+    def _send_range(self, stream: socket.socket, offer: SentBytes, begin: int, end: int) -> None:
+        """Frames as the bytes come."""
         while begin < end:
             available = offer.available(begin, end, WAITING_S)
             if available > begin:
                 count = int(min(available - begin, FRAME_BYTES, self._pace.most))
-                self._pace.wait(count if itself else 0)
-                stream.sendall(HEADER.pack(DATA, count), socket.MSG_MORE if itself else 0)
-                if itself:
-                    _send_file(stream, offer.file, begin, count)
+                self._pace.wait(count)
+                stream.sendall(HEADER.pack(DATA, count), socket.MSG_MORE)
+                _send_file(stream, offer.file, begin, count)
                 begin += count
             elif offer.removed:
                 raise Absent("it was removed")

@@ -6,8 +6,6 @@ server answers with frames of `HEADER` and bytes:
 - MANIFEST: the manifest, whole, after its CRC32; DATA: the next bytes of the range that was asked for.
 - WAITING: it has no more yet, and lives; ABSENT: it does not have the offer, and why.
 - LEASED: version and CRC32 of the next bytes, which are a block of an image: the next block may have another version.
-- PLACED, if the caller is ``direct``: where the payload is. A DATA frame then has no bytes; the caller reads them out
-  of the server's memory (`weights/transport/nixl.py`), and confirms with `LENGTH` how many it has read.
 
 A server sends what has arrived so far (cut-through). A broken connection is noticed at once, a stopped peer after
 `SILENT_S`: an answer has no longer pauses.
@@ -15,7 +13,6 @@ A server sends what has arrived so far (cut-through). A broken connection is not
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import logging
@@ -24,19 +21,17 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import msgspec
 
 from libra_hpc.checksum import crc32
-from libra_hpc.protocol.carriers import Peer, WeightsByTcp
+from libra_hpc.protocol.carriers import Peer
 from libra_hpc.protocol.joining import is_guest
 
 from .transport.http_proof import NotServed
-from .transport.nixl import DirectError, DirectReads, Place, Read
 from .transport.token_bucket import BandwidthPace
 
-MANIFEST, DATA, WAITING, ABSENT, PLACED, LEASED = range(6)
+MANIFEST, DATA, WAITING, ABSENT, LEASED = range(5)
 HEADER = struct.Struct("<BI")
 RANK = struct.Struct("<I")
 LENGTH = CRC32 = struct.Struct("<I")
@@ -62,13 +57,7 @@ FRAME_BYTES = 4 << 20
 READ_BYTES = BLOCK_BYTES = 1 << 20
 """Received at a time: what is done with them next finds them in the processor's cache.  A block of an image: its copy
 keeps a writer waiting for a fifth of a millisecond."""
-TCP_S = 30.0
-"""For which a node sends by TCP after NIXL failed. Half: a hung one costs every other version `nixl.READ_S`."""
-
-Message = TypeVar("Message", "Fetch", Place)
 Came = Callable[[int, int, int], None]
-ByTcp = Callable[[WeightsByTcp], None]
-"""Takes the news that NIXL failed."""
 
 log = logging.getLogger("libra_hpc.carrier")
 
@@ -95,26 +84,15 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
     writer: str
     begin: int = 0
     end: int = -1
-    direct: bool = False
-    """The caller can read the payload itself."""
 
 
 class Caller:
     """Asks other carriers, with a connection for every request."""
 
-    def __init__(
-        self,
-        rank: int,
-        secret: bytes,
-        pace: BandwidthPace | None = None,
-        direct: DirectReads | None = None,
-        by_tcp: ByTcp = lambda message: None,
-    ) -> None:
+    def __init__(self, rank: int, secret: bytes, pace: BandwidthPace | None = None) -> None:
         """``pace``: budget of all requests together."""
-        self._rank, self._secret, self._direct, self._on_tcp = rank, secret, direct, by_tcp
+        self._rank, self._secret = rank, secret
         self._pace = pace or BandwidthPace(0.0)
-        self._by_tcp: dict[int, float] = {}
-        """By rank, until when it sends by TCP."""
 
     def manifest(self, peer: Peer, fetch: Fetch) -> bytes:
         """Raises `OSError`, `WireError`, also for bytes that were changed on the way, and `Absent`."""
@@ -155,36 +133,28 @@ class Caller:
         while at < fetch.end:
             try:
                 self._receive(peer(), msgspec.structs.replace(fetch, begin=at), payload, came)
-            except DirectError as error:
-                log.warning("TCP goes on: %s", error)
             except (OSError, WireError, Absent) as error:
                 failed(error)
 
     def _receive(self, peer: Peer, fetch: Fetch, payload: memoryview, arrived: Callable[[int, int], None]) -> None:
-        direct = self._direct is not None and time.monotonic() >= self._by_tcp.get(peer.rank, 0.0)
         at, came = fetch.begin, time.monotonic()
-        with call(peer, self._rank, self._secret) as stream, contextlib.ExitStack() as reads:
-            send_fetch(stream, msgspec.structs.replace(fetch, direct=direct))
-            take, step = _received(stream, payload), READ_BYTES
+        with call(peer, self._rank, self._secret) as stream:
+            send_fetch(stream, fetch)
             lease: tuple[int, int] | None = None
             for kind, length in frames(stream):
-                if kind == PLACED and direct:
-                    place = _decoded(read(stream, length), Place)
-                    take, step = reads.enter_context(self._reading(peer, stream, place, payload)), FRAME_BYTES
-                    continue
                 if kind == LEASED:
                     lease = LEASE.unpack(read(stream, LEASE.size))
                     continue
-                if kind in (MANIFEST, PLACED) or at + length > fetch.end:
+                if kind == MANIFEST or at + length > fetch.end:
                     raise WireError("more came than was asked for")
                 if kind == WAITING:
                     end_idle(came)
                     continue
                 begin, end = at, at + length
                 while at < end:
-                    last = int(min(at + min(step, self._pace.most), end))
+                    last = int(min(at + min(READ_BYTES, self._pace.most), end))
                     self._pace.wait(last - at)
-                    take(at, last)
+                    read_into(stream, payload[at:last])
                     at = last
                     if lease is None:
                         arrived(at, fetch.version)
@@ -195,32 +165,6 @@ class Caller:
                 came = time.monotonic()
                 if at == fetch.end:
                     return
-
-    @contextlib.contextmanager
-    def _reading(self, peer: Peer, stream: socket.socket, place: Place, payload: memoryview) -> Iterator[Read]:
-        assert self._direct is not None
-        try:
-            with self._direct.reading(place, payload) as read_direct:
-
-                def take(begin: int, end: int) -> None:
-                    try:
-                        read_direct(begin, end)
-                    except DirectError as error:
-                        # First: streams beside this one fail because of it.
-                        self._nixl_failed(peer, error)
-                        raise
-                    stream.sendall(LENGTH.pack(end - begin))
-
-                yield take
-        except DirectError as error:
-            self._nixl_failed(peer, error)
-            raise
-
-    def _nixl_failed(self, peer: Peer, error: DirectError) -> None:
-        now = time.monotonic()
-        if self._by_tcp.get(peer.rank, now) <= now:
-            self._on_tcp(WeightsByTcp(peer.rank, str(error)))
-        self._by_tcp[peer.rank] = now + TCP_S
 
 
 def read(stream: socket.socket, count: int) -> bytes:
@@ -291,7 +235,10 @@ def read_fetch(stream: socket.socket) -> Fetch:
     (length,) = LENGTH.unpack(read(stream, LENGTH.size))
     if length > MOST_FETCH:
         raise WireError(f"a request of {length} bytes")
-    return _decoded(read(stream, length), Fetch)
+    try:
+        return msgspec.msgpack.decode(read(stream, length), type=Fetch)
+    except msgspec.DecodeError as error:
+        raise WireError(f"a request that cannot be read ({error})") from error
 
 
 def frames(stream: socket.socket) -> Iterator[tuple[int, int]]:
@@ -303,22 +250,11 @@ def frames(stream: socket.socket) -> Iterator[tuple[int, int]]:
         kind, length = HEADER.unpack(read(stream, HEADER.size))
         if kind == ABSENT:
             raise Absent(read(stream, min(length, MOST_FETCH)).decode(errors="replace"))
-        if kind not in (MANIFEST, DATA, WAITING, PLACED, LEASED) or length > (
+        if kind not in (MANIFEST, DATA, WAITING, LEASED) or length > (
             MOST_MANIFEST if kind == MANIFEST else FRAME_BYTES
         ):
             raise WireError(f"a frame of kind {kind} and {length} bytes")
         yield kind, length
-
-
-def _received(stream: socket.socket, payload: memoryview) -> Read:
-    return lambda begin, end: read_into(stream, payload[begin:end])
-
-
-def _decoded(body: bytes, kind: type[Message]) -> Message:
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.DecodeError as error:
-        raise WireError(f"a {kind.__name__} that cannot be read ({error})") from error
 
 
 def end_idle(came: float) -> None:

@@ -14,12 +14,11 @@ import pytest
 
 from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.config.load import validate
-from libra_hpc.facts.events import EVENTS
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol.agents import FromReplica, Log, WeightsHere
-from libra_hpc.protocol.carriers import Peer, PieceRefused, PolicySaved, Publish, SavePolicy, WeightsByTcp
+from libra_hpc.protocol.carriers import Peer, PieceRefused, PolicySaved, Publish, SavePolicy
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trainer import OfferFailed
 from libra_hpc.simulated.state import offer
@@ -164,12 +163,3 @@ def test_an_own_offer_that_is_not_whole_is_told_to_the_train_leader_once_for_eac
     carrier.publish(Publish(3, -1, (("t0", 1),), ()))
     refused(own=True)
     assert sum(isinstance(message, FromReplica) for message in sent) == 2
-
-
-def test_nixl_that_fails_again_and_again_is_one_event_for_each_pair_of_nodes(tmp_path: Path) -> None:
-    sent: list[Any] = []
-    carrier = carrier_alone(tmp_path, sent)
-    for peer in (2, 3, 2, 3, 2):
-        carrier.received(cast(Any, None), 0, WeightsByTcp(peer, "NIXL: a READ failed"))
-    assert [message.kind for message in sent] == ["weights_by_tcp", "weights_by_tcp"]
-    assert EVENTS["weights_by_tcp"].notice, "status shows its reason"

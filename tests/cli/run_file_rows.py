@@ -28,10 +28,6 @@ RUN_FILE = [
     ("components.train.nodes=0", "components.train.nodes = 0"),
     ("components.rollout.nodes=0", "components.rollout.nodes = 0"),
     ("rollout.weights_port=70000", "rollout.weights_port = 70000: out of range; valid: an integer >= 0 and <= 65535."),
-    (
-        "rollout.weights_transport=nixel",
-        "rollout.weights_transport = 'nixel': unknown value; valid: auto, tcp, nixl (did you mean 'nixl'?).",
-    ),
     ("rollout.weights_mb_s=0", "rollout.weights_mb_s = 0: out of range; valid: a number >= 0.1."),
     ("rollout.policy=cmlqf", "rollout.policy = 'cmlqf': unknown policy (other"),
     ("rollout.policy=absent.py:Mine", "no file '"),

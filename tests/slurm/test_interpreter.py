@@ -62,19 +62,6 @@ def test_a_tracker_whose_library_is_missing_is_refused(
     assert check_python(configured(python, "simulated")) == []
 
 
-def test_nixl_is_needed_where_it_is_named_and_nowhere_else(tmp_path: Path) -> None:
-    python = program(tmp_path / "python", "echo libra-hpc finds 3.11 other nixl_cu12")
-    sections = {"compute": {"python": str(python)}, "run": {"engine": "simulated"}}
-    named, auto = (
-        validate({**sections, "rollout": {"weights_transport": transport}}) for transport in ("nixl", "auto")
-    )
-    assert refused(named) == (
-        f"rollout.weights_transport: it lacks nixl_cu12; `{python} -m pip install nixl_cu12`,"
-        " or leave rollout.weights_transport out."
-    )
-    assert check_python(auto) == []
-
-
 def test_the_submitting_interpreter_is_named_where_none_is_given(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(bare))
     assert refused(configured("")).startswith(

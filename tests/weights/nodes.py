@@ -41,13 +41,12 @@ class CarrierNode:
         source: str = "",
         parts: str = "",
         pull_mb_s: float = 0.0,
-        transport: str = "tcp",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """In a folder that has files of an earlier one it goes on with them, as an agent's next carrier does."""
         self.rank, self.folder = rank, folder
         folder.mkdir(exist_ok=True)
-        rollout = {"weights_port": http_port, "weights_mb_s": 1e3, "weights_transport": transport}
+        rollout = {"weights_port": http_port, "weights_mb_s": 1e3}
         compute = {"env": {"API_KEY": "sk-private"}}
         run = RunConfig().changed(model={"dtype": "bfloat16"}, rollout=rollout, compute=compute)
         (folder / "run.json").write_bytes(msgspec.json.encode(run))
@@ -61,7 +60,7 @@ class CarrierNode:
             outside=str(folder / "run.json"),
             source=source,
             parts=parts,
-            guest=is_guest(rank) and transport == "tcp",
+            guest=is_guest(rank),
             pull_mb_s=pull_mb_s,
         )
         (folder / "carrier.json").write_bytes(msgspec.json.encode(config))
