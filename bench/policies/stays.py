@@ -12,7 +12,9 @@ from collections import Counter
 
 from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.policies.scheduling.rules import LiveTrajectories, Rule, eligible, wait
+from libra_hpc.policies.scheduling.rules import Rule, eligible, wait
+
+from .live_trajectories import LiveTrajectories
 
 MORE_TURNS, MORE = 64, 1.5
 """SGLang's ``balance_abs_threshold`` and ``balance_rel_threshold``."""

@@ -1,6 +1,7 @@
 """A guest's agent: it joins a running job with engines alone, and leaves it again.
 
 - It is admitted -> a carrier and engines, as on a rollout node; it passes no weights on.
+- The owner of its device takes it back (`Page`) -> the same, but its engines go into standby, until he gives it again.
 - SIGTERM, SIGUSR1 or Ctrl-C, or its own time limit is near -> its turns go on elsewhere, then it ends; a second signal
   ends it at once.
 - The ranks restart, or gave it up -> it ends its engines and joins again, as another guest.
@@ -21,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.gate.behind import Behind, GivenTokens
+from libra_hpc.gate.page import Page
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.door import JoinedWorld
 from libra_hpc.mesh.mesh import Mesh
@@ -40,6 +42,8 @@ from .routes import Routes
 
 LEAVE_S = 10.0
 """For the turns in flight to go on elsewhere; Slurm gives a preempted job 30 s by default."""
+FOLLOW_S = 0.25
+"""Between two looks at the page.  Double: memory is free so much later."""
 LEAVE_EARLY_S = 60.0
 """Before the own time limit: Slurm compares times about every 30 s, and engines take seconds to end."""
 
@@ -104,6 +108,9 @@ class GuestAgent(NodeAgent):
         """See `Row.starts`; the first start is its own."""
         self._leaving = ""
         """Why it leaves; empty: it does not."""
+        self._returns = False
+        """See `Heartbeat.returns`."""
+        self._page = None if behind is None else Page(behind.gate.page)
         self._routes.add(wire.StopAgent, self._on_stop)
         self._routes.add(Layout, self._on_layout)
         self._routes.add(wire.Turns, self._engines.on_turns)
@@ -119,6 +126,8 @@ class GuestAgent(NodeAgent):
         choose_adapters(self._config)
         self._spawn(self.mesh.run())
         self._spawn(self._outlive_coordinator())
+        if self._page is not None:
+            self._spawn(self._follow_owner(self._page))
         await self.live()
         assert self._stay is not None
         return self._stay
@@ -130,6 +139,8 @@ class GuestAgent(NodeAgent):
             for part in (self._carrier, self._engines):
                 self._spawn(part.watch())
                 self._spawn(part.start())
+        if row is not None and row.active is None:
+            self._engines.standby()
         if row is not None and row.starts > self._starts:
             self._starts = row.starts
             self._spawn(self._engines.start())
@@ -139,9 +150,9 @@ class GuestAgent(NodeAgent):
         return self._engines.version
 
     def _beat(self, **fields: Any) -> None:
-        super()._beat(leaving=self._leaving, **fields)
+        super()._beat(leaving=self._leaving, returns=self._returns, **fields)
         if self._given is not None:
-            self._given.beat(self._engines.generated)
+            self._given.beat(self._engines.generated, self._engines.asleep)
         if time.time() > self._until - LEAVE_EARLY_S:
             self._leave("its time limit is near")
 
@@ -149,11 +160,25 @@ class GuestAgent(NodeAgent):
         await self._watch.gone()
         self._end("again", "the run's rank 0 is gone")
 
+    async def _follow_owner(self, page: Page) -> None:
+        """Have the turns go on elsewhere and sleep while the owner gives nothing; wake once he gives again."""
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            closed = page.read().closed
+            if closed and not self._leaving and self._engines.serves:
+                self._leaving, self._returns = "its owner takes it back", True
+                self._beat()
+            elif closed and not self._leaving:
+                self._leave("its owner takes it back")
+            elif self._returns and self._engines.asleep and not closed:
+                self._leaving, self._returns = "", False
+                self._beat()
+
     def _leave(self, reason: str) -> None:
         """Have the turns go on elsewhere, then end."""
-        if self._leaving:
+        if self._leaving and not self._returns:
             return
-        self._leaving = reason
+        self._leaving, self._returns = reason, False
         log.info("leaving: %s", reason)
         self._beat()
         asyncio.get_running_loop().call_later(LEAVE_S, self._end, "left", reason)
@@ -163,7 +188,7 @@ class GuestAgent(NodeAgent):
         self._stop.set()
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._leaving:
+        if self._leaving and not self._returns:
             self._end("left", self._leaving)
         self._leave(f"it got {signal.Signals(number).name}")
 

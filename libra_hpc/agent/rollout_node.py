@@ -87,6 +87,16 @@ class RolloutNode(EngineNode[VllmEngine]):
         """Tokens by engine, since each was started."""
         return {e.name: e.reported.generated_tokens for e in self._engines.values() if e.reported is not None}
 
+    @property
+    def asleep(self) -> bool:
+        """Whether no engine has device memory."""
+        return not self._frees and {e.state for e in self._engines.values()} <= {"standby", "lost"}
+
+    @property
+    def serves(self) -> bool:
+        """Whether every engine takes turns."""
+        return {e.state for e in self._engines.values()} == {"ready"}
+
     async def start(self) -> None:
         self._wanted, self._ordered_at = True, time.monotonic()
         await self.room()

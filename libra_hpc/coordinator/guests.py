@@ -2,7 +2,7 @@
 
 - A caller proved that it has the secret of the record -> a rank and a row of its own in the Layout.
 - Its engines have the newest weights -> it serves: it is a receiver of weights.
-- It wants to leave -> its turns go on elsewhere with what they have, then it is stopped.
+- It wants to leave -> its turns go on elsewhere with what they have, then it is stopped, or sleeps until it returns.
 - It is silent, its connection broke, or its engines end too often -> lost: an event, and nothing else of the run.
 
 Guests are in no pool, membership or layout. The planner knows what their engines stand for, and counts it apart.
@@ -30,7 +30,7 @@ from .liveness import HEARTBEAT_LOST_S, NodeContact
 
 GONE_S = 15.0
 """Three renewals of an offer."""
-GuestState = Literal["starting", "serving", "leaving"]
+GuestState = Literal["starting", "serving", "leaving", "standby"]
 
 
 class Offers:
@@ -107,14 +107,19 @@ class Guests:
                 if not contact.host:
                     contact.host, contact.pid = host, pid
                     self._event("guest_joined", rank=rank, host=host, pid=pid)
-                if reason and self.states[rank] != "leaving":
+                if self.states[rank] == "standby":
+                    if not reason:
+                        self._take(rank, "starting", drain="", active="rollout", starts=self.rows[rank].starts + 1)
+                    elif not message.returns:
+                        self.on_drained(rank)
+                elif reason and self.states[rank] != "leaving":
                     self._take(rank, "leaving", drain="abort")
                     self._event("guest_leaves", rank=rank, reason=reason)
             case EngineState(state="ready", seconds=seconds) if self.states[rank] == "starting":
                 self._take(rank, "serving")
-                self.start_s = seconds
+                self.start_s = self.start_s if self.rows[rank].starts else seconds
                 self._event("guest_serves", rank=rank, seconds=seconds)
-            case EngineState(state="lost") if self.states[rank] != "leaving":
+            case EngineState(state="lost") if self.states[rank] not in ("leaving", "standby"):
                 self._take(rank, "starting", starts=self.rows[rank].starts + 1)
             case wire.Fatal(reason=reason):
                 self._lose(rank, reason, now)
@@ -125,7 +130,10 @@ class Guests:
 
     def on_drained(self, rank: int) -> None:
         """No turn of it is in flight any more."""
-        if rank in self.contacts:
+        if rank in self.contacts and (beat := self.contacts[rank].beat) is not None and beat.returns:
+            self._take(rank, "standby", active=None)
+            self._event("guest_sleeps", rank=rank)
+        elif rank in self.contacts:
             self._event("guest_left", rank=rank)
             self._stop(rank, "it left")
 

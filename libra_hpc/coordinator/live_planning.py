@@ -20,7 +20,7 @@ from libra_hpc.facts.estimate import StageEstimate
 from libra_hpc.facts.status import DecisionStatus
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.planning.live_child import PlayerProcess
-from libra_hpc.policies.control.lender_choice import fitting
+from libra_hpc.policies.control.borrow_choice import fitting
 from libra_hpc.policies.control.plays import BOTH
 from libra_hpc.policies.control.switch_cost import SWITCHES
 from libra_hpc.policies.control.within_step import TAIL, Rest, moves_within_step
@@ -175,10 +175,9 @@ class LivePlanning:
         if decision.action in ("to_train", "to_rollout"):
             self._move(decision, "train" if decision.action == "to_train" else "rollout", now)
         elif decision.action in ("borrow", "give_back"):
-            self._since = now
+            self.spot_nodes, self._since = decision.spot_nodes, now
             self._paying -= decision.lenders.keys()
             self._paying |= {name for name, (saved_s, needed_s) in decision.lenders.items() if saved_s > needed_s}
-            self.spot_nodes = self.spot_nodes if decision.lenders else decision.spot_nodes
         elif decision.action == "time_share":
             self._sharing.active = True
         elif decision.action == "split":

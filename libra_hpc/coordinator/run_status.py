@@ -103,7 +103,12 @@ def _node(context: AgentContext, pool: states.Pool | None, rank: int, facts: Nod
     return _status(rank, component, role, facts, now=now)
 
 
-GUEST_ROLES: dict[GuestState, str] = {"starting": "to_guest", "serving": "guest", "leaving": "leaving"}
+GUEST_ROLES: dict[GuestState, str] = {
+    "starting": "to_guest",
+    "serving": "guest",
+    "leaving": "leaving",
+    "standby": "standby",
+}
 
 
 def _guest(state: GuestState, rank: int, facts: NodeContact, *, now: float) -> NodeStatus:

@@ -308,6 +308,9 @@ class RolloutEngine:
         if not self._client.is_sleeping():
             self._staged.weights_lost()
             self._client.sleep(SLEEP_LEVEL, "abort")
+            for share in (0.0, 1.0):
+                # Pages of a CPU go back to the system, and come again when they are used.
+                self._kv.set_share(share, lambda: False)
         self._refuses = "the engine is asleep."
         return ended
 

@@ -69,6 +69,7 @@ NODES = (
     EventKind("guest_serves", "Its engines accept turns", "rank seconds"),
     EventKind("guest_leaves", "It wants to leave: its turns go on elsewhere", "rank reason"),
     EventKind("guest_left", "It has left", "rank"),
+    EventKind("guest_sleeps", "Its lender was taken back: its engines go into standby until it is given again", "rank"),
     _fault("guest_lost", "A guest was lost; its turns are sent again", "rank reason silent_s"),
     _fault("door_closed", "No guest can join", "reason"),
     _fault("own_stall", "Rank 0 was stopped for a while; no deadline counts it", "reason seconds", notice=True),

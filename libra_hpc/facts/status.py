@@ -40,7 +40,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """``planner`` | ``train`` | ``hybrid`` | ``rollout`` | ``env`` | ``guest``"""
     role: str
     """``planner`` | ``train`` | ``rollout`` | ``env`` | ``to_train`` | ``to_rollout`` | ``starting`` | ``lost`` |
-    ``ended``; of a guest ``to_guest`` | ``guest`` | ``leaving``"""
+    ``ended``; of a guest ``to_guest`` | ``guest`` | ``leaving`` | ``standby``"""
     engines: dict[str, str]
     """Engine id -> state (``starting`` | ``ready`` | ``standby`` | ``lost``)."""
     version: int

@@ -12,7 +12,7 @@ import msgspec
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
-from libra_hpc.policies.control.spot_choice import Worth, worth
+from libra_hpc.policies.control.borrow_choice import Worth, worth
 from libra_hpc.policies.search.run_plan import RunPlan
 from libra_hpc.simulator.borrowing import Borrow, Borrowing, borrowing
 

@@ -54,6 +54,8 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """The newest world of MPI processes of which its own has ended."""
     leaving: str = ""
     """Why this guest wants to leave, once its turns go on elsewhere; answered by `StopAgent`."""
+    returns: bool = False
+    """Whether it stays in standby instead, until it leaves no more; answered by its row in the Layout."""
 
 
 class Log(msgspec.Struct, tag=True, frozen=True):

@@ -170,7 +170,6 @@ class PlanDecision(msgspec.Struct, frozen=True):
     """With ``repartition``: the same by dotted keys of the run file; empty where nodes cannot change their component.
     """
     spot_nodes: int = 0
-    """With ``borrow``: nodes to queue."""
+    """Nodes to queue, where offers were evaluated."""
     lenders: dict[str, tuple[float, float]] = {}
-    """Seconds over the remaining steps that each offer saves, and must save; empty: none was evaluated, and ``borrow``
-    is about nodes to queue."""
+    """Seconds over the remaining steps that each offer of a server saves, and must save."""

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from libra_hpc.config.load import validate
@@ -71,6 +72,25 @@ def test_a_guest_that_leaves_hands_its_turns_on_first_and_its_rank_is_not_used_a
     assert scene.asked(RankLost) == [RankLost(GUEST)]
     scene.deliver((3, TurnsDrained(GUEST)), (GUEST, Heartbeat(GUEST, "guest", {}, {}, 0)))
     assert scene.coordinator.nodes.guests.admit(HERE, 0.0) == GUEST + 1
+
+
+def test_a_guest_that_returns_sleeps_without_weights_and_starts_again_or_is_stopped(tmp_path: Path) -> None:
+    scene = with_guest(tmp_path)
+    guests = scene.coordinator.nodes.guests
+    taken_back = msgspec.structs.replace(leaving("its owner takes it back"), returns=True)
+    scene.deliver((GUEST, taken_back), (3, TurnsDrained(GUEST)))
+    assert (guests.states[GUEST], guests.rows[GUEST].active, guests.serving) == ("standby", None, ())
+    scene.deliver((GUEST, EngineState(GUEST, "rollout", "lost", engine="r10000.0", reason="killed")))
+    assert guests.rows[GUEST].active is None, "nothing starts on a device that was taken back"
+    scene.deliver((GUEST, Heartbeat(GUEST, "guest", {}, {}, 0)))
+    row = guests.rows[GUEST]
+    assert (guests.states[GUEST], row.active, row.starts, row.drain) == ("starting", "rollout", 1, "")
+    scene.deliver((GUEST, EngineState(GUEST, "rollout", "ready")))
+    assert guests.serving == (GUEST,)
+    scene.deliver((GUEST, taken_back), (3, TurnsDrained(GUEST)))
+    assert not kinds(scene, StopAgent)
+    scene.deliver((GUEST, leaving("it got SIGTERM")))
+    assert [rank for rank, _ in kinds(scene, StopAgent)] == [GUEST]
 
 
 def test_the_loss_of_a_guest_is_an_event_and_no_failure_of_the_run(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The guest of a lender: `libra-hpc join` as a child process, for one run, with its engines behind the gate.
 
+- The page closes -> it frees the memory of its device until the page opens; it does not within `FREE_S` -> SIGKILL.
 - `leave` -> SIGTERM, so that its turns go on elsewhere; it lives on after `LEAVE_S` -> SIGKILL.
 - Its report is not renewed for `SILENT_S` -> SIGKILL.
 - The lender is killed -> the kernel sends it SIGTERM.
@@ -29,9 +30,9 @@ from libra_hpc.protocol.joining import DoorRecord
 from .lender_record import folder, log_file
 from .terms import LendTerms
 
-LEAVE_S = 25.0
-"""From SIGTERM to SIGKILL: 10 s for its turns, and seconds for its engines and last messages."""
-SILENT_S = 15.0
+LEAVE_S = FREE_S = 13.0
+"""From SIGTERM, or the owner's order, to SIGKILL: 10 s for its turns, and seconds for its engines."""
+SILENT_S = 12.0
 """Without a heartbeat.  Half: a busy machine ends guests that live; double: the next run waits as long."""
 START_S = 180.0
 """Until the first heartbeat: the interpreter starts, and the run admits it."""
@@ -83,11 +84,23 @@ class GuestProcess:
                 preexec_fn=functools.partial(die_with, os.getpid(), signal.SIGTERM),
             )
         self._seen_at = time.monotonic()
-        self._left_at = float("inf")
+        self._left_at = self.closed_at = float("inf")
+        """When it was to leave, and since when the page is closed for it."""
+        self._asleep = False
 
     @property
     def leaving(self) -> bool:
         return self._left_at < float("inf")
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it holds nothing of the device."""
+        return self.sleeps and self._asleep
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether its owner has taken the device back."""
+        return self.closed_at < float("inf")
 
     @property
     def code(self) -> int | None:
@@ -104,7 +117,8 @@ class GuestProcess:
         now, report = time.monotonic(), read_report(self._report)
         if report is not None and report.beats != self._beats:
             self._seen_at, self._beats, self.tokens = now, report.beats, report.tokens
+            self._asleep = report.asleep
         silent = now - self._seen_at > (SILENT_S if self._beats else START_S)
-        if silent or now - self._left_at > LEAVE_S:
+        if silent or now - self._left_at > LEAVE_S or (now - self.closed_at > FREE_S and not self._asleep):
             self._process.kill()
         return self._process.poll() is not None

@@ -2,7 +2,8 @@
 
 - The server is up, the hours are right, nothing is revoked -> runs get an offer, and the first that takes it a guest.
 - The run does not take it any more -> the guest leaves.
-- Outside the hours, or revoked -> the page is closed at once, and the guest leaves: its turns go on elsewhere.
+- Outside the hours, or revoked -> the page is closed at once, and the guest sleeps: its turns go on elsewhere.
+- The device is given again -> the run whose turn it is wakes its guest, or gets another one once that has left.
 - The guest ends, or is silent -> it is killed where it must be, and the next run is served.
 - The server ends, or SIGTERM -> the guest leaves, the record is removed, and the lender ends.
 - This process is killed -> the kernel sends the guest SIGTERM. The server is never waited for or signalled.
@@ -39,6 +40,8 @@ POLL_S = 0.25
 """Between two rounds.  Double: users share their GPU for so much longer when their owner revokes it."""
 SERVER_SILENT_S = 10.0
 """Without a sign of its loop, until a server counts as not up: no guest starts beside it."""
+ANSWER_S = 3.0
+"""Seconds until all runs have answered a new offer: each reads offers and writes its answers every second."""
 AGAIN_S, AGAIN_MOST_S = 30.0, 900.0
 """Until a run whose guest failed has another; twice as long after each that failed and gave nothing.  Its ranks may
 restart, or users leave no room for a start."""
@@ -68,7 +71,7 @@ class Lender:
         """Tokens of guests that have ended."""
         self._tried: dict[Path, float] = {}
         """When a run had a guest last, or could not be joined, in monotonic seconds."""
-        self._offered, self._offered_at = set[Path](), float("-inf")
+        self._offered, self._offered_at, self._offered_since = set[Path](), float("-inf"), float("-inf")
         """Files of the present offers."""
         self._retries: dict[Path, Retry] = defaultdict(lambda: Retry(AGAIN_S, AGAIN_MOST_S))
         boot, pid, ticks = records.own_identity()
@@ -101,15 +104,15 @@ class Lender:
 
     def _round(self) -> None:
         self._collect()
-        closed = self._closed()
-        self._page.set_closed(bool(closed))
-        if closed and self._guest is not None:
-            self._guest.leave()
+        closed, guest = self._closed(), self._guest
+        if closed and guest is not None and not guest.sleeps:
+            guest.closed_at = self._tried[guest.run.path] = time.monotonic()
+        self._page.set_closed(bool(closed) or (guest is not None and guest.sleeps))
         silent = time.monotonic() - self._page.read().written > SERVER_SILENT_S
-        if self._guest is not None:
-            runs = [] if self._guest.leaving else [self._guest.run]
-            if runs and not takes(self._guest.run, self._settings.name):
-                self._guest.leave()
+        if guest is not None and not guest.sleeps:
+            runs = [] if guest.leaving else [guest.run]
+            if runs and not takes(guest.run, self._settings.name):
+                guest.leave()
         else:
             runs = [] if closed or silent else self._open_runs()
             self._lend([run for run in runs if takes(run, self._settings.name)])
@@ -135,6 +138,7 @@ class Lender:
             with contextlib.suppress(OSError):
                 file.parent.mkdir(mode=0o700, exist_ok=True)
                 write_atomic(file, msgspec.json.encode((terms.tp, terms.engines)), OWNER_ONLY)
+        self._offered_since = self._offered_since if files == self._offered else time.monotonic()
         self._offered, self._offered_at = files, time.monotonic()
 
     def _closed(self) -> str:
@@ -145,11 +149,16 @@ class Lender:
         return "" if self._hours.has(now.tm_hour * 60 + now.tm_min) else f"outside {self._hours}"
 
     def _lend(self, runs: list[RunDir]) -> None:
-        if not runs:
+        if not runs or time.monotonic() - self._offered_since < ANSWER_S:
             return
         run = min(runs, key=lambda run: (self._tried.get(run.path, float("-inf")), run.name))
         try:
-            self._guest = GuestProcess(run, self._settings.name, self._settings.terms, self._settings.page)
+            if self._guest is not None and self._guest.run.path == run.path:
+                self._guest.closed_at = float("inf")
+            elif self._guest is not None:
+                self._guest.leave()
+            else:
+                self._guest = GuestProcess(run, self._settings.name, self._settings.terms, self._settings.page)
         except OSError as error:
             log.warning("no guest can be started for %s: %s", run.name, error)
             self._retries[run.path].failed(time.monotonic())
@@ -171,15 +180,16 @@ class Lender:
         """Renew the record."""
         guest = self._guest
         state: State
-        if guest is not None:
-            state, why = ("leaving", closed) if guest.leaving else ("lends", "")
+        has = guest is not None and not guest.asleep
+        if guest is not None and has:
+            state, why = ("leaving", closed) if guest.leaving or guest.sleeps else ("lends", "")
         elif closed:
             state, why = "paused", closed
         elif silent:
             state, why = "starting", "its server does not report"
         else:
             state, why = "free", "no run takes it"
-        tokens, borrower = self._before + (guest.tokens if guest else 0), str(guest.run.path) if guest else ""
+        tokens, borrower = self._before + (guest.tokens if guest else 0), str(guest.run.path) if guest and has else ""
         new = msgspec.structs.replace(self._record, state=state, why=why, borrower=borrower)
         if new != msgspec.structs.replace(self._record, tokens=self._record.tokens):
             new, self._written_at = msgspec.structs.replace(new, since=time.time()), float("-inf")

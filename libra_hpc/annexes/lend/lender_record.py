@@ -30,7 +30,7 @@ RENEW_S = 5.0
 GONE_S = 15.0
 """Three renewals."""
 State = Literal["starting", "free", "lends", "paused", "leaving"]
-"""``starting``: its server is not up; ``free``: no run takes it; ``leaving``: its guest ends."""
+"""``starting``: its server is not up; ``free``: no run takes it; ``leaving``: its guest ends, or frees its memory."""
 
 
 class LenderRecord(msgspec.Struct, frozen=True):

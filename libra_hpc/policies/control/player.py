@@ -22,10 +22,10 @@ from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.protocol.plan import PlanDecision, PlanSnapshot, TrajectoryFact
 
+from .borrow_choice import with_borrowed
 from .coming_work import coming_work, records
 from .confirmation import Confirmation
 from .layout_choice import OtherLayout, layout_choice
-from .lender_choice import with_borrowed
 from .move_choice import MoveChoice
 from .plays import Play, Plays, PlayWork, State, hold, present
 from .switch_cost import pair_of_switches

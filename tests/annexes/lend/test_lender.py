@@ -30,8 +30,9 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 with open(run + "/guests", "a") as file:
     print(os.getpid(), file=file)
 for beat in range(1, 10000):
+    asleep = open(behind["gate"]["page"], "rb").read()[12] == 1
     with open(behind["report"] + ".new", "w") as file:
-        json.dump({"beats": beat, "tokens": 10 * beat}, file)
+        json.dump({"beats": beat, "tokens": 10 * beat, "asleep": asleep}, file)
     os.rename(behind["report"] + ".new", behind["report"])
     time.sleep(0.05)
 """
@@ -140,11 +141,28 @@ def test_one_run_has_it_until_its_owner_revokes_it_and_then_the_next_has_its_tur
     paused = scene.reach("paused")
     assert (paused.why, paused.borrower, paused.tokens > 0) == ("revoked", "", True)
     assert scene.page.read().closed
-    assert not lives(guests(one)[0])
+    assert lives(guests(one)[0]), "it sleeps"
     records.revoked_file(scene.place, "l").unlink()
     wait(lambda: guests(two), "a guest of the run that had none")
     assert scene.reach("lends").borrower == str(two.path)
+    assert not lives(guests(one)[0])
     assert scene.server.poll() is None
+
+
+def test_a_guest_that_sleeps_is_woken_for_its_run_once_that_takes_the_lender_again(scene: Scene) -> None:
+    run = scene.run("one")
+    wait(lambda: (record := scene.record()) is not None and record.tokens > 0, "a guest")
+    records.revoked_file(scene.place, "l").touch()
+    assert scene.reach("paused").borrower == ""
+    run.write_json(run.status, {"takes": []})
+    records.revoked_file(scene.place, "l").unlink()
+    scene.reach("free")
+    assert scene.page.read().closed, "nobody takes it"
+    run.write_json(run.status, {"takes": ["l"]})
+    assert scene.reach("lends").borrower == str(run.path)
+    wait(lambda: not scene.page.read().closed, "an open page")
+    assert len(guests(run)) == 1
+    assert lives(guests(run)[0])
 
 
 def test_a_run_gets_an_offer_first_and_a_guest_while_it_takes_it(scene: Scene) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from libra_hpc.policies.control.lender_choice import fitting
+from libra_hpc.policies.control.borrow_choice import fitting
 from libra_hpc.protocol.plan import BorrowFact, OfferFact, PlanDecision
 
 from .plant import Plant, ideal

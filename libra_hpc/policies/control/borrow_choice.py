@@ -1,0 +1,106 @@
+"""What the run borrows: servers (``borrow.lenders``) and nodes that it queues (``borrow.spot``).
+
+The rule of PEARL (2609.35158). Each is evaluated beside those before it that pay: first what is borrowed, then the
+greatest gain per GPU; servers up to ``most_gpus``.
+
+- One saves more over the remaining steps than its start costs, times the margin, and its price -> borrow.
+- One that is borrowed saves less than a start and its price -> give it back.
+- A start has not passed since the last change -> hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import floor
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from libra_hpc.config.rollout import PlannerSection
+from libra_hpc.protocol.plan import Action, OfferFact, PlanDecision, PlanSnapshot
+
+from .plays import Plays, State
+
+SHOWN = 8
+"""Offers in a reason."""
+
+
+class Worth(NamedTuple):
+    """Worth of borrowed engines."""
+
+    saved_s: float
+    """Over the remaining steps, until they are over."""
+    needed_s: float
+    """Activation, times a margin, and the price."""
+
+    @property
+    def pays(self) -> bool:
+        return self.saved_s > self.needed_s
+
+
+def worth(saved_s: float, steps_left: int, activation_s: float, margin: float, price_s: float = 0.0) -> Worth:
+    """``saved_s``: of each batch; ``activation_s``: until borrowed engines take turns; ``price_s``: beside that."""
+    return Worth(saved_s * steps_left, margin * activation_s + price_s)
+
+
+def fitting(offers: Iterable[OfferFact], most_gpus: int) -> list[OfferFact]:
+    """The best ones with so many GPUs together, 0: all; those that lend are not exchanged for what brings more."""
+    found, gpus = list[OfferFact](), 0
+    for one in sorted(offers, key=lambda one: (not one.lends, -one.nodes / one.gpus, one.name)):
+        if not most_gpus or gpus + one.gpus <= most_gpus:
+            found.append(one)
+            gpus += one.gpus
+    return found
+
+
+def with_borrowed(
+    held: PlanDecision, snapshot: PlanSnapshot, plays: Plays, here: State, settings: PlannerSection, now: float
+) -> PlanDecision:
+    """``held``, with what each offer is worth, or other servers and another number of queued nodes."""
+    borrow = snapshot.borrow
+    start_s = (borrow and borrow.start_s) or settings.switch_cost_s
+    if borrow is None or now - borrow.since < start_s:
+        return held
+    spot = [OfferFact(f"spot node {n + 1}", borrow.node_gpus, 1.0, n < borrow.wanted) for n in range(borrow.most)]
+    old = {one.name: one.nodes for one in (*borrow.offers, *spot) if one.lends}
+    nodes, found = max(0.0, snapshot.lent - sum(old.values())), dict[str, Worth]()
+    for one in fitting([*fitting(borrow.offers, borrow.most_gpus), *spot], 0):
+        margin, price_s = 1.0 if one.lends else settings.margin, one.gpus * borrow.gpu_price_s
+        saved_s = _batch_s(plays, here, nodes) - _batch_s(plays, here, nodes + one.nodes)
+        found[one.name] = worth(saved_s, snapshot.steps_left, start_s, margin, price_s)
+        nodes += one.nodes * found[one.name].pays
+    held = replace(
+        held,
+        lenders={name: (found[name].saved_s, found[name].needed_s) for name in found if name not in _names(spot)},
+        spot_nodes=len(_paying(found) & _names(spot)),
+    )
+    return _decision(held, found, set(old), snapshot.steps_left, _batch_s(plays, here, nodes))
+
+
+def _decision(
+    held: PlanDecision, found: dict[str, Worth], old: set[str], steps_left: int, after_s: float
+) -> PlanDecision:
+    """``held``, with why nothing changes, or the change; ``after_s``: seconds of a batch after it."""
+    each = [f"{name} saves {one.saved_s:.0f} s and must save {one.needed_s:.0f} s" for name, one in found.items()]
+    what, new = f"over {steps_left} steps {', '.join(each[:SHOWN])}", _paying(found)
+    if old == new:
+        return replace(held, reason=f"{held.reason}; {what}") if found else held
+    action: Action = "borrow" if new - old else "give_back"
+    return replace(held, action=action, reason=f"{action}: {what}", numbers=held.numbers | {"after_s": after_s})
+
+
+def _paying(found: dict[str, Worth]) -> set[str]:
+    return {name for name, one in found.items() if one.pays}
+
+
+def _names(offers: Iterable[OfferFact]) -> set[str]:
+    return {one.name for one in offers}
+
+
+def _batch_s(plays: Plays, here: State, nodes: float) -> float:
+    """Seconds of a batch with so many own nodes more: between those of whole nodes."""
+    whole = floor(nodes)
+    seconds = plays.at(here._replace(lent=whole)).batch
+    if nodes > whole:
+        seconds += (nodes - whole) * (plays.at(here._replace(lent=whole + 1)).batch - seconds)
+    return seconds
