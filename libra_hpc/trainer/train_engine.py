@@ -137,7 +137,7 @@ class TrainEngine(PackedModel):
         self.state = OptimizerState(self._optimizer, parameters, self.adapters.spans, host=hosted)
         self.state.derived = partial(self.adapters.merge, self.state)
         self._hosted = HostedAdamW(self._optimizer, self.state, device) if hosted else None
-        self._kept = bool(self.adapters.parameters) and not elastic
+        self._kept = shape.lora is not None and not elastic
         self.frees = elastic or ((hosted or self._kept) and dtype is not torch.float32)
         """Whether a standby frees weights and gradients: they can come from elsewhere, or from host memory."""
         self._freed = False

@@ -104,7 +104,7 @@ class Worker(WorkerLoop):
     def _load(self, model_dir: Path, start_dir: str, rank: int) -> None:
         engine = self._engine
         # Weights of the model, to which adapters are added in any state.
-        if engine.adapters.parameters or not (start_dir or engine.elastic):
+        if engine.shape.lora or not (start_dir or engine.elastic):
             checkpoint.load_policy(engine, model_dir)
         if engine.elastic:
             engine.state.commit(NO_STEP, 0)
@@ -128,12 +128,7 @@ class Worker(WorkerLoop):
         self._engine.reclaim()
         ready = time.monotonic()
         # With adapters those of the node are merged, and cannot be taken.
-        if (
-            message.weights
-            and self._engine.elastic
-            and self.step < message.version
-            and not self._engine.adapters.parameters
-        ):
+        if message.weights and self._engine.elastic and self.step < message.version and not self._engine.shape.lora:
             self._load_weights(message)
         loaded = time.monotonic()
         return Arrived(self._replicas.join(message), ready - began, loaded - ready)

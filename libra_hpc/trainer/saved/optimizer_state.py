@@ -69,7 +69,7 @@ class OptimizerState:
         """Derives weights from what is trained, where that is not the weights."""
         self.spans = frozen or {name: (shard.begin, shard.end) for name, shard in self.shards.items()}
         """First and last element of each flattened weight of which this rank offers the values."""
-        if self._optimizers:
+        if optimizer is not None:
             self._record(names, frozen or {})
 
     def _hand_over(self, optimizer: torch.optim.Optimizer, shard: Shard) -> None:
