@@ -80,7 +80,7 @@ class Route:
 
     @property
     def nowhere(self) -> bool:
-        """Whether no node will ever have it."""
+        """Whether no node that answers will ever have it."""
         return self._absent >= len(self._peers)
 
     def came(self) -> None:
@@ -92,7 +92,6 @@ class Route:
         if isinstance(error, Absent):
             self._absent += 1
         else:
-            self._absent = 0
             self._known.avoided[self.peer.rank] = time.monotonic() + AVOID_S
         self._at += 1
         self.failures += 1

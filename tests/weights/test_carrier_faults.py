@@ -200,14 +200,14 @@ def test_nodes_that_join_leave_and_are_killed_have_the_writers_bits_over_200_ver
         watcher.start()
         try:
             for number in range(1, 201):
-                version = nodes.offer(draw.choice((0.0, 0.001, 0.01, 0.03, 0.1)))
+                version = nodes.offer(draw.choice((0.0, 0.001, 0.03, 0.1, 1.0)))
                 for rank in LATE if number % 3 == 0 else ():
                     if rank not in nodes.ranks:
                         nodes.join(rank)
                     elif draw.random() < 0.3:
                         nodes.leave(rank)
                 time.sleep(draw.uniform(0.0, 0.1))
-                if number % 10 == 0:
+                if number % 5 == 0:
                     nodes.restart(draw.choice(RANKS))
                 if number % 20 == 0:
                     nodes.everywhere(version)
