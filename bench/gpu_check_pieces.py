@@ -197,9 +197,9 @@ def experts(bench: Bench, shape: ModelShape, tokens: int) -> None:
 
 def elementwise(bench: Bench, shape: ModelShape, tokens: int) -> None:
     """Norm and gated activation as the trainer has them."""
-    install_gate(bench.device)
     element_s = tokens * 2 / (bench.hardware.hbm_bytes_s * bench.hardware.stream_efficiency)
     x, both = bench.random(tokens, shape.hidden), bench.random(tokens, 2 * shape.intermediate)
+    install_gate(bench.device, x.dtype)
     scale = bench.random(shape.hidden)
     norm = partial(torch.nn.functional.rms_norm, x, (shape.hidden,), scale, 1e-6)
     bench.both("norm", norm, (x, scale), [passes * shape.hidden * element_s for passes in (2, 5)])

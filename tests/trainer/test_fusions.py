@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +15,10 @@ import torch.nn.functional as F
 from libra_hpc.config.learn import Recompute
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.trainer.model import megatron_model
-from libra_hpc.trainer.model.kernels import gated_gradient, install_gate
+from libra_hpc.trainer.model.kernels import PLAIN_GATE, Gate, gate_fault, gated_gradient, install_gate
 from libra_hpc.trainer.model.mcore import fused_bias_swiglu
 from libra_hpc.trainer.model.packing import decode, pack
-from libra_hpc.trainer.model.rotary import RotaryTable, Rotate, rotated
+from libra_hpc.trainer.model.rotary import RotaryTable, Rotate, rotated, turn_fault, turned
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -36,8 +40,8 @@ def test_a_turn_and_its_gradient(width: int, interleaved: bool) -> None:
     x = torch.randn(9, 3, 2 * HEAD, requires_grad=True)
     weights = torch.randn(9, 3, HEAD)
     found = []
-    for turned in (Rotate.apply(x[..., :HEAD], *table), rotated(x[..., :HEAD], table)):
-        found.append((turned, *torch.autograd.grad((turned * weights).sum(), x)))
+    for one in (Rotate.apply(x[..., :HEAD], *table), rotated(x[..., :HEAD], table)):
+        found.append((one, *torch.autograd.grad((one * weights).sum(), x)))
     for mine, theirs in zip(*found, strict=True):
         assert torch.allclose(mine, theirs, atol=1e-6)
         assert mine.abs().max() > 0.1
@@ -59,11 +63,37 @@ def test_the_gradient_of_the_gated_activation(dtypes: tuple[torch.dtype, torch.d
 
 def test_a_cpu_keeps_the_form_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
     before = fused_bias_swiglu.swiglu_back
-    monkeypatch.setattr(fused_bias_swiglu, "swiglu_back", before)
-    install_gate(torch.device("cpu"))
+    for name in ("swiglu", "swiglu_back"):
+        monkeypatch.setattr(fused_bias_swiglu, name, getattr(fused_bias_swiglu, name))
+    install_gate(torch.device("cpu"), torch.float32)
     assert fused_bias_swiglu.swiglu_back is before
-    install_gate(CUDA)
-    assert fused_bias_swiglu.swiglu_back is gated_gradient
+    # Kernels do not compile without a GPU.
+    install_gate(CUDA, torch.float32)
+    assert (fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back) == PLAIN_GATE
+
+
+def test_a_wrong_kernel_is_named() -> None:
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    assert (gate_fault(cpu, bf16, PLAIN_GATE), turn_fault(cpu, bf16, turned)) == ("", "")
+    ungated = Gate(PLAIN_GATE.forward, lambda gradient, both: 2 * gated_gradient(gradient, both))
+    assert gate_fault(cpu, bf16, ungated).startswith("the gradient differs by")
+    halves = turn_fault(cpu, bf16, lambda x, cos, sin, interleaved, sign: turned(x, cos, sin, False, sign))
+    assert halves.startswith("a turn of pairs differs by")
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs `pip install --no-deps triton==3.6.0`")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernels_equal_plain_torch(dtype: str) -> None:
+    # Triton reads the variable when it is imported, and torch may have done that in this process.
+    line = (
+        "import torch; from libra_hpc.trainer.model import kernels, rotary; one = torch.device('cpu'), torch.DTYPE; "
+        "print(kernels.gate_fault(*one, kernels.gate_kernels()), rotary.turn_fault(*one, rotary.turn_kernel()))"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    words = [sys.executable, "-c", line.replace("DTYPE", dtype)]
+    done = subprocess.run(words, env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == ""
 
 
 @pytest.mark.parametrize(("kind", "recompute"), [("qwen3", "selective"), ("glm4", "none"), ("qwen3_moe", "full")])

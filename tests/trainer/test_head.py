@@ -168,9 +168,9 @@ def test_the_peak_is_what_the_planner_counts_and_a_fraction_of_whole_logits(
 def _with_kernels(file: Path) -> None:
     """Triton's kernels on this CPU, over several slices and several blocks of each, in both types."""
     torch.set_num_threads(1)
-    from libra_hpc.trainer.model import head_kernels
+    from libra_hpc.trainer.model import triton_kernels
 
-    head_kernels.BLOCK = 64
+    triton_kernels.BLOCK = 64
     head.SLICE_LOGITS = 2 * SEVERAL
     found = {}
     for dtype in (torch.float32, torch.bfloat16):

@@ -7,7 +7,7 @@ log-sum-exp, one float32 per token, is stored. Against slices of tokens, a slice
 - reads its rows of the weight once per pass
 - needs two collectives over tensor ranks per pack, not two per slice
 
-On CUDA, Triton's kernels (`head_kernels`) read 16-bit logits once forward, and read and write them once backward;
+On CUDA, Triton's kernels (`triton_kernels`) read 16-bit logits once forward, and read and write them once backward;
 `plain_reduce` and `plain_slope` take their place where they fail.
 
 The sums over a row (log-sum-exp, entropy) are carried from slice to slice relative to the largest logit so far (arXiv
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .kernels import VocabSlice, choose, difference
+from .kernels import choose, difference
 from .mcore import GPTModel, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
 SLICE_LOGITS = 32 << 20
@@ -105,6 +105,15 @@ def likelihood(
     The gradient of ``hidden`` is that of this rank's part of the vocabulary.
     """
     return Likelihood(*_Likelihood.apply(hidden, weight, targets, temperature, group))  # type: ignore[no-untyped-call]
+
+
+class VocabSlice(NamedTuple):
+    """A slice of the vocabulary: its rows of the weight, and each token's target as a column of it, or outside."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    column: torch.Tensor
+    temperature: float
 
 
 class Passes(NamedTuple):
@@ -212,9 +221,12 @@ def choose_passes(device: torch.device, dtype: torch.dtype) -> Passes:
 
 def kernels() -> Passes:
     """Triton's; raises `ImportError` without the package."""
-    from .head_kernels import reduce, slope
+    from .triton_kernels import reduce, slope
 
-    return Passes(reduce, slope)
+    return Passes(
+        lambda one, sums: reduce(one.hidden @ one.weight.t(), one.column, one.temperature, sums),
+        lambda one, *sums: slope(one.hidden @ one.weight.t(), one.column, one.temperature, *sums),
+    )
 
 
 def passes_fault(device: torch.device, dtype: torch.dtype, passes: Passes) -> str:

@@ -3,8 +3,9 @@
 - no package for it -> plain torch, in silence
 - it raises, or differs by more than rounding -> plain torch, and the reason on stderr
 
-Without a comparison, on CUDA alone: the gradient of the gated activation in 11 passes over a half of its input, 29 in
-Megatron-Core's form without a compiler. It rounds less often than the plain form, so a CPU keeps that and its numbers.
+On CUDA alone, the gated activation: 3 passes over a half of its input, and 5 for the gradient. Without Triton 5, and 11
+for the gradient, 29 in Megatron-Core's form without a compiler. Both round less often than that, so a CPU keeps it and
+its numbers.
 
 Products of several experts are one kernel, `torch.nn.functional.grouped_mm`: on Hopper and Blackwell in bfloat16 one
 launch, elsewhere a loop inside of torch. Before 2.13 torch refuses widths that are no multiple of 16 bytes.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -29,15 +30,6 @@ TOLERANCE = 0.05
 """Share of the largest value. Two sums of bfloat16 values differ by about 0.01, a wrong mask or sequence by about 1."""
 ROWS = 24, 0, 40
 """Tokens of each expert on which a product is compared."""
-
-
-class VocabSlice(NamedTuple):
-    """A slice of the vocabulary: its rows of the weight, and each token's target as a column of it, or outside."""
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    column: torch.Tensor
-    temperature: float
 
 
 def choose(what: str, kernel: Callable[[], K], plain: K, fault: Callable[[K], str]) -> K:
@@ -108,12 +100,6 @@ def choose_product(inner: int, outer: int, device: torch.device, dtype: torch.dt
         return choose("experts run one by one; grouped products", lambda: grouped, one_by_one, fault)
 
 
-def install_gate(device: torch.device) -> None:
-    """Let Megatron-Core's gated activation use `gated_gradient` on CUDA; may be repeated."""
-    if device.type == "cuda":
-        fused_bias_swiglu.swiglu_back = gated_gradient
-
-
 def gated_gradient(gradient: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
     """Gradient of ``silu(gate) * up`` by ``both``, which is gate and up side by side."""
     gate, up = both.chunk(2, dim=-1)
@@ -122,3 +108,39 @@ def gated_gradient(gradient: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
     torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
     torch.mul(gradient, F.silu(gate), out=of_up)
     return out
+
+
+class Gate(NamedTuple):
+    """``silu(gate) * up`` of both side by side, and its gradient."""
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+PLAIN_GATE = Gate(fused_bias_swiglu.swiglu, gated_gradient)
+
+
+def gate_kernels() -> Gate:
+    """Raises `ImportError` without Triton."""
+    from . import triton_kernels
+
+    return Gate(triton_kernels.gate, triton_kernels.gate_back)
+
+
+def gate_fault(device: torch.device, dtype: torch.dtype, gate: Gate) -> str:
+    """How ``gate`` differs from `PLAIN_GATE`; empty: by no more than rounding."""
+    source = torch.Generator().manual_seed(0)
+    gradient, both = (torch.randn(5, size, generator=source).to(device, dtype) for size in (1100, 2200))
+    wide = gradient.float()
+    got = gate.forward(both), gate.backward(gradient, both), gate.backward(wide, both)
+    want = PLAIN_GATE.forward(both), gated_gradient(gradient, both), gated_gradient(wide, both)
+    return difference(got, want, ("the output", "the gradient", "the gradient of experts"))
+
+
+@cache
+def install_gate(device: torch.device, dtype: torch.dtype) -> None:
+    """Let Megatron-Core's gated activation use the kernels or `gated_gradient` on CUDA."""
+    if device.type == "cuda":
+        fault = partial(gate_fault, device, dtype)
+        chosen = choose("the gated activation has passes of its own; its kernels", gate_kernels, PLAIN_GATE, fault)
+        fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = chosen

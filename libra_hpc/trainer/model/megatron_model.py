@@ -276,7 +276,7 @@ def build_model(
     """
     config = transformer_config(shape, dtype, place)
     moe.install()
-    install_gate(device)
+    install_gate(device, dtype)
     norm = OffsetNorm if shape.kind.norm_offset else Norm
     stages = stage_layers(shape.layers, place.pp)
     # Megatron-Core builds as many layers of the stage as there are specifications.

@@ -8,12 +8,19 @@ Source: arXiv 2104.09864. Frequencies are computed by transformers' ``modeling_r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
 from libra_hpc.models.architecture import Architecture
+
+from .kernels import choose, difference
+
+Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, int], torch.Tensor]
+"""`turned`."""
 
 
 class RotaryTable(NamedTuple):
@@ -63,20 +70,22 @@ def rotated(x: torch.Tensor, table: RotaryTable) -> torch.Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """`rotated` on CUDA: 5 passes over queries and keys, and of the gradient, which is turned back; plain: 25."""
+    """`rotated` on CUDA, where the gradient is turned back: each 2 passes over queries and keys as a kernel, else 5."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
         ctx.table = cos, sin, interleaved
-        return _turned(x, cos, sin, interleaved=interleaved, sign=1)
+        return choose_turn(x.device, x.dtype)(x, cos, sin, interleaved, 1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         cos, sin, interleaved = ctx.table
-        return _turned(gradients[0], cos, sin, interleaved=interleaved, sign=-1), None, None, None
+        (gradient,) = gradients
+        return choose_turn(gradient.device, gradient.dtype)(gradient, cos, sin, interleaved, -1), None, None, None
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool, sign: int) -> torch.Tensor:
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, sign: int) -> torch.Tensor:
+    """``x`` turned forward or, with ``sign`` -1, back."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     width = cos.shape[-1]
     # Channels behind those that turn are copied.
@@ -87,6 +96,32 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleave
     out[..., first].addcmul_(x[..., second], sin[..., first], value=-sign)
     out[..., second].addcmul_(x[..., first], sin[..., second], value=sign)
     return out
+
+
+def turn_kernel() -> Turn:
+    """Raises `ImportError` without Triton."""
+    from .triton_kernels import turn
+
+    return turn
+
+
+def turn_fault(device: torch.device, dtype: torch.dtype, turn: Turn) -> str:
+    """How ``turn`` differs from `turned`; empty: by no more than rounding."""
+    source = torch.Generator().manual_seed(0)
+    # Heads of a wider tensor, of which not all channels turn.
+    wide, cos, sin = (
+        torch.randn(5, *size, generator=source).to(device, dtype) for size in ((9, 160), (1, 72), (1, 72))
+    )
+    got, want = ([one(wide[..., :80], cos, sin, pairs, 1) for pairs in (False, True)] for one in (turn, turned))
+    return difference(got, want, ("a turn of halves", "a turn of pairs"))
+
+
+@cache
+def choose_turn(device: torch.device, dtype: torch.dtype) -> Turn:
+    """`turned`, or what computes the same."""
+    fault = partial(turn_fault, device, dtype)
+    plain: Turn = turned
+    return choose("rotary positions have passes of their own; their kernel", turn_kernel, plain, fault)
 
 
 def _frequencies(shape: Architecture, rope: dict[str, Any]) -> tuple[torch.Tensor, float]:
