@@ -265,7 +265,8 @@ def objective(config: RunConfig) -> Iterator[UserError]:
 
 def adapters_have_a_rank(config: RunConfig) -> Iterator[UserError]:
     """``[lora]`` without a rank would train all weights."""
-    if not config.lora.rank and any(key.startswith("lora.") for key in config.given):
+    # The configuration of a run gives every key.
+    if "lora.rank" not in config.given and any(key.startswith("lora.") for key in config.given):
         yield invalid("lora.rank", 0, "adapters need a rank", "an integer >= 1, or no [lora]")
 
 
