@@ -11,9 +11,7 @@ from bisect import bisect_left
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.policies.scheduling.rules import Rule, eligible, wait
-
-from .live_trajectories import LiveTrajectories
+from libra_hpc.policies.scheduling.rules import LiveTrajectories, Rule, eligible, wait
 
 THRESHOLDS = (5_000, 10_000, 15_000)
 """Prompt tokens: upper bound of each list but the last."""

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 
 from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
-from libra_hpc.policies.scheduling.rules import Rule, eligible, last_engine, wait
+from libra_hpc.policies.scheduling.rules import LiveTrajectories, Rule, eligible, last_engine, wait
 from libra_hpc.protocol.env import Signal
-
-from .live_trajectories import LiveTrajectories
 
 RING = 200
 """Samples of a node behind its 90th percentile."""

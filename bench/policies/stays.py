@@ -12,9 +12,7 @@ from collections import Counter
 
 from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.policies.scheduling.rules import Rule, eligible, wait
-
-from .live_trajectories import LiveTrajectories
+from libra_hpc.policies.scheduling.rules import LiveTrajectories, Rule, eligible, wait
 
 MORE_TURNS, MORE = 64, 1.5
 """SGLang's ``balance_abs_threshold`` and ``balance_rel_threshold``."""

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.policies.scheduling.rules import Rule, eligible, last_engine, wait
-
-from .live_trajectories import LiveTrajectories
+from libra_hpc.policies.scheduling.rules import LiveTrajectories, Rule, eligible, last_engine, wait
 
 
 class TpSticky(Rule):

@@ -37,7 +37,12 @@ _REASONS = {
 }
 """Parts of msgspec's messages, and what they mean."""
 _METRICS = "send the lines of metrics.jsonl, or use track.tensorboard or track.wandb"
-REMOVED = {"track.mlflow": _METRICS, "track.prometheus_port": _METRICS, "track.prometheus_host": _METRICS}
+REMOVED = {
+    "track.mlflow": _METRICS,
+    "track.prometheus_port": _METRICS,
+    "track.prometheus_host": _METRICS,
+    "rollout.weights_transport": "weights go by TCP",
+}
 """What replaces a key or section that is gone. The configuration of an older run may have it."""
 
 

@@ -128,8 +128,7 @@ def build(
     engine = TrainEngine(shape, torch.device("cpu"), dtype, split, optimizer)
     checkpoint.load_policy(engine, model_dir)
     replicas = ElasticReplicas(engine, 60.0, 60.0)
-    folder = settings.algorithm.reference_folder("")
-    frozen = ReferencePolicy(engine, Path(folder)) if folder else None
+    frozen = ReferencePolicy(engine, Path(folder)) if (folder := settings.algorithm.reference_folder("")) else None
     trainer = GrpoTrainer(engine, replicas, settings, reference=frozen)
     replicas.join(Join(0, 0, 1, ""))
     return engine, trainer
