@@ -45,8 +45,7 @@ def doctor(
         environment, why = None, str(error).rstrip(".")
     found = examine(config, environment, why)
     box = tried(config.env)
-    fix = "libra-hpc env probe --partition NAME tries a node"
-    found.append(_boxed("box", box, fix))
+    found.append(_boxed("box", box, "libra-hpc env probe --partition NAME tries a node"))
     if submit and environment is not None and not any(finding.state == "bad" for finding in found):
         found += on_nodes(config, environment, nodes)
         found += [on_an_env_node(config, box.sandbox)] if config.components.env.nodes else []

@@ -43,5 +43,5 @@ async def solved(row: Any, box: Any) -> float:
     """1.0 for the right answer; asked when nothing of the agent runs any more."""
     try:
         return float((await box.read("answer.txt")).decode().strip() == str(row["answer"]))
-    except OSError:
+    except (OSError, UnicodeDecodeError):  # whatever the policy left there
         return 0.0

@@ -8,7 +8,6 @@ import errno
 import math
 import os
 import secrets
-import shutil
 import signal
 import stat
 import subprocess
@@ -26,6 +25,8 @@ from .providers import BoxedCommand, Provider, size
 
 OUTPUT_BYTES = 1 << 20
 """Most bytes of a command's output; of a longer one the end is kept."""
+READ_BYTES = 1 << 26
+"""Most bytes of a file that is read: one with holes may be larger than the disk, and is read into the host's memory."""
 DRAIN_S, POLL_S = 1.0, 0.002
 """Most seconds for output that a process beyond the group holds open, and for the end of all that run; a look takes
 20 us."""
@@ -70,8 +71,10 @@ class Box:
         ``mount``: files and folders that it can read, by their place in the box. Raises `OperationError` when the box
         cannot run anything.
         """
-        if not self.root.is_dir():
-            raise OperationError("The box is closed, or its folder is gone.")
+        try:
+            self.root.chmod(stat.S_IRWXU)  # without rights that the agent took away nothing could judge it
+        except OSError as error:
+            raise OperationError("The box is closed, or its folder is gone.") from error
         if mount and not self._provider.mounts:
             why = "env.sandbox = 'none' and an env.box without {mounts} cannot"
             raise OperationError(f"The box cannot show {', '.join(mount)}: {why}.")
@@ -134,8 +137,15 @@ class Box:
         return process
 
     async def read(self, path: str) -> bytes:
-        """Content of a file; the path is relative to the folder, which it cannot leave."""
-        return self._inside(path).read_bytes()
+        """Content of a file; the path is relative to the folder, which it cannot leave.
+
+        Raises `OSError` whatever else the agent has put there: a folder, a link out, more than `READ_BYTES`.
+        """
+        with self._inside(path).open("rb") as file:
+            content = file.read(READ_BYTES + 1)
+        if len(content) > READ_BYTES:
+            raise OSError(f"{path!r} has more than {READ_BYTES:,} bytes")
+        return content
 
     async def write(self, path: str, content: bytes | str) -> None:
         found = self._inside(path)
@@ -144,11 +154,12 @@ class Box:
 
     def _inside(self, path: str) -> Path:
         """A file of the folder; a link of the agent's may not lead out of it."""
-        found = (self.root / path.removeprefix(f"{self.home}/").lstrip("/")).resolve()
+        self.root.chmod(stat.S_IRWXU)
+        found = Path(os.path.realpath(self.root / path.removeprefix(f"{self.home}/").lstrip("/")))
         if not found.is_relative_to(self.root.resolve()):
-            raise ValueError(f"{path!r} leads out of the box")
+            raise PermissionError(f"{path!r} leads out of the box")
         if found.is_fifo():
-            raise ValueError(f"{path!r} is no file, and would wait for ever")
+            raise PermissionError(f"{path!r} is no file, and would wait for ever")
         return found
 
     async def end_processes(self) -> None:
@@ -248,12 +259,12 @@ def _resident(pid: int) -> int:
 
 
 def _remove(folder: Path) -> None:
-    with contextlib.suppress(RecursionError):
-        shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        # Deeper than Python goes, or without the rights of its owner.
-        for command in ("chmod -R u+rwX", "rm -rf"):
-            subprocess.run([*command.split(), str(folder)], check=False, stderr=subprocess.DEVNULL)
+    # Python's own removal holds a descriptor for each level; folders may lack the rights of their owner.
+    subprocess.run(
+        ["/bin/sh", "-c", 'rm -rf "$1" || { chmod -R u+rwX "$1"; rm -rf "$1"; }', "sh", str(folder)],
+        check=False,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def _used(folder: Path) -> float:

@@ -107,13 +107,17 @@ class Dialect:
         start, end, think, think_end = self._marks
         marks = {"stop_ids": stops, "tool_call_id": start, "tool_call_end_id": end}
         thinks = self._tokenizer.decode(tail[-OPENING:]).rstrip().endswith("<think>")
-        if not tools or self.calls == "json":
-            found = parse_qwen3(library, sampled, **marks, reasoning_end_id=think_end, prefilled_thinking=thinks)
-        elif self.calls == "bare json":
-            found = parse_llama_3(library, sampled, stop_ids=stops)
-        else:
-            thought = {"think_id": think, "think_end_id": think_end, "prefilled_thinking": thinks}
-            found = parse_qwen35(library, sampled, **marks, **thought, tools=list(tools))
+        try:
+            if not tools or self.calls == "json":
+                found = parse_qwen3(library, sampled, **marks, reasoning_end_id=think_end, prefilled_thinking=thinks)
+            elif self.calls == "bare json":
+                found = parse_llama_3(library, sampled, stop_ids=stops)
+            else:
+                thought = {"think_id": think, "think_end_id": think_end, "prefilled_thinking": thinks}
+                found = parse_qwen35(library, sampled, **marks, **thought, tools=list(tools))
+        except (ValueError, RecursionError):  # a number without end, or brackets: JSON that Python does not read
+            raw = self._tokenizer.decode([one for one in sampled if one not in stops])
+            return Reply("", calls=(ToolCall("", {}, raw, ERRORS["invalid_json"]),))
         return reply_of(found)
 
     def delta(

@@ -11,7 +11,9 @@ import asyncio
 import json
 import secrets
 import tempfile
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,8 @@ class _Session:
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
-        self.before = Histories()
+        self.before = defaultdict[str, Histories](Histories)
+        """By the path: each API reads items in its own way."""
         self._made: dict[bytes, asyncio.Future[Answer]] = {}
         self._delivered: bytes = b""
         """The request that was answered last, for its retries."""
@@ -82,11 +85,7 @@ class AgentEndpoint:
                 await self._start()
 
     async def _start(self) -> None:
-        loop = asyncio.get_running_loop()
-
-        def request(head: Any, body: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-            return web.BaseRequest(head, body, protocol, writer, task, loop, client_max_size=LARGEST)
-
+        request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=LARGEST)
         # Without aiohttp's applications, whose routes and signals take a tenth of a request.
         self._runner = web.ServerRunner(web.Server(self._handle, request_factory=request, access_log=None))
         await self._runner.setup()
@@ -121,11 +120,14 @@ class AgentEndpoint:
             return web.json_response(api.error(why), status=why.status)
 
     async def _answered(self, api: Api, key: str, http: web.BaseRequest) -> web.StreamResponse:
-        session = self._sessions.get(key)
+        if http.headers.get("Expect", "").lower() == "100-continue":
+            # curl waits a second for it, other clients for ever.
+            await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        raw = await http.read() if key in self._sessions else b""
+        session = self._sessions.get(key)  # it may have ended meanwhile, and nobody would answer
         if session is None:
             raise RequestRefused(410, "gone", "There is no such episode, or it has ended.")
-        raw = await http.read()
-        request = api.read(_object(raw), session.before)
+        request = api.read(_object(raw), session.before[http.path])
         digest = blake2b(raw, digest_size=16, person=http.path[-16:].encode()).digest()
         made = session.made(digest, request, http.headers.get(RETRY, "0") != "0")
         try:

@@ -77,10 +77,8 @@ class Histories:
 
 def _equal(before: list[dict[str, Any]], items: list[dict[str, Any]]) -> int:
     """How many items two requests have in common from the first one on."""
-    least = min(len(before), len(items))
-    if before[:least] == items[:least]:
-        return least
-    return next(number for number in range(least) if before[number] != items[number])
+    pairs = enumerate(zip(before, items, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), min(len(before), len(items)))
 
 
 def mistake(field: str, value: Any, valid: str) -> RequestRefused:

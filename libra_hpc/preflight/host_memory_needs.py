@@ -118,16 +118,13 @@ def check_boxes(config: RunConfig, needs: Sequence[HostNeed], partitions: Sequen
     """A warning where the boxes of a node may take more memory than it has for them."""
     limit, env = config.env.limits.memory, config.components.env
     each, boxes = memory_mb(limit) * MIB, config.max_open_groups * config.algorithm.group_size
+    where, part, taken = "the rollout leader's node", config.components.rollout, 0.0
     if env.nodes:
-        boxes, where, part, taken = min(boxes, env.room), "an environment node", "env", 0.0
-    else:
-        where, part = "the rollout leader's node", "rollout"
-        taken = sum(sum(need.terms.values()) for need in needs if need.where not in ("train node", "hybrid node"))
-    if config.slurm.executor == "local":
-        whole: float | None = _machine()
-    else:
-        component = getattr(config.components, part)
-        whole = _given(component) or _smallest(component, partitions)
+        boxes, where, part = min(boxes, env.room), "an environment node", env
+    whole = _machine() if config.slurm.executor == "local" else _given(part) or _smallest(part, partitions)
+    if needs and not env.nodes:
+        # The last one is the rollout leader's, or the one node's.
+        whole, taken = needs[-1].room.memory, sum(needs[-1].terms.values())
     # Without seats the limit counts where the user chose it: the default is far above what most boxes take.
     counts = env.nodes or "env.limits.memory" in config.given
     if whole is None or not counts or boxes * each <= whole - taken:
@@ -135,7 +132,7 @@ def check_boxes(config: RunConfig, needs: Sequence[HostNeed], partitions: Sequen
     room = max(0.0, whole - taken)
     ways = f"components.env.seats = {max(1, int(room / each))}" if env.nodes else "environment nodes (components.env)"
     may = f"{boxes:,} boxes of {where} may take {_gb(boxes * each)} GB, and it has {_gb(room)} GB for them"
-    return [f"env.limits.memory = {limit!r}: {may}; {room / boxes / MIB:,.0f}M or {ways} would fit"]
+    return [f"env.limits.memory = {limit!r}: {may}; {max(1, int(room / boxes / MIB))}M or {ways} would fit"]
 
 
 def _work(config: RunConfig, name: str, shape: ModelShape) -> NodeWork:

@@ -61,14 +61,14 @@ class ChatTemplate:
 
         What stands in messages is text: `TaskTokenizer.encode` makes no control token of it.
         """
-        written = [
-            self._plain(one | ({"content": joined(one["content"])} if "content" in one else {})) for one in messages
-        ]
         try:
+            written = [
+                self._plain(one | ({"content": joined(one["content"])} if "content" in one else {})) for one in messages
+            ]
             return self._template.render(
                 messages=written, tools=list(tools) or None, add_generation_prompt=generate, **self._special
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, RecursionError) as error:
             why = f"its chat template refuses these messages ({type(error).__name__}: {error})"
             raise invalid("model.path", self._folder, why) from error
 

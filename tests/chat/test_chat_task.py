@@ -149,6 +149,8 @@ def test_calls_of_a_turn_run_in_parallel_and_are_answered_in_order(tokenizer: Ta
     [
         (call("fly", {}), "error: there is no tool 'fly'; tools: meet, sleep, halve, shell, broken"),
         ("<tool_call>{'name': 1}</tool_call>", "error: the tool call is no valid JSON"),
+        (f"<tool_call>{'1' * 5000}</tool_call>", "error: the tool call is no valid JSON"),
+        (f"<tool_call>{'[' * 5000}</tool_call>", "error: the tool call is no valid JSON"),
         ('<tool_call>{"arguments": {}}</tool_call>', "error: the tool call has no name"),
         ('<tool_call>{"name": "halve"', "error: the tool call has no end"),
         (call("halve", {}), "error: Object missing required field `number`"),

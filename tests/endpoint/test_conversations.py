@@ -178,7 +178,9 @@ async def walked(
     """Play one conversation; returns the causes that it must have, and has."""
 
     async def post(path: str, body: Any, retry: int = 0) -> Any:
-        async with session.post(path, json=body, headers={"x-api-key": "key", RETRY: str(retry)}) as made:
+        async with session.post(
+            path, json=body, headers={"x-api-key": "key", RETRY: str(retry)}, expect100=bool(retry)
+        ) as made:
             assert made.status == 200, await made.text()
             found = await made.json()
             return {key: value for key, value in found.items() if key not in ("created", "created_at")}

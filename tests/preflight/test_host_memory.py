@@ -123,7 +123,7 @@ def test_boxes_that_may_take_more_than_their_node_has_are_a_warning() -> None:
 
     assert warned(100.0, env=2) == [
         "env.limits.memory = '4G': 32 boxes of an environment node may take 137 GB, and it has 100 GB for them;"
-        " 2,980M or components.env.seats = 23 would fit"
+        " 2980M or components.env.seats = 23 would fit"
     ]
     assert warned(140.0, env=2) == warned(100.0, "2980M", env=2) == []
     assert warned(100.0, env=2, prompts_per_step=1, group_size=4) == [], "no more boxes than trajectories"
