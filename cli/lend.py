@@ -137,7 +137,7 @@ def revoke(name: NameArgument, back: Annotated[bool, typer.Option("--return", he
         file.unlink(missing_ok=True) if back else file.touch(mode=0o600)
     except OSError as error:
         raise OperationError(f"{place} cannot be written: {error_text(error)}.") from error
-    print_line(f"{name} gives again" if back else f"{name} gives nothing from now on; its guest leaves")
+    print_line(f"{name} gives again" if back else f"{name} gives nothing from now on; its guest frees the GPU")
 
 
 def row(name: str, record: LenderRecord | None, gone: bool) -> list[str]:
@@ -145,16 +145,14 @@ def row(name: str, record: LenderRecord | None, gone: bool) -> list[str]:
         return [name, "", "gone" if gone else "unknown", "", "", "", "", "its record cannot be read"]
     state, why = ("gone", "its lender has ended") if gone else (record.state, record.why)
     borrower = "" if gone else Path(record.borrower).name
-    terms = record.terms
-    tokens = f"{record.tokens:,}"
     return [
         name,
         record.host,
         state,
         borrower,
-        f"{terms.ttft_s * 1000:g} ms",
-        str(Hours.parse(terms.hours)),
-        tokens,
+        f"{record.terms.ttft_s * 1000:g} ms",
+        str(Hours.parse(record.terms.hours)),
+        f"{record.tokens:,}",
         why,
     ]
 

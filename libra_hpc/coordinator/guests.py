@@ -34,7 +34,7 @@ GuestState = Literal["starting", "serving", "leaving", "standby"]
 
 
 class Offers:
-    """What lenders offer, in files that they renew; an old file is no offer, whatever the clocks."""
+    """What lenders offer, in files that they renew; one that is not renewed is no offer, whatever the clocks."""
 
     def __init__(self, context: AgentContext) -> None:
         self._folder, layout = context.run.offers, context.layout
@@ -43,14 +43,16 @@ class Offers:
         """By lender: time stamp of the file, when that changed in monotonic seconds, and the offer."""
 
     def read(self) -> None:
-        """Read all files, which may take long."""
+        """Read all files, which may take long; what a file system does not answer stays as it was."""
         found = dict[str, tuple[int, float, Offer]]()
-        for path in self._folder.glob("[!.]*.json"):
-            with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-                renewed, known = path.stat().st_mtime_ns, self._seen.get(path.stem)
-                offer = msgspec.json.decode(read_own(path), type=Offer)
-                found[path.stem] = known if known and known[0] == renewed else (renewed, time.monotonic(), offer)
-        self._seen = found
+        with contextlib.suppress(OSError):
+            for path in self._folder.glob("[!.]*.json"):
+                known = self._seen.get(path.stem)
+                with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+                    renewed, offer = path.stat().st_mtime_ns, msgspec.json.decode(read_own(path), type=Offer)
+                    known = known if known and known[0] == renewed else (renewed, time.monotonic(), offer)
+                found |= {path.stem: known} if known else {}
+            self._seen = found
 
     def present(self, given: Mapping[str, LenderReport]) -> list[OfferFact]:
         """The offers as the planner needs them; ``given``: what lenders gave so far."""

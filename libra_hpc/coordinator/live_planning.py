@@ -200,6 +200,7 @@ class LivePlanning:
             start_s=self._nodes.guests.start_s,
             node_gpus=self._config.components.rollout.gpus,
             offers=tuple(self._offers()),
+            taken=frozenset(self._paying),
             most_gpus=borrow.most_gpus,
             gpu_price_s=borrow.least_gain_s,
         )

@@ -7,7 +7,7 @@ It calls rank 0, proves that it has the secret of the run's record (`DoorRecord`
 from __future__ import annotations
 
 import hmac
-from typing import Union
+from typing import Annotated, Union
 
 import msgspec
 
@@ -42,7 +42,7 @@ class DoorRecord(msgspec.Struct, frozen=True):
     """Whether the ranks of its start still run, as far as rank 0 could write it."""
 
 
-Offer = tuple[int, int]
+Offer = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=1)]]
 """A lender -> rank 0, in a file that it renews: GPUs of an engine (0: as on a node of the run), and engines."""
 
 

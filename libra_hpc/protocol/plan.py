@@ -95,6 +95,8 @@ class BorrowFact(msgspec.Struct, frozen=True):
     """From the start of borrowed engines until they serve; 0.0: not measured."""
     node_gpus: int = 1
     offers: tuple[OfferFact, ...] = ()
+    taken: frozenset[str] = frozenset()
+    """Servers that the run decided to borrow, also while their engines start."""
     most_gpus: int = 0
     """Most GPUs of servers; 0: no limit."""
     gpu_price_s: float = 0.0

@@ -143,11 +143,11 @@ class HttpStream:
         with _broken():
             self._http.request("GET", target, headers={"Range": span, "Authorization": f"{SCHEME} {own} {request}"})
             answer = self._http.getresponse()
-            data = answer.read()
+            data = answer.read(PART_BYTES)
         if answer.status == 401:
             if self._nonce:
                 raise WireError("it has another secret")
-            self._nonce = answer.getheader("WWW-Authenticate", "").removeprefix(f"{SCHEME} ")
+            self._nonce = answer.getheader("WWW-Authenticate", "").removeprefix(f"{SCHEME} ") or "none"
             return self.read(target, begin, end)
         version, sent = answer.getheader(VERSION, ""), answer.getheader("Content-Range", "")
         expected = answer_proof(self._secret, request, (answer.status, version, sent), data)

@@ -149,17 +149,18 @@ def test_windows_of_the_planner_count_while_guests_come_and_go(tmp_path: Path) -
 def test_offers_that_are_renewed_are_taken_up_to_the_gpus_that_the_run_wants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    borrow = {"lenders": "any", "most_gpus": 3}
-    scene = Scene(tmp_path, config=validate({"planner": {"enabled": False}, "borrow": borrow}))
+    values = {"planner": {"enabled": False}, "borrow": {"lenders": "any", "most_gpus": 3}}
+    scene = Scene(tmp_path, config=validate(values))
     offers, planning, now = scene.coordinator.nodes.guests.offers, scene.coordinator._planning, [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     scene.run.offers.mkdir()
-    for name, offer in {"a": "[0,1]", "b": "[2,1]", "c": "[4,1]", "torn": "[1"}.items():
+    for name, offer in {"a": "[0,1]", "b": "[2,1]", "c": "[4,1]", "torn": "[1", "none": "[0,0]"}.items():
         (scene.run.offers / f"{name}.json").write_text(offer)
     offers.read()
     assert planning.takes() == ["a", "b"], "an engine of the run has one GPU"
     now[0] += GONE_S
     (scene.run.offers / "b.json").write_text("[1,1]")
+    (scene.run.offers / "a.json").chmod(0o666)
     offers.read()
     assert planning.takes() == ["b"], "a is not renewed"
     lends = LenderReport(name="a", kind="lender", engines=1, share=1.0, mean_share=0.5, turns=1, tokens=1)

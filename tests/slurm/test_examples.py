@@ -28,6 +28,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = {
     "README-8": "qwen3-4b",
     "a800-8": "qwen3-4b",
+    "a800-8-borrow": "qwen3-4b",
     **{f"a800-48-{model}": model for model in ("qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b")},
 }
 

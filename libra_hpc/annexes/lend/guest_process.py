@@ -54,11 +54,11 @@ def _open(run: RunDir, lender: str) -> bool:
     return False
 
 
-def takes(run: RunDir, lender: str) -> bool:
-    """Whether the run borrows from this lender now (`Status.takes`)."""
+def takes(run: RunDir, lender: str) -> bool | None:
+    """Whether the run borrows from this lender now (`Status.takes`); None: its status cannot be read now."""
     with contextlib.suppress(OSError):
         return lender in parse(read_own(run.status)).get("takes", [])
-    return False
+    return None
 
 
 class GuestProcess:

@@ -33,7 +33,7 @@ from libra_hpc.process.retry import Retry
 from . import lender_record as records
 from .guest_process import GuestProcess, takes, wanting
 from .hours import Hours
-from .lender_record import LenderRecord, State
+from .lender_record import LenderRecord
 from .terms import LendTerms
 
 POLL_S = 0.25
@@ -111,7 +111,7 @@ class Lender:
         silent = time.monotonic() - self._page.read().written > SERVER_SILENT_S
         if guest is not None and not guest.sleeps:
             runs = [] if guest.leaving else [guest.run]
-            if runs and not takes(guest.run, self._settings.name):
+            if runs and takes(guest.run, self._settings.name) is False:
                 guest.leave()
         else:
             runs = [] if closed or silent else self._open_runs()
@@ -179,7 +179,6 @@ class Lender:
     def _report(self, closed: str, silent: bool) -> None:
         """Renew the record."""
         guest = self._guest
-        state: State
         has = guest is not None and not guest.asleep
         if guest is not None and has:
             state, why = ("leaving", closed) if guest.leaving or guest.sleeps else ("lends", "")

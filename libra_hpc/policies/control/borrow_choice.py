@@ -62,10 +62,10 @@ def with_borrowed(
     if borrow is None or now - borrow.since < start_s:
         return held
     spot = [OfferFact(f"spot node {n + 1}", borrow.node_gpus, 1.0, n < borrow.wanted) for n in range(borrow.most)]
-    old = {one.name: one.nodes for one in (*borrow.offers, *spot) if one.lends}
-    nodes, found = max(0.0, snapshot.lent - sum(old.values())), dict[str, Worth]()
+    lend = {one.name: one.nodes for one in (*borrow.offers, *spot) if one.lends}
+    nodes, found, old = max(0.0, snapshot.lent - sum(lend.values())), dict[str, Worth](), {*lend, *borrow.taken}
     for one in fitting([*fitting(borrow.offers, borrow.most_gpus), *spot], 0):
-        margin, price_s = 1.0 if one.lends else settings.margin, one.gpus * borrow.gpu_price_s
+        margin, price_s = 1.0 if one.name in old else settings.margin, one.gpus * borrow.gpu_price_s
         saved_s = _batch_s(plays, here, nodes) - _batch_s(plays, here, nodes + one.nodes)
         found[one.name] = worth(saved_s, snapshot.steps_left, start_s, margin, price_s)
         nodes += one.nodes * found[one.name].pays
@@ -74,7 +74,8 @@ def with_borrowed(
         lenders={name: (found[name].saved_s, found[name].needed_s) for name in found if name not in _names(spot)},
         spot_nodes=len(_paying(found) & _names(spot)),
     )
-    return _decision(held, found, set(old), snapshot.steps_left, _batch_s(plays, here, nodes))
+    # One that was taken may not lend yet; one beyond the most GPUs was not evaluated.
+    return _decision(held, found, old & (lend.keys() | found.keys()), snapshot.steps_left, _batch_s(plays, here, nodes))
 
 
 def _decision(

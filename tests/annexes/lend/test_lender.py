@@ -127,7 +127,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     finally:
         made.server.kill()
         made.server.wait()
-        wait(lambda: made.record() is None or not lives(made.record().pid), "the end of the lender")  # type: ignore[union-attr]
+        wait(lambda: (record := made.record()) is None or not lives(record.pid), "the end of the lender")
 
 
 def test_one_run_has_it_until_its_owner_revokes_it_and_then_the_next_has_its_turn(scene: Scene) -> None:
@@ -202,8 +202,7 @@ def test_a_run_whose_guests_fail_waits_twice_as_long_each_time_until_one_gives_s
         lender._collect()
         return lender._retries[run.path].wait_s(time.monotonic())
 
-    waits = [round(wait_s(1, 0)) for _ in range(7)]
-    assert waits == [30, 60, 120, 240, 480, 900, 900]
+    assert [round(wait_s(1, 0)) for _ in range(7)] == [30, 60, 120, 240, 480, 900, 900]
     assert [round(wait_s(1, 5)), round(wait_s(1, 0)), wait_s(0, 0)] == [30, 60, 0.0]
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from libra_hpc.annexes.lend import lender_record as records
-from libra_hpc.annexes.lend.guest_process import GuestProcess, wanting
+from libra_hpc.annexes.lend.guest_process import GuestProcess, takes, wanting
 from libra_hpc.annexes.lend.lender_record import LenderRecord
 from libra_hpc.annexes.lend.terms import LendTerms
 from libra_hpc.facts.rundir import RunDir
@@ -18,6 +18,8 @@ from libra_hpc.gate.behind import Behind, GivenTokens, GuestReport, read_report
 from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.process.code_stamp import code_stamp
 from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
+
+DOOR = DoorRecord(1, "h", ("127.0.0.1",), 1, "00" * 32, code_stamp(), "", FIRST_GUEST)
 
 
 def record(name: str, **changes: object) -> LenderRecord:
@@ -71,8 +73,7 @@ def test_a_lender_whose_clock_is_an_hour_off_is_not_gone(tmp_path: Path, monkeyp
 
 def test_tokens_of_an_engine_that_was_restarted_count_from_0(tmp_path: Path) -> None:
     file = tmp_path / "report"
-    gate = GateConfig(page="", ttft_s=1.0)
-    given = GivenTokens(Behind(gate, str(file)))
+    given = GivenTokens(Behind(GateConfig(page="", ttft_s=1.0), str(file)))
     for tokens in ({"a": 100}, {"a": 150, "b": 10}, {"a": 20, "b": 10}):
         given.beat(tokens)
     assert read_report(file) == GuestReport(beats=3, tokens=180)
@@ -81,18 +82,18 @@ def test_tokens_of_an_engine_that_was_restarted_count_from_0(tmp_path: Path) -> 
 
 
 def test_only_runs_that_are_open_and_want_lenders_are_served(tmp_path: Path) -> None:
-    door = DoorRecord(1, "h", ("127.0.0.1",), 1, "00" * 32, code_stamp(), "", FIRST_GUEST)
     wanted = {"b": ["x", "l*"], "a": "any", "no": [], "other": ["m"], "over": "any"}
     for name, borrows in wanted.items():
         run = RunDir(tmp_path / name)
         run.path.mkdir()
         run.write_json(run.config, {"borrow": {"lenders": borrows}})
-        run.door.write_bytes(msgspec.json.encode(msgspec.structs.replace(door, open=name != "over")))
+        run.door.write_bytes(msgspec.json.encode(msgspec.structs.replace(DOOR, open=name != "over")))
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "door.json").write_bytes(b"{")
     (tmp_path / "file").touch()
     assert [run.name for run in wanting(tmp_path, "l")] == ["a", "b"]
     assert wanting(tmp_path / "absent", "l") == []
+    assert takes(RunDir(tmp_path / "a"), "l") is None, "its status cannot be read"
 
 
 def test_neither_a_linked_run_nor_one_that_others_may_have_put_there_is_served(tmp_path: Path) -> None:
@@ -102,13 +103,11 @@ def test_neither_a_linked_run_nor_one_that_others_may_have_put_there_is_served(t
         path.mkdir(parents=True)
         run = RunDir(path)
         run.write_json(run.config, {"borrow": {"lenders": "any"}})
-        door = DoorRecord(1, "h", ("127.0.0.1",), 1, "00" * 32, code_stamp(), "", FIRST_GUEST)
-        run.door.write_bytes(msgspec.json.encode(door))
+        run.door.write_bytes(msgspec.json.encode(DOOR))
     (shared / "link").symlink_to(elsewhere / "link")
     (shared / "open").chmod(0o777)
-    door_file = RunDir(shared / "file").door
-    door_file.rename(elsewhere / "door.json")
-    door_file.symlink_to(elsewhere / "door.json")
+    (shared / "file" / "door.json").rename(elsewhere / "door.json")
+    (shared / "file" / "door.json").symlink_to(elsewhere / "door.json")
     assert [run.name for run in wanting(shared, "l")] == ["mine"]
 
 

@@ -14,7 +14,7 @@ def offer(name: str, nodes: float = 1.0, *, gpus: int = 8, lends: bool = False) 
     return OfferFact(name, gpus, nodes, lends)
 
 
-def plant(*offers: OfferFact, rollout_s: float = 3.0, **more: float) -> Plant:
+def plant(*offers: OfferFact, rollout_s: float = 3.0, **more: object) -> Plant:
     """40 batches of a run beside these offers, whose starts take 60 s; training takes 0.7 s of each."""
     fact = replace(BorrowFact(0, 0, float("-inf"), 60.0, offers=offers), **more)
     lent = sum(one.nodes for one in offers if one.lends)
@@ -40,6 +40,8 @@ def test_those_that_pay_are_borrowed_the_greatest_gain_per_gpu_first() -> None:
     late = decided(one, steps_left=20)
     assert (late.action, paying(late)) == ("hold", [])
     assert late.lenders["idle"][0] > 0.0
+    for seconds, action in ((3.0, "hold"), (0.5, "give_back")):
+        assert decided(plant(offer("idle"), rollout_s=seconds, taken=frozenset({"idle"}))).action == action
 
 
 def test_a_price_keeps_those_out_that_save_less_beside_their_start() -> None:
