@@ -150,8 +150,10 @@ def shared(asked: PlanRequest, result: PlanResult) -> None:
         show(
             Text(
                 f"in turn: {_nodes(asked, plan)} nodes serve both stages, {short_s(plan.seconds)} a batch with"
-                f" {short_s(plan.in_turn.switch_s)} of switches ({asked.switch_from}); the best split is as fast"
-                f" {f'at {short_s(even_s)}' if even_s > 0.0 else 'without any'}; needs {needs}"
+                f" {short_s(plan.in_turn.switch_s)} of switches ({asked.switch_from})"
+                + ("; the best split is as fast" if even_s < float("inf") else "")
+                + (f" at {short_s(even_s)}" if 0.0 < even_s < float("inf") else " without any" if even_s <= 0.0 else "")
+                + f"; needs {needs}"
             )
         )
 

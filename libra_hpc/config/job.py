@@ -167,7 +167,7 @@ class TrainComponent(Component, frozen=True):
 
     roll_out: bool = False
     """Whether train nodes roll out, too, while they have nothing to train. Needs ``planner.time_sharing = "auto"``,
-    and ``optimizer.host = true`` on GPUs."""
+    and ``optimizer.host = true`` or adapters on GPUs."""
 
 
 class HybridComponent(Component, frozen=True):

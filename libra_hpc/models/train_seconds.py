@@ -43,7 +43,8 @@ ATTENTION_BACKWARD = 2.5
 LAYER_PASSES = (5, 10, 9, 4), (12, 18, 13, 8)
 """Passes over memory of a layer's elementwise operations, forward and backward: over the MLP's width (gated
 activation), the hidden state (norms, residuals), queries and keys (norms, rotation, splits), and the hidden state of
-each routed token (sorted to its expert and back, weighted). Counted on the forms that the trainer has on CUDA."""
+each routed token (sorted to its expert and back, weighted). Counted on the forms that the trainer has on CUDA without
+Triton's kernels of a layer, which no GPU has timed."""
 SELECTIVE_PASSES = 5
 """Passes over the MLP's width that selective recomputation repeats."""
 LOGIT_BYTES = 50, 70

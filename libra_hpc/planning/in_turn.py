@@ -25,8 +25,8 @@ ROLL_OUT = "roll_out"
 
 def ways(config: RunConfig, switch_s: float) -> tuple[InTurn, ...]:
     """Hybrid nodes alone, and all nodes where the state of the core has room meanwhile."""
-    on_gpus = config.slurm.device == "cuda" or config.components.train.gpus > 0
-    core = config.optimizer.host or config.lora.rank > 0 or not (on_gpus and config.run.engine == "real")
+    on_gpus = config.run.engine == "real" and (config.slurm.device == "cuda" or config.components.train.gpus > 0)
+    core = not on_gpus or ((config.optimizer.host or config.lora.rank > 0) and config.model.dtype != "float32")
     return tuple(InTurn(switch_s, rolls) for rolls in (False, True)[: 1 + core])
 
 
@@ -46,7 +46,10 @@ def keys(plan: RunPlan) -> dict[str, Any]:
 
 
 def in_turn_of(result: PlanResult) -> list[tuple[RunPlan, float]]:
-    """The best plan in turn, if there is one, and seconds of switches at which the best split is as fast."""
-    split = min((plan.seconds for plan in result.plans if not plan.in_turn), default=0.0)
+    """The best plan in turn, if there is one, and seconds of switches at which the best split is as fast.
+
+    They are infinite where no split is among the plans.
+    """
+    split = min((plan.seconds for plan in result.plans if not plan.in_turn), default=float("inf"))
     found = sorted((plan for plan in result.plans if plan.in_turn), key=lambda plan: plan.seconds)[:1]
     return [(plan, plan.in_turn.switch_s + split - plan.seconds) for plan in found if plan.in_turn]

@@ -202,7 +202,7 @@ def core_rolls_out(config: RunConfig) -> Iterator[UserError]:
     hosted = (config.optimizer.host or config.lora.rank > 0) and config.model.dtype != "float32"
     if config.run.engine == "real" and config.slurm.device == "cuda" and not hosted:
         why = "engines need the memory of weights and optimizer meanwhile"
-        yield invalid(field, True, why, f'{valid}, or optimizer.host = true and model.dtype = "bfloat16"')
+        yield invalid(field, True, why, f'{valid}, or optimizer.host = true or [lora], and model.dtype = "bfloat16"')
 
 
 def known_policy(config: RunConfig) -> Iterator[UserError]:

@@ -94,5 +94,6 @@ def played(result: SimulationResult, settings: SimulationSettings) -> Played:
         return Played(batch_s, batch_s * (1.0 - result.idle_share), 0.0)
     spans = list(zip(ends, result.steps, strict=False))
     complete_s = fmean(step.batch_at - begin for begin, step in spans)
-    hidden_s = fmean(settings.train_s - (step.end_at - step.batch_at) for _, step in spans)
-    return Played(batch_s, complete_s, hidden_s if settings.portion_groups else 0.0)
+    hidden_s = fmean(settings.train_s + settings.update.diff_s - (step.end_at - step.batch_at) for _, step in spans)
+    # Rounded: a sum of times leaves something of none.
+    return Played(batch_s, complete_s, round(hidden_s, 6) if settings.portion_groups else 0.0)
