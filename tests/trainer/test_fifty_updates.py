@@ -96,8 +96,10 @@ class Process:
             for name, shard in self._shards.items()
         }
         changes.record(self._optimizer, cast)
-        state = SimpleNamespace(shards=self._shards, parameters=parameters, changes=changes)
-        self._offers = WeightOffers(SimpleNamespace(shape=shape, split=place, state=state), number)  # type: ignore[arg-type]
+        spans = {name: (shard.begin, shard.end) for name, shard in self._shards.items()}
+        state = SimpleNamespace(shards=self._shards, spans=spans, parameters=parameters, changes=changes)
+        engine = SimpleNamespace(shape=shape, split=place, state=state, device=torch.device("cpu"))
+        self._offers = WeightOffers(engine, number)  # type: ignore[arg-type]
         self.writer = f"t{number}"
 
     def _part(self, name: str, masters: Weights) -> torch.Tensor:
