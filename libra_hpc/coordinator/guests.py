@@ -22,14 +22,12 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.agents import LenderReport
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.joining import RANKS_OF_A_START, JoinWanted, Offer
+from libra_hpc.protocol.joining import GONE_S, RANKS_OF_A_START, JoinWanted, Offer
 from libra_hpc.protocol.layout import Row
 from libra_hpc.protocol.plan import OfferFact
 
 from .liveness import HEARTBEAT_LOST_S, NodeContact
 
-GONE_S = 15.0
-"""Three renewals of an offer."""
 GuestState = Literal["starting", "serving", "leaving", "standby"]
 
 

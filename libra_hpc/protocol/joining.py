@@ -44,6 +44,8 @@ class DoorRecord(msgspec.Struct, frozen=True):
 
 Offer = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=1)]]
 """A lender -> rank 0, in a file that it renews: GPUs of an engine (0: as on a node of the run), and engines."""
+GONE_S = 15.0
+"""Three renewals of an offer, or of a lender's record: without one for so long, there is none."""
 
 
 class JoinWanted(msgspec.Struct, tag=True, frozen=True):

@@ -10,11 +10,10 @@ import msgspec
 import pytest
 
 from libra_hpc.config.load import validate
-from libra_hpc.coordinator.guests import GONE_S
 from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S
 from libra_hpc.protocol.agents import Fatal, Heartbeat, LenderReport, RolloutReport, StopAgent, TurnsDrained
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.joining import FIRST_GUEST, RANKS_OF_A_START, JoinWanted
+from libra_hpc.protocol.joining import FIRST_GUEST, GONE_S, RANKS_OF_A_START, JoinWanted
 from libra_hpc.protocol.layout import Layout
 from tests.policies.pool.layout_orders import DrainTurns, RankLost, StartEngine
 

@@ -21,14 +21,13 @@ import msgspec
 from libra_hpc.config.site import OWN
 from libra_hpc.files import OWNER_ONLY, write_atomic
 from libra_hpc.process.lease import boot, start_ticks
+from libra_hpc.protocol.joining import GONE_S
 
 from .terms import LendTerms
 
 VARIABLE = "LIBRA_HPC_LENDERS"
 RENEW_S = 5.0
 """Half: twice the writes to a shared file system; double: a lost lender is listed for longer."""
-GONE_S = 15.0
-"""Three renewals."""
 State = Literal["starting", "free", "lends", "paused", "leaving"]
 """``starting``: its server is not up; ``free``: no run takes it; ``leaving``: its guest ends, or frees its memory."""
 

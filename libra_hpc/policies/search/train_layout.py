@@ -196,8 +196,7 @@ def _shards(cost: TrainCost, devices_per_node: int, space: TrainSpace) -> Iterat
                 for ep, etp in _experts(cost, tp, space):
                     for micro in sizes:
                         for recompute in space.recompute:
-                            one = TrainLayout(tp, pp, cp, ep, 1, micro, recompute, etp)
-                            yield msgspec.structs.replace(one, host=space.host)
+                            yield TrainLayout(tp, pp, cp, ep, 1, micro, recompute, etp, host=space.host)
 
 
 def _experts(cost: TrainCost, tp: int, space: TrainSpace) -> Iterator[tuple[int, int]]:
