@@ -1,8 +1,8 @@
 """KV blocks that a borrowed engine gives away and takes back between two steps, while its requests go on.
 
 Free blocks leave vLLM's pool, those that cache prefixes last; where too few are free, requests end, the newest first.
-On a CPU the pages of given blocks go back to the system; on a GPU they do where the server's owner runs `kvcached`,
-which unmaps pages of free blocks, and blocks that are given stay free for it.
+On a CPU the pages of given blocks go back to the system.  On a GPU they stay the engine's, also with `kvcached`, which
+maps pages for every block that leaves the pool.
 """
 
 from __future__ import annotations

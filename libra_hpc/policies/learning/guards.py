@@ -5,8 +5,10 @@
 - Entropy far from its history -> *entropy*, a notice: it also falls where a task is solved.
 - *reward* with *equal* or *entropy* -> *collapse*: the policy itself has changed, or learns nothing any more.
 - The engines' log-probabilities far from the trainer's, or from what they were -> *gap*: samples are weighted wrongly.
-- The same gap with KV caches in FP8, whose scales nobody measures -> *cache*, a notice from a smaller gap on.
-- *collapse* or *gap* has held for `HOLD` steps -> pause or stop.  Whoever resumes accepts that: history begins again.
+- The gap is above `CACHE_NATS` with KV caches in FP8, whose scales are 1 -> *cache*, from the first step on.
+- *cache* where no sample is stale -> pause or stop at once: nothing but the caches differs.
+- *collapse*, *gap* or *cache* has held for `HOLD` steps -> pause or stop.  Whoever resumes accepts that: history begins
+  again.
 
 Pure: one line of ``metrics.jsonl`` a step, in order.  All means are over the last `WINDOW` steps.
 """
@@ -22,7 +24,7 @@ from typing import Literal, NamedTuple
 WINDOW = 10
 """Steps of a mean.  Half: the noise of batches is sqrt(2) times as large; double: a break is seen 10 steps later."""
 LEAST = 2 * WINDOW
-"""Steps before anything is judged."""
+"""Steps before anything but *cache* is judged."""
 HISTORY = 400
 """Steps of a median.  Half: a break that takes 100 steps becomes usual; double: a start reads its history slower."""
 HOLD = 15
@@ -45,11 +47,12 @@ ENTROPY = 4.0
 """Times its median, or one part in so many of it."""
 
 CACHE_NATS = 0.05
-"""With KV caches in FP8: more than in bfloat16, so the caches are the cause, or staleness is."""
+"""With KV caches in FP8: more than in bfloat16, so the caches are the cause, or stale samples of a policy with a high
+rate are.  Half: usual runs pause; double: outlying keys, which cost 0.1 to 3 nats, may pass."""
 
 READ = ("reward", "reward_std", "equal_groups", "entropy", "logprob_gap")
 """Columns of ``metrics.jsonl``; a value that is missing or not finite is left out."""
-BROKEN = ("collapse", "gap")
+BROKEN = ("collapse", "gap", "cache")
 """Guards that lead to an action."""
 
 Action = Literal["notice", "pause", "stop"]
@@ -78,6 +81,8 @@ class LearningGuards:
         """Guard -> the step at which it began to hold."""
         self._noticed: dict[str, int] = {}
         """Guard -> the last step at which it was active."""
+        self._fresh = False
+        """Whether no sample of the last step is stale."""
         self.good_step: int | None = None
         """While the reward, or the gap, is far off: that of the first decision."""
         self._begin()
@@ -85,8 +90,9 @@ class LearningGuards:
     @property
     def acts_at(self) -> int | None:
         """The step of the action, unless what holds ends; None: there will be none."""
-        since = [self._since[guard] for guard in BROKEN if guard in self.active and self._action != "notice"]
-        return min(since) + HOLD if since else None
+        broken = [guard for guard in BROKEN if guard in self.active and self._action != "notice"]
+        holds = [self._since[guard] + (0 if guard == "cache" and self._fresh else HOLD) for guard in broken]
+        return min(holds, default=None)
 
     def _begin(self) -> None:
         self._values = {name: [] for name in READ}
@@ -96,7 +102,7 @@ class LearningGuards:
 
     def observe(self, line: Mapping[str, float | None]) -> GuardDecision | None:
         """Judge a step; None: nothing new."""
-        step = int(line["step"] or 0)
+        step, self._fresh = int(line["step"] or 0), line.get("staleness_max") == 0
         for name, values in self._values.items():
             value = line.get(name)
             if value is not None and math.isfinite(value):
@@ -104,11 +110,11 @@ class LearningGuards:
                 self._steps += [step] if name == "reward" else []
                 del values[:-HISTORY]
         del self._steps[:-HISTORY]
-        rewards = self._values["reward"]
-        if len(rewards) <= LEAST:
-            return None
-        self._best = max(self._best, _mean(rewards[-2 * WINDOW : -WINDOW]))
-        self.active = self._findings()
+        rewards, cache = self._values["reward"], self._cache()
+        self.active = {"cache": cache} if cache else {}
+        if len(rewards) > LEAST:
+            self._best = max(self._best, _mean(rewards[-2 * WINDOW : -WINDOW]))
+            self.active |= self._findings()
         self._since = {guard: self._since.get(guard, step) for guard in self.active}
         if not self.active.keys() & {"reward", *BROKEN}:
             self.good_step = None
@@ -127,13 +133,7 @@ class LearningGuards:
         return GuardDecision("notice", "; ".join(self.active[guard] for guard in new), good) if new else None
 
     def _findings(self) -> dict[str, str]:
-        found = {
-            "gap": self._gap(),
-            "reward": self._reward(),
-            "equal": self._equal(),
-            "entropy": self._entropy(),
-            "cache": self._cache(),
-        }
+        found = {"gap": self._gap(), "reward": self._reward(), "equal": self._equal(), "entropy": self._entropy()}
         why = found["equal"] or found["entropy"]
         if found["reward"] and why:
             found |= {"collapse": f"{found['reward']}; {why}", "reward": "", "equal": "", "entropy": ""}
@@ -148,7 +148,10 @@ class LearningGuards:
         return max(chance, SHARE * abs(self._best))
 
     def _near_best(self) -> int:
-        rewards, near = self._values["reward"], self._best - self._limit() / 2.0
+        rewards = self._values["reward"]
+        if len(rewards) <= LEAST:
+            return 0
+        near = self._best - self._limit() / 2.0
         ends = range(len(rewards), WINDOW, -1)
         end = next((end for end in ends if _mean(rewards[end - WINDOW : end]) >= near), WINDOW)
         return max(0, self._steps[end - 1] - WINDOW)

@@ -202,10 +202,27 @@ def test_missing_numbers_and_first_steps_are_not_judged() -> None:
     assert all(guards.observe(line) is None for line in lines)
 
 
-def test_a_gap_beside_caches_in_fp8_is_named_earlier_and_stops_nothing() -> None:
-    for fp8, named in ((False, []), (True, ["notice"])):
-        guards = LearningGuards("stop", fp8)
-        lines = ({"step": step, "reward": 0.5, "reward_std": 0.5, "logprob_gap": 0.08} for step in range(1, 60))
-        found = [decision for line in lines if (decision := guards.observe(line))]
-        assert [one.action for one in found] == named
-        assert all("KV caches in FP8 the gap is 0.08 nats" in one.reason for one in found)
+@pytest.mark.parametrize(
+    ("fp8", "gap", "stale", "expected"),
+    [
+        (True, 0.08, 0, [(1, "stop")]),
+        (True, 0.08, 1, [(1, "notice"), (1 + HOLD, "stop")]),
+        (True, 0.04, 0, []),
+        (False, 0.08, 0, []),
+    ],
+)
+def test_a_gap_beside_caches_in_fp8_ends_a_run_at_once_where_no_sample_is_stale(
+    fp8: bool, gap: float, stale: int, expected: list[tuple[int, str]]
+) -> None:
+    guards = LearningGuards("stop", fp8)
+    usual = {"reward": 0.5, "reward_std": 0.5, "staleness_max": stale, "logprob_gap": gap}
+    for step in range(1, 60):
+        decision = guards.observe({"step": step, **usual})
+        assert (decision is not None) is (bool(expected) and step == expected[0][0]), (step, decision)
+        if decision is not None:
+            assert decision.action == expected.pop(0)[1]
+            assert "KV caches in FP8 the gap is 0.08 nats" in decision.reason
+            assert decision.good_step == 0
+            if decision.action == "stop":
+                break
+    assert not expected
