@@ -7,6 +7,7 @@
 - An engine cannot take new weights -> it is ended: the version does not wait for it, the next one begins with it.
 - Its process lives -> no other is started beside it.
 - A process ends unasked -> state ``lost``, and the coordinator orders the next start.
+- All its engines are closed -> the node is quarantined, unless the run needs it.
 """
 
 from __future__ import annotations
@@ -322,7 +323,9 @@ class RolloutNode(EngineNode[VllmEngine]):
         lost = EngineState(self._context.rank, "rollout", "lost", engine=engine.name, reason=reason)
         self._context.report(lost, self._context.layout.rollout_leader, was=was)
         if engine.closed:
-            if is_guest(self._context.rank):
+            if is_guest(lost.rank):
                 engine.restart_all(f"{engine.title} is closed: {reason}")
+            elif lost.rank not in self._context.layout.vital and all(e.closed for e in self._engines.values()):
+                self._context.send(0, msgspec.structs.replace(lost, state="closed"))
         elif not engine.ends_too_often(reason, time.monotonic()):
             self._context.send(0, lost)

@@ -140,6 +140,8 @@ class Coordinator:
                 self._share()
             case EngineState(kind="env", state="lost"):
                 self._nodes.lose(LostNode(message.rank, message.reason, 0.0), node.seen)
+            case EngineState(state="closed"):
+                self._nodes.quarantine(LostNode(message.rank, message.reason, 0.0), node.seen)
             case EngineState() | wire.TurnsDrained():
                 self._nodes.apply(message)
             case wire.TrainReport():

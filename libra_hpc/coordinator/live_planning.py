@@ -48,7 +48,7 @@ class StepSharing:
         self._trains: dict[int, int] = {}
         """Step for which a node was ordered to train; of the core also that in which it was ordered to roll out."""
         self._ordered = 0
-        """Newest step for whose complete batch nodes were ordered."""
+        """Newest step for whose complete batch all nodes were ordered."""
 
     def end(self) -> None:
         """Every node stays where it is."""
@@ -60,11 +60,10 @@ class StepSharing:
         report = self._observations.report
         if not self.active or report is None:
             return
-        complete = report.composed > step
-        if not complete or self._ordered <= step:
+        if self._ordered <= step:
             self._order(report, step, now)
         # Of a complete batch, only those that were there in time.
-        self._await(tuple(node.rank for node in self.hybrid() if not complete or node.role == "train"))
+        self._await(tuple(node.rank for node in self.hybrid() if self._ordered <= step or node.role == "train"))
 
     def hybrid(self) -> list[Node]:
         """Hybrid nodes that work, or change their stage."""
@@ -116,7 +115,8 @@ class StepSharing:
             running=dict(report.running),
             fits=min(TAIL, config.rollout.max_inflight) * max(1, engines),
         )
-        if rest.complete:
+        # Those on their way back from the last step turn round once they are there.
+        if rest.complete and not any(node.state is NodeState.TO_ROLLOUT for node in self.hybrid()):
             self._ordered = step + 1
         back = frozenset(rank for rank in self.ranks if not rest.complete and self._trains.get(rank, 0) <= step)
         moves = moves_within_step(self.facts(as_shared=False), rest, back)

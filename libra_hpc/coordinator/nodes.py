@@ -228,9 +228,8 @@ class NodePool:
         # A network that is away for most nodes is no fault of each.
         for rank, silent_s in self.silent_s(now).items() if 2 * sum(heard) >= len(heard) else ():
             if why := self._readmission.silent(rank, now - silent_s, now):
-                self._event("node_quarantined", rank=rank, reason=why)
                 found.append(LostNode(rank, why, silent_s))
-                self.lose(found[-1], now)
+                self.quarantine(found[-1], now)
         return found
 
     def on_guest(self, rank: int, message: Any) -> None:
@@ -242,6 +241,11 @@ class NodePool:
         beats = [contact.beat for contact in self.contacts.values() if contact.beat is not None]
         self.guests.check({rank for beat in beats for rank in beat.unreachable}, now)
         self.publish()
+
+    def quarantine(self, node: LostNode, now: float) -> None:
+        """Declare a node lost for good, until all ranks start again."""
+        self._event("node_quarantined", rank=node.rank, reason=self._readmission.quarantine(node.rank, node.reason))
+        self.lose(node, now)
 
     def lose(self, node: LostNode, now: float) -> None:
         """Declare a node lost."""

@@ -411,5 +411,5 @@ def _host_tokens(config: EngineConfig) -> int:
     rollout = config.run.rollout
     if not rollout.kv_host_gb_per_gpu:
         return 0
-    shape = model_shape(config.run.model.path).with_kv(rollout.kv_dtype, rollout.max_model_len)
+    shape = model_shape(config.run.model.path).with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
     return int(rollout.kv_host_gb_per_gpu * GIB // shape.kv_bytes_per_device(config.tp))

@@ -33,7 +33,8 @@ MOMENT_BYTES = 8
 MASTER_BYTES = 4
 """The float32 copy of weights of another type."""
 SLICE_LOGITS = 32 << 20
-"""Logits that exist at a time, as in `libra_hpc.trainer.model.head`."""
+"""Logits of `libra_hpc.trainer.model.head` at a time: 128 MiB in float32, at most twice that with their exponentials;
+64 MiB for kernels. At 32k tokens 1,024 columns. Half: thinner matrix products. Double: 256 MiB more at the peak."""
 LOGIT_BYTES = (8, 6)
 """Bytes of each in the forward pass (float32, and its exponential) and in the backward pass (float32 and bfloat16), in
 plain torch; kernels of the head need 2."""

@@ -32,7 +32,7 @@ FUSED, SPLIT = ("in_proj_qkvz", "in_proj_ba"), ("in_proj_qkv", "in_proj_z", "in_
 KV_ELEMENT_BYTES = {"auto": 0, "fp8": 1}
 """Values of ``rollout.kv_dtype``; 0: as of a weight."""
 BLOCK = 32
-"""Tokens of a block of KV cache, `rollout.block_size` by default."""
+"""Tokens of a block of KV cache where no run file has ``rollout.block_size``, whose default it is."""
 IN_FLIGHT = 4096
 """Tokens of two steps of vLLM on a GPU: a layer with a window retains them besides until a step has ended."""
 STATE, STATES = -1, 2
@@ -156,6 +156,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Bytes of a weight."""
     kv_element_bytes: int = 0
     """Bytes of an element of the KV cache; 0: as of a weight."""
+    block: int = BLOCK
+    """Tokens of a block of KV cache."""
     longest: int = 0
     """Tokens of the sequences that KV caches are counted for; 0: windows count as whole caches, and no states."""
     lora: Lora | None = None
@@ -246,7 +248,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """
         state = self.delta_net.state_bytes(tp, self.dtype_bytes) if self.delta_net else 0
         # A block of attention is as large as a state.
-        block = BLOCK * max(1, -(-state // (BLOCK * each)))
+        block = self.block * max(1, -(-state // (self.block * each)))
         kinds = Counter(self.windows) if self.windows else Counter({0: self.attention_layers})
         blocks = {width: -(-min(width - 1 + in_flight, self.longest) // block) + 1 for width in kinds}
         blocks[0] = -(-self.longest // block)
@@ -261,10 +263,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Bytes of a KV cache over those of one in the type of the weights."""
         return (self.kv_element_bytes or self.dtype_bytes) / self.dtype_bytes
 
-    def with_kv(self, kv_dtype: str, longest: int = 0) -> ModelShape:
-        """This model with KV caches of a type as in the run file, and for contexts of at most ``longest`` tokens."""
+    def with_kv(self, kv_dtype: str, longest: int = 0, block: int = BLOCK) -> ModelShape:
+        """This model with KV caches of a type as in the run file, for contexts of at most ``longest`` tokens."""
         differs = bool(self.windows or self.delta_net)
-        return msgspec.structs.replace(self, kv_element_bytes=KV_ELEMENT_BYTES[kv_dtype], longest=longest * differs)
+        return msgspec.structs.replace(
+            self, kv_element_bytes=KV_ELEMENT_BYTES[kv_dtype], longest=longest * differs, block=block
+        )
 
     @property
     def layer_flops_per_token(self) -> int:

@@ -190,7 +190,7 @@ def request(
     trajectories = algorithm.prompts_per_step * algorithm.group_size
     sample = work.sample(trajectories, algorithm.group_size)
     # Of short sequences an engine holds fewer tokens than of long ones, where layers have windows; with states, too.
-    shape = shape.with_kv(rollout.kv_dtype, max(1, round(mean_context(sample))))
+    shape = shape.with_kv(rollout.kv_dtype, max(1, round(mean_context(sample))), rollout.block_size)
     reference = reference_shape(config, shape)
     return PlanRequest(
         shape=shape,

@@ -89,14 +89,15 @@ class GpuMemory(NamedTuple):
 def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
     """Raise `UserError` for a layout that does not fit in GPU memory.
 
-    ``model`` is the shape of the policy.  A dry run uses that of ``[simulated]``, and `check_simulated` checks its
-    engines.
+    ``model`` is the shape of the policy with its adapters; None: that of ``[simulated]``, whose engines
+    `check_simulated` checks.
     """
-    simulated = config.run.engine == "simulated"
+    simulated, rollout = config.run.engine == "simulated", config.rollout
     needs: list[MemoryNeed] = []
     warnings: dict[str, None] = {}
     if config.slurm.device == "cpu" and not simulated:
         return GpuMemory(needs, [])
+    known = model or with_adapters(model_shape(config.modelled("model") or config.model.path), *config.lora.arguments)
     for stage, component in stages(config).items():
         gpu = component_device(config, stage)
         if gpu is None:
@@ -105,12 +106,8 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
                 None
             )
             continue
-        shape = model_shape(config.modelled("model") or config.model.path) if simulated or model is None else model
-        shape = with_adapters(shape, *config.lora.arguments)
-        shape = msgspec.structs.replace(
-            shape.with_kv(config.rollout.kv_dtype, config.rollout.max_model_len),
-            dtype_bytes=DTYPE_BYTES[config.model.dtype],
-        )
+        shape = known.with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
+        shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
         own = StageGpu(stage, component, gpu, shape)
         if stage != "rollout":
             warnings.update(dict.fromkeys(_check_training(config, own)))

@@ -117,7 +117,9 @@ def cache_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserErro
     given = rollout.kv_cache_mb
     if not given or config.slurm.device == "cuda":
         return
-    shape = shape_from_config(dict(model), "model.path").with_kv(rollout.kv_dtype, rollout.max_model_len)
+    shape = shape_from_config(dict(model), "model.path").with_kv(
+        rollout.kv_dtype, rollout.max_model_len, rollout.block_size
+    )
     shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
     tokens = blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size
     for name in ("hybrid", "rollout"):

@@ -14,8 +14,9 @@ import msgspec
 EngineKind = Literal["train", "rollout", "env"]
 LenderKind = Literal["idle", "spot", "lender"]
 """Kind of a borrowed engine: a node that somebody brought (``join``), a job of ``borrow.spot``, a server (``lend``)."""
-StateName = Literal["starting", "loading", "ready", "standby", "ending", "lost"]
-"""``loading``: waits for weights; ``standby``: without device memory; ``ending``: was killed, a process lives."""
+StateName = Literal["starting", "loading", "ready", "standby", "ending", "lost", "closed"]
+"""``loading``: waits for weights; ``standby``: without device memory; ``ending``: was killed, a process lives;
+``closed``: computed wrongly too often, as all engines of the node did."""
 
 
 START, IDLE = "start", "idle"
@@ -109,6 +110,7 @@ class EngineState(msgspec.Struct, tag=True, frozen=True):
     - ready -> its process to its agent; once it has the newest weights, its agent to its leader and the coordinator.
     - standby, ending, lost -> its agent to its leader; lost -> to the coordinator too, which orders the next start.
     - standby of trainers of the core -> the coordinator, which orders the start of its rollout engines.
+    - closed -> the coordinator, which quarantines the node; those that the run cannot do without stay, without engines.
     """
 
     rank: int

@@ -77,10 +77,10 @@ def _check_hardware(config: RunConfig, component: str) -> None:
             "a known model such as qwen3-14b, or a Hugging Face folder",
         )
     device(found.device, found.devices or None)
-    shape = model_shape(found.model).with_kv(config.rollout.kv_dtype, config.rollout.max_model_len)
+    rollout = config.rollout
+    shape = model_shape(found.model).with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
     if component != "rollout":
         shape.check_tp(config.train.tp)
-    rollout = config.rollout
     for tp in sorted({of_node(rollout.tp, node) for node in config.rollout_nodes(component)}):
         steps = lookup(
             found.device,

@@ -50,7 +50,7 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig) -> None:
     """
     begin, pulse = time.monotonic(), Pulse(socket.send)
     simulated, rollout, found = config.run.simulated, config.run.rollout, modelled(config.run, config.component)
-    shape = model_shape(found.model).with_kv(rollout.kv_dtype, rollout.max_model_len)
+    shape = model_shape(found.model).with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
     speedup = simulated.speedup
     devices, calibration = found.devices or None, simulated.calibration or None
     machine = device(found.device, devices).asynchronous() if rollout.async_steps else found.device

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -73,10 +73,12 @@ def host_buffer(device: torch.device, elements: int) -> torch.Tensor:
 
     torch's own page-locked memory is rounded up to a power of two.
     """
-    buffer = torch.empty(elements, dtype=torch.float32)
-    if device.type == "cuda" and elements:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    if device.type != "cuda" or not elements:
+        return torch.empty(elements, dtype=torch.float32)
+    # Of whole pages: no page is locked twice.
+    buffer = torch.frombuffer(mmap.mmap(-1, 4 * elements, mmap.MAP_PRIVATE), dtype=torch.float32)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
     return buffer
 
 
@@ -98,7 +100,12 @@ class HostStage:
     """Two buffers in host memory through which tensors of a device come, in order, one ahead."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._slots = device, host_buffer(device, 2 * STAGE_BYTES // 4).view(2, -1)
+        self._device = device
+
+    @cached_property
+    def _slots(self) -> torch.Tensor:
+        """Only those that offer have them."""
+        return host_buffer(self._device, 2 * STAGE_BYTES // 4).view(2, -1)
 
     def through(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Flat tensors of at most `STAGE_BYTES`, each valid until the next is asked for."""

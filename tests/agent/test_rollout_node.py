@@ -288,10 +288,12 @@ async def test_an_engine_that_computes_wrongly_is_reloaded_and_at_the_second_tim
         assert "it is off" in made.states("lost")[0].reason
         await made.up(2)
         assert made.served()[1].version == 1, "it begins with the whole image"
+        made.context.layout = RankLayout(("planner", "train", "hybrid", "rollout"))
         made.node.on_wrong_engine(wire.WrongEngine("r2.0", "it is off again", closed=True))
         await made.until(lambda: len(made.events("engine_lost")) == 2, "it is ended")
         await made.node.start()
         assert (made.node.pids, len(made.states("lost"))) == ({}, 1), "nobody starts it"
+        assert len(made.states("closed")) == 1, "the run goes on without its node"
         assert "it is off again" in made.events("engine_lost")[1]["reason"]
 
 

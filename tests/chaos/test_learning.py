@@ -59,6 +59,7 @@ def test_an_engine_whose_log_probabilities_are_off_is_reloaded_then_closed_and_t
     (reloaded,) = [event for event in case.events("engine_ready") if event.get("engine") == "r3.0"][1:]
     assert reloaded["version"] > 0
     assert len(case.events("engine_lost")) == 2
+    assert [event["rank"] for event in case.events("node_quarantined")] == [3], "it has no other engine"
 
 
 @pytest.mark.chaos

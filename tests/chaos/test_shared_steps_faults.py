@@ -8,21 +8,21 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from libra_hpc.facts.rundir import RunDir, read_lines
-from tests.cluster.runs import trained_once
+from tests.cluster.runs import ENGINE_MARKS, RUN_FILE, trained_once
+from tests.example_files import KEYCHAIN_TASK
 
 from .harness import SHARING_PAYS, Chaos, patched, sound
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.chaos
 
 FAULTS, STEPS = 30, 2500
-CORE, HYBRIDS, ROLLOUT = 1, (2, 3), 4
 STOPS_S = (1.0, 3.0)
 """Below the shortest deadline of the run file."""
 TAIL_BYTES = 1 << 15
@@ -31,14 +31,12 @@ KEYS = {
     "components.train.roll_out": "true",
     "planner.enabled": "true",
     "planner.time_sharing": "auto",
-    "planner.interval_s": 20.0,
     "planner.switch_cost_s": 20.0,
     "rollout.max_inflight": 4,
-    "simulated.speedup": 20.0,
-    "simulated.wake_s": 20.0,
     "slurm.restarts": 1000,
     "train.micro_tokens": 64,
 }
+DRY = {"planner.interval_s": 20.0, "simulated.speedup": 20.0, "simulated.wake_s": 20.0}
 LINKS = """
 import random, signal, socket
 def cut(number, frame):
@@ -58,8 +56,9 @@ signal.signal(signal.SIGUSR2, cut)
 
 
 class Faults:
-    def __init__(self, case: Chaos, seed: int) -> None:
-        self._case, self._draw = case, random.Random(seed)
+    def __init__(self, case: Chaos, ranks: Sequence[int], seed: int) -> None:
+        """All ``ranks`` roll out, and all but the last one train."""
+        self._case, self._ranks, self._draw = case, ranks, random.Random(seed)
         self._kinds: tuple[Callable[[], None], ...] = (self.engine, self.trainer, self.stall, self.link)
 
     def next(self) -> str:
@@ -70,21 +69,21 @@ class Faults:
         return kind.__name__
 
     def engine(self) -> None:
-        rank = self._draw.choice((CORE, *HYBRIDS, ROLLOUT))
-        os.kill(self._case.child(rank, "libra_hpc.simulated.engine_process"), signal.SIGKILL)
+        rank = self._draw.choice(self._ranks)
+        os.kill(self._case.child(rank, f"r{rank}.0.json"), signal.SIGKILL)
 
     def trainer(self) -> None:
-        rank = self._draw.choice((CORE, *HYBRIDS))
+        rank = self._draw.choice(self._ranks[:-1])
         os.kill(self._case.child(rank, f"t{rank}.0.json"), signal.SIGKILL)
 
     def stall(self) -> None:
-        agent = self._case.agent(self._draw.choice((CORE, *HYBRIDS, ROLLOUT)))
+        agent = self._case.agent(self._draw.choice(self._ranks))
         os.kill(agent, signal.SIGSTOP)
         time.sleep(self._draw.choice(STOPS_S))
         os.kill(agent, signal.SIGCONT)
 
     def link(self) -> None:
-        self._case.signal_agent(self._draw.choice((CORE, *HYBRIDS, ROLLOUT)), signal.SIGUSR2)
+        self._case.signal_agent(self._draw.choice(self._ranks), signal.SIGUSR2)
 
 
 def switching(run: RunDir) -> bool:
@@ -97,13 +96,14 @@ def switching(run: RunDir) -> bool:
     return any(state in ("to_train", "to_rollout") for state in states.values())
 
 
-@pytest.mark.parametrize("eta", [0, 1])
-def test_a_run_in_time_sharing_survives_thirty_faults_during_switches(tmp_path: Path, eta: int) -> None:
-    case = Chaos(tmp_path, steps=STEPS, hybrid=len(HYBRIDS), rollout=1)
-    options = [word for key, value in (KEYS | {"algorithm.eta": eta}).items() for word in ("-o", f"{key}={value}")]
-    run = case.submit(*options, *patched(tmp_path, LINKS + SHARING_PAYS, 0, CORE, *HYBRIDS, ROLLOUT))
+def survives(case: Chaos, eta: int, keys: Mapping[str, object]) -> None:
+    """The run goes on after each fault, and has trained each step and group once in the end."""
+    ranks = range(1, 3 + case.values["hybrid"])
+    changes = KEYS | {"algorithm.eta": eta} | keys
+    options = [word for key, value in changes.items() for word in ("-o", f"{key}={value}")]
+    run = case.submit(*options, *patched(case.folder, LINKS + SHARING_PAYS, 0, *ranks))
     case.reach(3)
-    faults = Faults(case, seed=eta)
+    faults = Faults(case, ranks, seed=eta)
     for _ in range(FAULTS):
         case.wait(lambda: switching(run), "a switch within a step")
         last = case.steps()[-1]
@@ -116,3 +116,17 @@ def test_a_run_in_time_sharing_survives_thirty_faults_during_switches(tmp_path: 
     sound(case)
     assert max(line["staleness_max"] for line in read_lines(run.metrics)) <= eta
     trained_once(run, case.values["steps"])
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("eta", [0, 1])
+def test_a_run_in_time_sharing_survives_thirty_faults_during_switches(tmp_path: Path, eta: int) -> None:
+    survives(Chaos(tmp_path, steps=STEPS, hybrid=2, rollout=1), eta, DRY)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(5400)
+@ENGINE_MARKS[-1]
+def test_real_engines_survive_them_too(policy: Path, tmp_path: Path) -> None:
+    task = {"model": policy, "task": KEYCHAIN_TASK, "notes": 0, "tp": 1}
+    survives(Chaos(tmp_path, text=RUN_FILE, steps=STEPS, rollout=1, **task), 1, {})

@@ -17,7 +17,7 @@ from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.policies.pool.readmission import SILENCES
 from libra_hpc.protocol.agents import Fatal, Heartbeat, StopAgent, TrainReport
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.engine_state import EngineKind, EngineState, StateName
 from libra_hpc.protocol.layout import Layout, StopTraining
 from libra_hpc.protocol.ranks_stop import RanksStop
 from tests.policies.pool.layout_orders import RankBack, RankLost, StartEngine
@@ -40,11 +40,15 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_a_node_whose_hosts_end_too_often_is_lost_alone(tmp_path: Path, now: list[float]) -> None:
+@pytest.mark.parametrize(("kind", "state", "returns"), [("env", "lost", True), ("rollout", "closed", False)])
+def test_a_node_whose_hosts_end_too_often_is_lost_alone_and_for_good_if_its_engines_are_closed(
+    tmp_path: Path, now: list[float], kind: EngineKind, state: StateName, returns: bool
+) -> None:
     scene = Scene(tmp_path)
     scene.hello()
-    scene.deliver((2, EngineState(2, "env", "lost", reason="e2.0 ended 6 times in 300 s")))
+    scene.deliver((2, EngineState(2, kind, state, reason="2.0 ended 6 times in 300 s")))
     assert (scene.coordinator.state, scene.asked(RankLost)) == ("running", [RankLost(2)])
+    assert scene.coordinator.nodes.takes_back(2) is returns
 
 
 def test_a_silent_node_is_lost_and_taken_back_as_a_new_one_when_it_is_heard_again(

@@ -125,6 +125,14 @@ def test_with_a_staleness_bound_nodes_train_a_complete_batch_while_others_roll_o
     scene.step = 2
     scene.report(50, composed=2, beside=2, r4=50)
     assert scene.states == "train to_rollout to_rollout rollout"
+    scene.orders(DrainTurns)
+    scene.report(30, composed=3, beside=2, r4=30)
+    assert scene.orders(AwaitMembers)[-1].ranks == (2, 3), "they turn round for a batch that is complete already"
+    scene.member(5, 1)
+    for rank in (2, 3):
+        scene.nodes.apply(EngineState(rank, "rollout", "ready", seconds=1.0))
+        scene.report(30, composed=3, beside=2, r4=30)
+    assert [order.rank for order in scene.orders(DrainTurns)] == [2, 3]
 
 
 def test_a_node_that_is_lost_or_too_late_is_not_waited_for(tmp_path: Path) -> None:

@@ -57,12 +57,12 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, relative: float) -> None:
     assert float((got - want).abs().max()) <= relative * float(want.abs().max())
 
 
-@pytest.mark.parametrize("slice_logits", [head.SLICE_LOGITS, SEVERAL])
+@pytest.mark.parametrize("slice_logits", [memory.SLICE_LOGITS, SEVERAL])
 @pytest.mark.parametrize("temperature", [1.0, TEMPERATURE])
 def test_values_and_gradients_equal_those_of_whole_logits(
     slice_logits: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head, "SLICE_LOGITS", slice_logits)
+    monkeypatch.setattr(memory, "SLICE_LOGITS", slice_logits)
     hidden, weight, targets, arriving = inputs()
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -77,7 +77,7 @@ def test_values_and_gradients_equal_those_of_whole_logits(
 
 
 def test_slices_cover_the_vocabulary_and_bound_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "SLICE_LOGITS", SEVERAL)
+    monkeypatch.setattr(memory, "SLICE_LOGITS", SEVERAL)
     slices = list(head._slices(TOKENS, VOCAB))
     assert [begin for begin, _ in slices] == [0, *(end for _, end in slices[:-1])]
     assert (slices[-1][1], len(slices)) == (VOCAB, 8)
@@ -86,7 +86,7 @@ def test_slices_cover_the_vocabulary_and_bound_the_logits(monkeypatch: pytest.Mo
 
 
 def test_logits_far_from_zero_neither_overflow_nor_lose_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "SLICE_LOGITS", SEVERAL)
+    monkeypatch.setattr(memory, "SLICE_LOGITS", SEVERAL)
     hidden, weight, targets, _ = inputs()
     got, want = likelihood(30 * hidden, weight, targets, temperature=1.0), plain(30 * hidden, weight, targets, 1.0)
     assert float(want.logprobs.min()) < -200
@@ -106,7 +106,7 @@ def test_a_pack_without_loss_tokens_has_zero_gradients() -> None:
 
 
 def test_bfloat16_weights_get_gradients_as_exact_as_with_whole_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "SLICE_LOGITS", SEVERAL)
+    monkeypatch.setattr(memory, "SLICE_LOGITS", SEVERAL)
     *both, targets, arriving = inputs()
     half = [t.bfloat16().requires_grad_() for t in both]
     exact = [t.detach().float().requires_grad_() for t in half]
@@ -145,9 +145,7 @@ def _peak_bytes(work: Callable[[], object]) -> int:
 def test_the_peak_is_what_the_planner_counts_and_a_fraction_of_whole_logits(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert memory.SLICE_LOGITS == head.SLICE_LOGITS
     tokens, vocab, dtype = 1024, 16_384, torch.bfloat16
-    monkeypatch.setattr(head, "SLICE_LOGITS", 1 << 20)
     monkeypatch.setattr(memory, "SLICE_LOGITS", 1 << 20)
     hidden, weight, targets, arriving = inputs(tokens=tokens, hidden=width, vocab=vocab)
     hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
@@ -171,7 +169,7 @@ def _with_kernels(file: Path) -> None:
     from libra_hpc.trainer.model import triton_kernels
 
     triton_kernels.BLOCK = 64
-    head.SLICE_LOGITS = 2 * SEVERAL
+    memory.SLICE_LOGITS = 2 * SEVERAL
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         assert passes_fault(torch.device("cpu"), dtype, head.kernels()) == ""
@@ -218,7 +216,7 @@ def _tensor_rank(rank: int, folder: Path, sequence_parallel: bool) -> None:
     compat.install()
     store = file_store(str(folder / "meet"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=WAIT_S))
-    head.SLICE_LOGITS = SEVERAL
+    memory.SLICE_LOGITS = SEVERAL
     hidden, weight, targets, arriving = inputs(tokens=TOKENS + 1)
     part = weight.chunk(2)[rank].clone().requires_grad_()
     mine = (hidden.chunk(2)[rank] if sequence_parallel else hidden).clone().requires_grad_()

@@ -42,15 +42,14 @@ class Readmission:
         return [self.out[rank] for rank in sorted(self.out)]
 
     def silent(self, rank: int, since: float, now: float) -> str:
-        """Note the silence of a node that is not lost; returns why it is quarantined from now on, else nothing."""
+        """Note the silence of a node that is not lost; returns why it is to be quarantined, else nothing."""
         times = self._silences.setdefault(rank, [])
         if now - since < SILENT_S or (times and times[-1] >= since):
             return ""
         self._silences[rank] = times = [*(at for at in times if now - at < WITHIN_S), now]
         if len(times) < SILENCES:
             return ""
-        why = f"silent for more than {SILENT_S:.0f} s, {SILENCES} times within {now - times[0]:.0f} s"
-        return self._quarantine(rank, why)
+        return f"silent for more than {SILENT_S:.0f} s, {SILENCES} times within {now - times[0]:.0f} s"
 
     def lost(self, rank: int, now: float) -> None:
         recent = [at for at in self._losses.get(rank, []) if now - at < MEMORY_S]
@@ -63,13 +62,14 @@ class Readmission:
         if rank in self.out:
             return "wait"
         if count >= MOST:
-            self._quarantine(rank, f"lost {MOST} times in an hour")
+            self.quarantine(rank, f"lost {MOST} times in an hour")
             return "quarantine"
         first, last = self._seen.get(rank, (now, now))
         first = now if now - last > GAP_S else first
         self._seen[rank] = (first, now)
         return "take" if count < 2 or now - first >= PROVE_S * min(count - 1, 2) else "wait"
 
-    def _quarantine(self, rank: int, why: str) -> str:
+    def quarantine(self, rank: int, why: str) -> str:
+        """Take a node back no more; returns the sentence."""
         self.out[rank] = f"node {rank} is quarantined: {why}"
         return self.out[rank]

@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from libra_hpc.models import memory
+
 from .kernels import choose, difference
 from .mcore import GPTModel, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
-SLICE_LOGITS = 32 << 20
-"""Logits that exist at a time: 128 MiB in float32, at most twice that with their exponentials; 64 MiB for kernels. At
-32k tokens a slice has 1,024 columns. Half: thinner matrix products. Double: 256 MiB more at the peak."""
 ALIGNED = 128
 """Columns of a slice are a multiple of this, as matrix units want."""
 
@@ -247,7 +246,7 @@ def passes_fault(device: torch.device, dtype: torch.dtype, passes: Passes) -> st
 
 
 def _slices(tokens: int, vocab: int) -> Iterator[tuple[int, int]]:
-    width = max(SLICE_LOGITS // max(1, tokens) // ALIGNED, 1) * ALIGNED
+    width = max(memory.SLICE_LOGITS // max(1, tokens) // ALIGNED, 1) * ALIGNED
     return ((begin, min(begin + width, vocab)) for begin in range(0, vocab, width))
 
 

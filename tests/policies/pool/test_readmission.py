@@ -59,7 +59,7 @@ def test_a_node_that_is_silent_again_and_again_is_quarantined_before_it_is_lost(
         if now % (on_s + off_s) < on_s:
             seen = now
         if not policy.sentences() and (why := policy.silent(3, seen, now)):
-            found.append(why)
+            found.append(policy.quarantine(3, why))
     assert policy.sentences() == found
     assert found == ["node 3 is quarantined: silent for more than 10 s, 6 times within 85 s"] * ends
     assert policy.seen(3, 3000.0) == ("wait" if ends else "take")
