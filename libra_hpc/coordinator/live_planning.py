@@ -111,7 +111,7 @@ class StepSharing:
         rest = Rest(
             complete=report.composed > step,
             admitted=report.joint_version == step and report.outstanding_groups >= batches * algorithm.prompts_per_step,
-            trajectories=sum(group.waiting + group.running for group in report.open_groups),
+            trajectories=report.open_trajectories,
             running=dict(report.running),
             fits=min(TAIL, config.rollout.max_inflight) * max(1, engines),
         )

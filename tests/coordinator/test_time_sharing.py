@@ -17,7 +17,6 @@ from libra_hpc.policies.pool import states
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import Layout, ResumePoint
-from libra_hpc.protocol.plan import GroupFact
 from tests.policies.pool.layout_orders import AwaitMembers, DrainTurns, RestCore, StandbyEngine, StartEngine, all_orders
 
 
@@ -54,7 +53,7 @@ class Scene:
         report = wire.RolloutReport(
             joint_version=self.step,
             outstanding_groups=beside + (0 if composed > self.step else 4),
-            open_groups=(GroupFact(0, 9, 0, left, 9),) if left else (),
+            open_trajectories=left,
             composed=composed,
             running=tuple((int(rank[1:]), turns) for rank, turns in running.items()),
         )
