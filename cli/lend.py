@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -27,6 +27,9 @@ from libra_hpc.annexes.lend.hours import Hours
 from libra_hpc.annexes.lend.lender_record import LenderRecord
 from libra_hpc.annexes.lend.terms import LendTerms, first_token_s, memory_mib
 from libra_hpc.errors import OperationError, error_text, invalid
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.series import duration
+from libra_hpc.facts.status import read_status, short_count
 from libra_hpc.gate.page import Page
 from libra_hpc.process.agent_folders import PREFIX
 
@@ -112,17 +115,17 @@ def _python_path() -> str:
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="A lender of `lend list`.")]
 
 
-@app.command("list", help="List servers that lend, to which run, and why not now.")
+@app.command("list", help="List servers that lend: to which runs, for what price, what they gave, and why not now.")
 def list_lenders(as_json: JsonOption = False) -> None:
-    found = records.all_records(records.folder())
+    found = [facts(name, *known) for name, known in records.all_records(records.folder()).items()]
     if as_json:
-        print_json([facts(name, record, gone) for name, (record, gone) in found.items()])
+        print_json(found)
     elif not found:
         print_note("nobody lends; `libra-hpc lend serve` starts a server that does")
     else:
-        made = narrow_table("lender~", "host~", "state", "run~", "limit", "hours", "tokens>", "why~")
-        for name, (record, gone) in found.items():
-            made.add_row(*row(name, record, gone))
+        made = narrow_table("lender~", "state~", "run~", "saves>", "price>", "lent>", "tokens>", "revoked>")
+        for one in found:
+            made.add_row(*row(one))
         show(made)
 
 
@@ -140,28 +143,33 @@ def revoke(name: NameArgument, back: Annotated[bool, typer.Option("--return", he
     print_line(f"{name} gives again" if back else f"{name} gives nothing from now on; its guest frees the GPU")
 
 
-def row(name: str, record: LenderRecord | None, gone: bool) -> list[str]:
-    if record is None:
-        return [name, "", "gone" if gone else "unknown", "", "", "", "", "its record cannot be read"]
-    state, why = ("gone", "its lender has ended") if gone else (record.state, record.why)
-    borrower = "" if gone else Path(record.borrower).name
-    return [
-        name,
-        record.host,
-        state,
-        borrower,
-        f"{record.terms.ttft_s * 1000:g} ms",
-        str(Hours.parse(record.terms.hours)),
-        f"{record.tokens:,}",
-        why,
-    ]
-
-
-def facts(name: str, record: LenderRecord | None, gone: bool) -> dict[str, object]:
+def facts(name: str, record: LenderRecord | None, gone: bool) -> dict[str, Any]:
     """Facts for JSON, without what identifies its process."""
     if record is None:
-        return {"name": name, "state": "gone" if gone else "unknown"}
-    known = msgspec.to_builtins(record)
+        return {"name": name, "state": "gone" if gone else "unknown", "why": "its record cannot be read"}
+    known = msgspec.to_builtins(record) | {"offers": [] if gone else [priced(name, run) for run in record.offers]}
     for private in ("boot", "ticks"):
         del known[private]
-    return {**known, "state": "gone" if gone else record.state}
+    return {**known, "state": "gone", "why": "its lender has ended", "borrower": ""} if gone else known
+
+
+def priced(name: str, run: str) -> dict[str, Any]:
+    """What a run saves with a lender over its remaining steps, and must save to take it; None: not evaluated."""
+    status = read_status(RunDir(Path(run)), 0)
+    worth = status.decision.lenders.get(name) if status is not None and status.decision is not None else None
+    saves_s, price_s = worth or (None, None)
+    return {"run": run, "saves_s": saves_s, "price_s": price_s}
+
+
+def row(fact: dict[str, Any]) -> list[str]:
+    """Cells of one lender, with a line for each run that it is offered to."""
+    offers = fact.get("offers", [])
+    why = f": {fact['why']}" if fact["why"] else ""
+    each = [[Path(one["run"]).name, *map(_seconds, (one["saves_s"], one["price_s"]))] for one in offers]
+    lent, tokens = duration(fact.get("lent_s", 0.0)), short_count(fact.get("tokens", 0))
+    cells = ["\n".join(column) for column in zip(*each, strict=True)] or ["-"] * 3
+    return [fact["name"], f"{fact['state']}{why}", *cells, lent, tokens, str(fact.get("revoked", 0))]
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:,.0f} s"

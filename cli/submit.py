@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import typer
 
+from libra_hpc.config.learn import LoraSection
 from libra_hpc.config.load import apply_override, load_resolved, validate, with_absolute_paths, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, error_text, invalid
@@ -198,6 +200,8 @@ def check_start(config: RunConfig, before: Attempt | None, from_step: int | None
     if before is not None:
         check_step(before.run, from_step)
         refuse_if_complete(before.run, config, from_step)
+        if from_step != 0 and (saved := before.run.latest_checkpoint()):
+            check_adapters(before.config.lora, config.lora, saved[0])
     elif from_step is not None:
         raise invalid("--from-step", from_step, "a new run starts at step 0", "only with --resume RUN")
 
@@ -278,6 +282,14 @@ def check_step(run: RunDir, step: int | None) -> None:
     if step and step not in steps:
         valid = ", ".join(map(str, (0, *steps)))
         raise invalid("--from-step", step, f"{run.name} has no checkpoint of that step", valid)
+
+
+def check_adapters(saved: LoraSection, wanted: LoraSection, step: int) -> None:
+    """Raise `UserError` where the checkpoints of a run are of another ``[lora]``."""
+    for key, value in msgspec.structs.asdict(saved).items():
+        if (new := getattr(wanted, key)) != value:
+            why = f"the checkpoint of step {step} has lora.{key} = {value}"
+            raise invalid(f"lora.{key}", new, why, f"{value}, or --from-step 0")
 
 
 def refuse_if_complete(run: RunDir, config: RunConfig, from_step: int | None = None) -> None:

@@ -32,13 +32,15 @@ GuestState = Literal["starting", "serving", "leaving", "standby"]
 
 
 class Offers:
-    """What lenders offer, in files that they renew; one that is not renewed is no offer, whatever the clocks."""
+    """What lenders offer, in files that they renew, whatever the clocks; one that is over is removed."""
 
     def __init__(self, context: AgentContext) -> None:
         self._folder, layout = context.run.offers, context.layout
         self._tp, self._engines = context.config.rollout.on_node(layout.engine_node(layout.rollout_leader))
         self._seen: dict[str, tuple[int, float, Offer]] = {}
         """By lender: time stamp of the file, when that changed in monotonic seconds, and the offer."""
+        self._over = set[str]()
+        """Lenders that do not renew what they offered, and have no guest here."""
 
     def read(self) -> None:
         """Read all files, which may take long; what a file system does not answer stays as it was."""
@@ -48,18 +50,22 @@ class Offers:
                 known = self._seen.get(path.stem)
                 with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
                     renewed, offer = path.stat().st_mtime_ns, msgspec.json.decode(read_own(path), type=Offer)
-                    known = known if known and known[0] == renewed else (renewed, time.monotonic(), offer)
+                    if known is None or known[0] != renewed:
+                        known = renewed, time.monotonic(), offer
+                    elif path.stem in self._over:
+                        path.unlink()
                 found |= {path.stem: known} if known else {}
             self._seen = found
 
     def present(self, given: Mapping[str, LenderReport]) -> list[OfferFact]:
         """The offers as the planner needs them; ``given``: what lenders gave so far."""
-        found, now = list[OfferFact](), time.monotonic()
-        for name, (_, at, (tp, engines)) in self._seen.items():
+        found, now, seen = list[OfferFact](), time.monotonic(), self._seen
+        for name, (_, at, (tp, engines)) in seen.items():
             report, gpus = given.get(name), (tp or self._tp) * engines
             lends, share = report is not None and report.engines > 0, report.mean_share if report else 1.0
             if lends or now - at < GONE_S:
                 found.append(OfferFact(name, gpus, share * gpus / (self._tp * self._engines), lends))
+        self._over = seen.keys() - {one.name for one in found}
         return found
 
 

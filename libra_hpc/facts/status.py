@@ -237,7 +237,7 @@ def lender_rows(lenders: Sequence[LenderReport]) -> list[list[str]]:
             f"{one.share:.0%}" if one.engines else "gone",
             f"{one.mean_share:.0%}",
             f"{one.turns:,}",
-            _count(one.tokens),
+            short_count(one.tokens),
             _paused(one),
         ]
         for one in found
@@ -251,7 +251,8 @@ def _paused(one: LenderReport) -> str:
     return ", ".join(words) or "-"
 
 
-def _count(tokens: int) -> str:
+def short_count(tokens: int) -> str:
+    """Tokens as ``9,310``, ``310k`` or ``12M``."""
     return f"{tokens:,}" if tokens < 10_000 else f"{tokens / 1e3:,.0f}k" if tokens < 1e7 else f"{tokens / 1e6:,.0f}M"
 
 

@@ -31,7 +31,7 @@ OTHER_LAYOUT = "it is of another layout."
 
 def layout_digest(config: RunConfig) -> str:
     """Return a digest of all keys about training: a change of one more costs a few steps, once."""
-    keys = msgspec.json.encode((config.train, config.components.train, config.model))
+    keys = msgspec.json.encode((config.train, config.components.train, config.model, config.lora))
     return hashlib.sha256(keys).hexdigest()
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -50,7 +51,7 @@ FAULTS = (
 GUEST_STAYS = ("record torn", "record dated back", "lender stopped", "leader stopped", "server stopped")
 SYS_PIDFD_GETFD = 438
 FREE_S = 15.0
-"""Until the memory of a lender is free again."""
+"""From a fault until the memory of a lender and its lease are free again."""
 ENDS = ("guest killed", "guest stopped", "lender killed", "server killed", "wrong secret")
 """Faults that end the guest, and its engine with it."""
 STOPPED_S = 12.0
@@ -80,6 +81,17 @@ def cut_links(process: int) -> int:
                     cut += 1
     os.close(handle)
     return cut
+
+
+def freed(place: Path, left: list[int]) -> None:
+    """None of these processes, a guest first, is left, and a lender that lends has another guest."""
+
+    def is_free() -> bool:
+        known = [one.pid for one, gone in all_records(place).values() if one and not gone and one.state == "lends"]
+        children = [Path(f"/proc/{one}/task/{one}/children").read_text().split() for one in known]
+        return not any(Path(f"/proc/{one}").exists() for one in left) and all(children)
+
+    wait(is_free, "free memory and lease", FREE_S)
 
 
 def stop_for(process: int) -> None:
@@ -183,7 +195,7 @@ def inject(case: Chaos, lent: SmallServer, fault: str) -> SmallServer:
 def test_twenty_faults_of_a_lender_in_a_row_cost_neither_run_nor_users_anything(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     case = Chaos(tmp_path, text=BORROWS, steps=4000, hybrid=0, rollout=1)
-    case.submit()
+    run = case.submit()
     lent = SmallServer(case)
     try:
         case.wait(lambda: guests(case, "serves") == 1, "a guest")
@@ -192,8 +204,10 @@ def test_twenty_faults_of_a_lender_in_a_row_cost_neither_run_nor_users_anything(
             joined = case.events("guest_joined")[-1]
             guest = int(joined["pid"])
             left = [guest, engine_of(guest, joined["rank"])] if fault in ENDS else []
-            lent = inject(case, lent, fault)
-            wait(lambda left=left: not any(Path(f"/proc/{one}").exists() for one in left), f"memory: {fault}", FREE_S)
+            with ThreadPoolExecutor() as beside:
+                free = beside.submit(freed, lent.place, left)
+                lent = inject(case, lent, fault)
+                free.result()
             if fault not in GUEST_STAYS:
                 case.wait(lambda served=served: guests(case, "serves") > served, f"a guest after: {fault}")
             lent.wait("lends")
@@ -202,7 +216,8 @@ def test_twenty_faults_of_a_lender_in_a_row_cost_neither_run_nor_users_anything(
             case.wait(lambda before=before: given(case) > before, f"trained tokens of the guest after: {fault}")
             print(f"{number + 1}. {fault}: {time.monotonic() - began:.0f} s", flush=True)
         assert len(FAULTS) == 20
-        case.cli("cancel", str(case.run.path if case.run else ""))
+        wait(lambda: len(list(run.offers.iterdir())) == 1, "the end of offers of killed lenders")
+        case.cli("cancel", str(run.path))
         sound(case, "cancelled")
         assert case.events("guest_lost"), "killed guests were found"
         assert not case.events("node_lost"), "no node of the run was blamed"

@@ -209,15 +209,17 @@ def test_a_mistake_in_a_resume(
         ("completed", 40, "run.steps = 40: the run is complete at step 40; valid: a larger number"),
         ("failed", 40, ""),
         ("completed", 41, ""),
+        ("failed", "41 -o lora.rank=8", "lora.rank = 8: the checkpoint of step 40 has lora.rank = 0; valid: 0, or --f"),
+        ("failed", "41 -o lora.rank=8 --from-step 0", ""),
     ],
 )
-def test_a_run_is_not_resumed_for_steps_that_it_has_trained(
-    state: str, steps: int, sentence: str, submitted: RunDir, queue: Queue, cli: Cli
+def test_a_run_is_not_resumed_for_steps_that_it_has_trained_or_with_other_adapters(
+    state: str, steps: int | str, sentence: str, submitted: RunDir, queue: Queue, cli: Cli
 ) -> None:
     folder = submitted.checkpoints / "step-000040"
     folder.mkdir(parents=True)
     (folder / "state.json").write_text("{}")
     submitted.write_json(submitted.result, {"state": state, "message": ""})
     queue.answer = JobInfo("4711", JobState.FAILED)
-    outcome = cli("submit", "--resume", "quick-001", "-o", f"run.steps={steps}")
+    outcome = cli("submit", "--resume", "quick-001", "-o", *f"run.steps={steps}".split())
     assert sentence in one_line(outcome) if sentence else outcome.code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import sys
@@ -17,6 +18,8 @@ from libra_hpc_cli import app, output, plan_tables
 from libra_hpc_cli.follow import Follower
 from rich.console import Console
 
+from libra_hpc.annexes.lend import lender_record as records
+from libra_hpc.annexes.lend.terms import LendTerms
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import NodeStatus, encode_status
 from libra_hpc.facts.view import StatusScreen
@@ -142,6 +145,28 @@ def test_the_lenders_of_a_running_run_are_whole_in_80_columns(tmp_path: Path) ->
     found = " ".join(re.sub("[│ ]+", " ", out.getvalue()).split())
     assert "gpu-017-vllm-4711 lender 62% 58% 1,204 310k users 3 min (now), silent server 12 s" in found
     assert "t-104 spot gone 90% 2,412 910k -" in found
+
+
+def test_what_servers_offer_cost_and_gave_is_whole_in_80_columns(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(records.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(output, "WIDTH", COLUMNS)
+    status = synthetic.make_status(run := synthetic.make_run(tmp_path / "runs"))
+    decision = msgspec.structs.replace(status.decision, lenders={"gpu-017-4711": (1340.2, 170.0)})
+    write_atomic(run.status, encode_status(msgspec.structs.replace(status, decision=decision)))
+    gave = records.LenderRecord(
+        "gpu-017-4711", "gpu-017", "b", 1, 1, "4711", LendTerms(0.5), "lends", "", lent_s=5300.0
+    )
+    gave = msgspec.structs.replace(gave, tokens=310_400, revoked=3, offers=(str(run.path), "/gone"))
+    for one in (gave, msgspec.structs.replace(gave, name="l", state="paused", why="revoked", offers=())):
+        records.write_record(tmp_path, one)
+    lines = cli("lend", "list").out.splitlines()
+    found = " ".join(" ".join(lines).split())
+    assert max(map(len, lines)) <= COLUMNS
+    assert "gpu-017-4711 lends quick-001 1,340 s 170 s 1:28:20 310k 3 gone - - l paused: - - - 1:28:20 310k 3" in found
+    first = json.loads(cli("lend", "list", "--json").out)[0]
+    assert first["offers"][0] == {"run": str(run.path), "saves_s": 1340.2, "price_s": 170.0}
 
 
 @pytest.mark.parametrize(("speedup", "lost", "decided"), [(1.0, r"\d\d:\d\d:\d\d", "2 s"), (60.0, "10:00 ago", "2:00")])

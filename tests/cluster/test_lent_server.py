@@ -84,6 +84,12 @@ def test_a_run_borrows_a_vllm_server_whose_users_get_the_same_answers(
             return any("served" in one["paused"] for one in run.read_json(run.status)["lenders"])
 
         case.wait(has_paused, "a pause of the guest while a user was served")
+        case.cli("lend", "revoke", name := lent.wait("lends")["name"])
+        assert lent.wait("paused")["revoked"] == 1
+        served = len(case.events("guest_serves"))
+        case.cli("lend", "revoke", name, "--return")
+        case.wait(lambda: len(case.events("guest_serves")) > served, "the same guest, awake")
+        assert len(case.events("guest_joined")) == 1
         before = len(case.steps())
         case.wait(lambda: len(case.steps()) > before + 2, "steps after it")
         case.cli("cancel", str(run.path))

@@ -165,3 +165,6 @@ def test_offers_that_are_renewed_are_taken_up_to_the_gpus_that_the_run_wants(
     lends = LenderReport(name="a", kind="lender", engines=1, share=1.0, mean_share=0.5, turns=1, tokens=1)
     scene.coordinator._observations.report = RolloutReport(lenders=(lends,))
     assert planning.takes() == ["a", "b"], "but its guest is there"
+    (scene.run.offers / "a.json").chmod(0o600)
+    offers.read()
+    assert {path.stem for path in scene.run.offers.iterdir()} == {"a", "b", "torn", "none"}, "c is over"

@@ -67,8 +67,9 @@ class Lender:
         self._page, self._hours = Page(settings.page), Hours.parse(settings.terms.hours)
         self._private = Path(settings.page).parent
         self._guest: GuestProcess | None = None
-        self._before = 0
-        """Tokens of guests that have ended."""
+        self._before = self._revoked = 0
+        """Tokens of guests that have ended; see `LenderRecord.revoked`."""
+        self._lent_s, self._reported_at = 0.0, time.monotonic()
         self._tried: dict[Path, float] = {}
         """When a run had a guest last, or could not be joined, in monotonic seconds."""
         self._offered, self._offered_at, self._offered_since = set[Path](), float("-inf"), float("-inf")
@@ -107,6 +108,7 @@ class Lender:
         closed, guest = self._closed(), self._guest
         if closed and guest is not None and not guest.sleeps:
             guest.closed_at = self._tried[guest.run.path] = time.monotonic()
+            self._revoked += 1
         self._page.set_closed(bool(closed) or (guest is not None and guest.sleeps))
         silent = time.monotonic() - self._page.read().written > SERVER_SILENT_S
         if guest is not None and not guest.sleeps:
@@ -149,7 +151,8 @@ class Lender:
         return "" if self._hours.has(now.tm_hour * 60 + now.tm_min) else f"outside {self._hours}"
 
     def _lend(self, runs: list[RunDir]) -> None:
-        if not runs or time.monotonic() - self._offered_since < ANSWER_S:
+        # One run alone competes with nobody.
+        if not runs or (len(self._offered) > 1 and time.monotonic() - self._offered_since < ANSWER_S):
             return
         run = min(runs, key=lambda run: (self._tried.get(run.path, float("-inf")), run.name))
         try:
@@ -188,13 +191,24 @@ class Lender:
             state, why = "starting", "its server does not report"
         else:
             state, why = "free", "no run takes it"
-        tokens, borrower = self._before + (guest.tokens if guest else 0), str(guest.run.path) if guest and has else ""
+        now, borrower = time.monotonic(), str(guest.run.path) if guest and has else ""
+        self._lent_s += (now - self._reported_at) * (state == "lends")
+        self._reported_at = now
         new = msgspec.structs.replace(self._record, state=state, why=why, borrower=borrower)
-        if new != msgspec.structs.replace(self._record, tokens=self._record.tokens):
+        if new != self._record:
             new, self._written_at = msgspec.structs.replace(new, since=time.time()), float("-inf")
-        if time.monotonic() - self._written_at < records.RENEW_S:
+        if now - self._written_at < records.RENEW_S:
             return
-        self._record, self._written_at = msgspec.structs.replace(new, tokens=tokens), time.monotonic()
+        self._written_at, self._record = (
+            now,
+            msgspec.structs.replace(
+                new,
+                tokens=self._before + (guest.tokens if guest else 0),
+                lent_s=round(self._lent_s, 1),
+                revoked=self._revoked,
+                offers=tuple(sorted(str(file.parent.parent) for file in self._offered)),
+            ),
+        )
         try:
             records.write_record(self._place, self._record)
         except OSError as error:

@@ -53,6 +53,12 @@ class LenderRecord(msgspec.Struct, frozen=True):
     """Epoch seconds of the state, by the clock of that host."""
     tokens: int = 0
     """Generated for all runs so far."""
+    lent_s: float = 0.0
+    """Seconds in which it had a guest that was awake."""
+    revoked: int = 0
+    """Times that its owner took it back from a guest."""
+    offers: tuple[str, ...] = ()
+    """Folders of the runs that it is offered to, or that have it."""
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path:
