@@ -10,6 +10,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -131,10 +132,9 @@ def with_a_second_run(case: Chaos, lent: SmallServer, name: str) -> None:
     sound(other, "cancelled")
 
 
-def inject(case: Chaos, lent: SmallServer, fault: str) -> SmallServer:
+def inject(case: Chaos, lent: SmallServer, record: dict[str, Any], fault: str) -> SmallServer:
     """A fault, from which a guest serves again by itself; the server that is lent from then on."""
-    served = guests(case, "serves")
-    record, joined = lent.wait("lends"), case.events("guest_joined")[-1]
+    served, joined = guests(case, "serves"), case.events("guest_joined")[-1]
     name, guest, path = record["name"], int(joined["pid"]), lent.place / f"{record['name']}.json"
     match fault:
         case "guest killed":
@@ -200,13 +200,13 @@ def test_twenty_faults_of_a_lender_in_a_row_cost_neither_run_nor_users_anything(
     try:
         case.wait(lambda: guests(case, "serves") == 1, "a guest")
         for number, fault in enumerate(FAULTS):
-            served, began = guests(case, "serves"), time.monotonic()
+            record, served, began = lent.wait("lends"), guests(case, "serves"), time.monotonic()
             joined = case.events("guest_joined")[-1]
             guest = int(joined["pid"])
             left = [guest, engine_of(guest, joined["rank"])] if fault in ENDS else []
             with ThreadPoolExecutor() as beside:
                 free = beside.submit(freed, lent.place, left)
-                lent = inject(case, lent, fault)
+                lent = inject(case, lent, record, fault)
                 free.result()
             if fault not in GUEST_STAYS:
                 case.wait(lambda served=served: guests(case, "serves") > served, f"a guest after: {fault}")

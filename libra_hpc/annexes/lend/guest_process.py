@@ -32,8 +32,9 @@ from .terms import LendTerms
 
 LEAVE_S = FREE_S = 13.0
 """From SIGTERM, or the owner's order, to SIGKILL: 10 s for its turns, and seconds for its engines."""
-SILENT_S = 12.0
-"""Without a heartbeat.  Half: a busy machine ends guests that live; double: the next run waits as long."""
+SILENT_S = 10.0
+"""Without a heartbeat; its engines end some seconds later.  Half: a busy machine ends guests that live; double: the
+next run waits as long."""
 START_S = 180.0
 """Until the first heartbeat: the interpreter starts, and the run admits it."""
 
