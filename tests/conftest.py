@@ -25,7 +25,7 @@ from libra_hpc.planning import best_plan
 from libra_hpc.slurm.queue.command import clean_environment
 
 # How long an example takes says how busy the machine is, not whether the code is right.
-settings.register_profile("libra", deadline=None)
+settings.register_profile("libra", deadline=None, max_examples=50)
 settings.load_profile("libra")
 # The profile of the machine that runs the tests must not change what they see.
 os.environ["LIBRA_HPC_SITE"] = "none"

@@ -101,6 +101,7 @@ def test_the_best_schedule_is_the_cheapest_path() -> None:
     assert set(best_schedule(runs, 1e6)) in ({2}, {4})
 
 
+@pytest.mark.nightly
 def test_the_live_planner_leaves_a_bad_split() -> None:
     work = drifting(steady, 30, SITE.prompts, SITE.group, seed=4)
     stands, moves = play(SITE, work, Static(), 1, seed=4), play(SITE, work, Live(SETTINGS, SITE), 1, seed=4)
@@ -170,6 +171,7 @@ def test_the_run_file_of_a_site_has_its_layout() -> None:
     assert layout_of(run_file(site, SETTINGS)) == Layout((2, 1), ((4, 1),) * 4)
 
 
+@pytest.mark.nightly
 def test_what_one_hybrid_node_cannot_follow_is_repartitioned() -> None:
     site = msgspec.structs.replace(SITE, core=(3, 2), model="qwen3-8b", token_s=8e-4)
     work = drifting(lambda step: curriculum(step + 24), 56, SITE.prompts, SITE.group, seed=10)

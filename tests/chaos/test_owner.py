@@ -23,6 +23,7 @@ __all__ = ["disk"]
 pytestmark = [pytest.mark.timeout(300)]
 
 
+@pytest.mark.chaos
 def test_ranks_of_a_killed_owner_save_and_say_so_and_the_run_goes_on(tmp_path: Path) -> None:
     case = Chaos(tmp_path, steps=60)
     run = case.submit()

@@ -35,6 +35,7 @@ def fill(disk: Path) -> Path:
     return filler
 
 
+@pytest.mark.chaos
 def test_a_run_goes_on_through_a_full_disk_and_loses_nothing(tmp_path: Path, disk: Path) -> None:
     case = Chaos(tmp_path, steps=80)
     case.submit()

@@ -116,14 +116,12 @@ FUNCTIONS = [
     ("advantage", "def f(rewards): return rewards[:-1]", "it fails for a group (ValueError: "),
     ("advantage", "def f(rewards): raise BaseException('no')", "it fails for a group (BaseException: no); task.tri"),
     ("advantage", "def f(rewards): exit(0)", "it fails for a group (SystemExit: 0); task.trial = false skips this"),
-    ("loss", "def f(tokens, low, high): raise SystemExit", "it fails for three tokens (SystemExit: ); task.trial = fa"),
     ("loss", "def f(tokens): return tokens.logprobs", "it fails for three tokens (TypeError: f() takes 1 positional"),
     (
         "loss",
         "def f(tokens, low, high): return -tokens.logprobs.sum(), tokens.logprobs > 0",
         "it made shapes ((), (3,))",
     ),
-    ("loss", "def f(t, low, high): return t.advantages, t.advantages > 0", "it fails for three tokens (RuntimeError: "),
 ]
 """Key of ``[algorithm]``, a file's only line, and the sentence."""
 TEMPLATES = {

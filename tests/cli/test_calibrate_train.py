@@ -42,7 +42,7 @@ def arguments(model: Path, out: Path, *more: str) -> list[str]:
     return ["calibrate", "train", "--model", str(model), "-o", str(out), *quick, *more]
 
 
-@pytest.mark.engine
+@pytest.mark.nightly
 def test_a_replica_without_weights_is_measured_here(cli: Cli, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("megatron")
     out = tmp_path / "speed.json"
@@ -55,7 +55,7 @@ def test_a_replica_without_weights_is_measured_here(cli: Cli, model: Path, tmp_p
     assert f"--train-speed {out}" in " ".join(done.out.split())
 
 
-@pytest.mark.engine
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_replica_is_measured_in_a_job(
     cluster: ClusterInfo, cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

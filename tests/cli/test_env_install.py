@@ -33,6 +33,7 @@ def test_an_environment_is_made_from_a_folder_of_wheels(cli: Cli, pinned: Path, 
     subprocess.run([made / "bin/python", "-I", "-c", "import zz_verifiers, zz_taskset"], check=True)
 
 
+@pytest.mark.nightly
 def test_mistakes_are_one_sentence(cli: Cli, pinned: Path, tmp_path: Path) -> None:
     given = ("env", "install", "verifiers", str(tmp_path / "vf"), "--wheels")
     assert one_line(cli("env", "install", "verifier", "x")).endswith("valid: verifiers (did you mean 'verifiers'?).")

@@ -146,7 +146,7 @@ SLOW_TRAINING = {
 """One node of four trains, and is the slower stage by far; halfway the work changes for good."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_lasting_change_lays_the_ranks_out_anew_inside_the_job(cluster: ClusterInfo, tmp_path: Path) -> None:
     case = DryRun(tmp_path, "slurm", steps=0)
     run = case.submit(

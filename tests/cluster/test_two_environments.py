@@ -149,11 +149,8 @@ def test_the_login_environment_lacks_every_engine(checkout: Path) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("afterwards", ["", pytest.param(AFTERWARDS, marks=pytest.mark.nightly)], ids=["run", "verbs"])
-def test_readmes_cluster_path_works_from_a_login_node_without_engines(
-    cluster: ClusterInfo, checkout: Path, afterwards: str
-) -> None:
+@pytest.mark.nightly
+def test_readmes_cluster_path_works_from_a_login_node_without_engines(cluster: ClusterInfo, checkout: Path) -> None:
     lines = readme_commands()
     assert len(lines) <= 10
     model = f"MODEL={checkout}/model"
@@ -172,6 +169,6 @@ def test_readmes_cluster_path_works_from_a_login_node_without_engines(
     assert "#SBATCH hetjob" in done.stdout, "the job script of the real run"
 
     variables = "\n".join(line for line in script.splitlines() if re.match(r"[A-Z]+=", line))
-    for command in afterwards.strip().splitlines():
+    for command in AFTERWARDS.strip().splitlines():
         done = login_shell(checkout, f"{variables}\n{command}")
         assert (done.returncode, "Traceback" in done.stderr) == (0, False), (command, done.stdout, done.stderr)

@@ -126,9 +126,8 @@ def chat_policy(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "more", [False, pytest.param(True, marks=[pytest.mark.nightly, pytest.mark.timeout(2400)])], ids=["some", "all"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.timeout(2400))], ids=["some", "all"])
 def test_what_a_mixture_of_workloads_samples_is_what_it_trains(
     chat_policy: Path, tmp_path: Path, more: bool, request: pytest.FixtureRequest
 ) -> None:

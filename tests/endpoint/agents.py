@@ -6,11 +6,13 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, BadRequestError
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 PARAMETERS = {"type": "object", "properties": {"thing": {"type": "string"}}}
 LOOK = {"name": "look", "description": "Look at a thing.", "parameters": PARAMETERS}
@@ -68,6 +70,9 @@ async def responses(row: Any, client: AsyncOpenAI) -> None:
 
 
 async def anthropic(row: Any, endpoint: Any, box: Any) -> None:
+    # It takes as long to import as torch, and every worker collects.
+    from anthropic import AsyncAnthropic
+
     async with AsyncAnthropic(base_url=endpoint.url.removesuffix("/v1"), api_key=endpoint.key) as client:
         await _anthropic(row, client)
 

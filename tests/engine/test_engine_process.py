@@ -239,6 +239,7 @@ def test_a_swap_does_not_count_as_preemption(engine: EngineUnderTest, old: Model
     assert engine.idle().preemptions == before
 
 
+@pytest.mark.nightly
 def test_preemptions_for_lack_of_blocks_are_counted_across_a_swap(engine: EngineUnderTest, new: Model) -> None:
     before = engine.idle()
     assert before.kv_use == 0.0, "vLLM's own block is not counted"

@@ -15,6 +15,7 @@ from libra_hpc_cli import plan as command
 from libra_hpc.planning import best_plan, initial, scaling_curve
 from libra_hpc.planning import remembered as memory
 from libra_hpc.policies.search.run_plan import PlanResult
+from tests.conftest import shared
 
 STAGES = ("train", "hybrid", "rollout")
 NODES = "".join(f'[components.{stage}]\nnodes = 2\ngpus = 8\ngpu_type = "a800"\n' for stage in STAGES)
@@ -22,7 +23,7 @@ REST = """
 [model]
 path = "qwen3-14b"
 [algorithm]
-prompts_per_step = 64
+prompts_per_step = 16
 [rollout]
 max_model_len = 32768
 max_num_seqs = 256
@@ -68,7 +69,7 @@ def small_plays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture(scope="session")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Plans of all commands: many tests ask the same question."""
-    return tmp_path_factory.mktemp("answers")
+    return shared(tmp_path_factory) / "answers"
 
 
 @pytest.fixture

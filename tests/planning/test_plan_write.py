@@ -34,18 +34,15 @@ def rows(call: Call, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("example", "model", "nodes"),
+    ("example", "model", "nodes", "split"),
     [
-        ("a800-48-qwen3-14b", "qwen3-14b", (2, 2, 2)),
-        ("a800-48-qwen3-14b", "qwen3-8b", (1, 0, 3)),
-        ("a800-48-qwen3-8b", "qwen3-8b", (2, 2, 2)),
-        ("a800-48-qwen3-8b", "qwen3-4b", (1, 1, 1)),
-        ("a800-8", "qwen3-4b", (1, 0, 1)),
-        ("dry-run", "qwen3-14b", (2, 1, 3)),
-        ("a800-48-qwen3-14b", "qwen3-30b-a3b", (2, 1, 1)),
+        ("a800-48-qwen3-14b", "qwen3-14b", (2, 2, 2), "explicit"),
+        ("a800-48-qwen3-8b", "qwen3-4b", (1, 1, 1), "auto"),
+        ("a800-8", "qwen3-4b", (1, 0, 1), "auto"),
+        ("dry-run", "qwen3-14b", (2, 1, 3), "auto"),
+        ("a800-48-qwen3-14b", "qwen3-30b-a3b", (2, 1, 1), "auto"),
     ],
 )
-@pytest.mark.parametrize("split", ["auto", "explicit"])
 def test_every_row_can_be_written_and_passes_the_checks(
     example: str, model: str, nodes: tuple[int, int, int], split: str, tmp_path: Path, call: Call
 ) -> None:
@@ -63,7 +60,7 @@ def test_every_row_can_be_written_and_passes_the_checks(
     arguments = [part for value in overrides for part in ("-o", value)]
     count = rows(call, *arguments)
     assert count >= 1
-    for row in range(1, count + 1):
+    for row in {1, count}:
         call.shown(*arguments, "--write", "chosen.toml", "--choose", str(row), "--force")
         config = load_run_file(tmp_path / "chosen.toml")
         assert config.components.split == "explicit"

@@ -51,7 +51,9 @@ def resolved(name: str, folder: Path) -> RunConfig:
     return initial_plan(config, rooms=rooms).config if config.components.split == "auto" else config
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * name.startswith("a800-48-qwen3-8b")) for name in FILES]
+)
 def test_an_a800_file_is_good_and_uses_every_gpu(name: str, tmp_path: Path) -> None:
     config = resolved(name, tmp_path)
     shape, memory = check_run(config)

@@ -116,7 +116,7 @@ def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_and_a_standby(
 @pytest.mark.parametrize(
     ("kind", "layout", "recompute"),
     [
-        ("qwen3", Layout(tp=2), "selective"),
+        pytest.param("qwen3", Layout(tp=2), "selective", marks=pytest.mark.nightly),
         ("qwen3_moe", Layout(tp=2, dp=2, ep=2, etp=2), "none"),
         pytest.param("qwen2", Layout(pp=2, dp=2), "full", marks=pytest.mark.nightly),
         pytest.param("qwen2_moe", Layout(tp=2, cp=2, ep=2, etp=1), "none", marks=pytest.mark.nightly),

@@ -34,8 +34,7 @@ def assert_equal(one: TrainEngine, other: TrainEngine) -> None:
     assert not [name for (name, value), twin in pairs if not torch.equal(value, twin)]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen3", torch.float32), ("qwen3_moe", torch.bfloat16)])
 def test_updates_are_equal_to_the_bit(
     kind: str, dtype: torch.dtype, tmp_path: Path, world: ReplicaPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,7 @@ def in_a_child(base: str) -> None:
         torch.save(resume(Path(base), world.split), Path(base) / "differences")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_resume_is_exact_with_transformer_engine_and_apex_importable(tmp_path: Path) -> None:
     make_model("qwen3", tmp_path / "model")
     for package in ("transformer_engine", "apex"):

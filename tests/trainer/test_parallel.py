@@ -28,7 +28,7 @@ ONE_GROUP = {"num_key_value_heads": 1}
     ("kind", "keys", "layout", "recompute"),
     [
         ("qwen3", ONE_GROUP, Layout(tp=2), "selective"),
-        ("olmo2", ONE_GROUP, Layout(tp=2), "selective"),
+        pytest.param("olmo2", ONE_GROUP, Layout(tp=2), "selective", marks=pytest.mark.nightly),
         ("qwen2", {"tied": True, "layers": 3}, Layout(pp=2), "none"),
         ("qwen3", {"tied": True}, Layout(dp=3), "none"),
         pytest.param("qwen3_5_text", {}, Layout(tp=2, pp=2), "selective", marks=pytest.mark.nightly),
@@ -103,7 +103,7 @@ def test_ranks_share_the_work_of_one_long_sequence() -> None:
     ("kind", "layout", "recompute"),
     [
         ("qwen3", Layout(cp=2), "selective"),
-        ("olmo3", Layout(cp=2), "selective"),
+        pytest.param("olmo3", Layout(cp=2), "selective", marks=pytest.mark.nightly),
         pytest.param("olmo3", Layout(tp=2, pp=2, cp=2), "none", marks=pytest.mark.nightly),
         pytest.param("qwen2", Layout(tp=2, cp=2), "full", marks=pytest.mark.nightly),
         pytest.param("qwen3", Layout(cp=2, dp=2), "none", marks=pytest.mark.nightly),

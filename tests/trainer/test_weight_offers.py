@@ -201,8 +201,8 @@ def test_the_cast_is_that_of_megatron(tmp_path: Path, world: ReplicaPlace) -> No
 @pytest.mark.parametrize(
     ("kind", "keys", "layout"),
     [
-        ("phi3", {}, Layout(tp=2)),
-        ("qwen2", {"tied": True, "layers": 3}, Layout(pp=2, dp=2)),
+        pytest.param("phi3", {}, Layout(tp=2), marks=pytest.mark.nightly),
+        pytest.param("qwen2", {"tied": True, "layers": 3}, Layout(pp=2, dp=2), marks=pytest.mark.nightly),
         ("qwen3_moe", {}, Layout(dp=2, ep=2)),
         pytest.param("qwen3", {}, Layout(dp=2), marks=pytest.mark.nightly),
         pytest.param("glm4", {"num_key_value_heads": 1}, Layout(tp=2, dp=2), marks=pytest.mark.nightly),

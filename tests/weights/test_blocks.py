@@ -54,6 +54,10 @@ KINDS = sorted(
 """One family of those with the same tensors; a tied embedding is the same thing in all."""
 
 
+MANY = ("glm4_moe", "olmoe", "qwen2_moe", "qwen3_next")
+"""Families whose layouts of experts are tried at night: they take long, and routed ones are alike in all."""
+
+
 def worlds(shape: Architecture) -> list[ReplicaPlace]:
     """Layouts of its experts."""
     found = [one for one in WORLDS if shape.experts or one.ep == one.etp == 1]
@@ -102,9 +106,7 @@ def test_a_rank_has_what_it_loads(family: str, tied: bool, tp: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "tied"),
-    # All layouts of experts take long; routed ones are alike in all families.
-    [pytest.param(*kind, marks=[pytest.mark.nightly] * (kind[0] in ("olmoe", "qwen2_moe"))) for kind in KINDS],
+    ("family", "tied"), [pytest.param(*kind, marks=[pytest.mark.nightly] * (kind[0] in MANY)) for kind in KINDS]
 )
 def test_every_element_is_offered_once_whatever_the_layout(family: str, tied: bool) -> None:
     """Cut by the optimizer as well, at places that no row or head respects."""

@@ -33,9 +33,9 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2, 3
 )
 def test_noise_alone_moves_nothing(train_s: float, rollout_s: float, hybrids: int, noise: float, seed: int) -> None:
     plant = Plant(ideal(train_s, rollout_s), hybrids=hybrids, train=7 if hybrids > 1 else 0, seed=seed, noise=noise)
-    plant.run(1000, plant.planner(), interval=2.0)
+    plant.run(500, plant.planner(), interval=2.0)
     assert plant.moves == []
-    assert len(plant.decisions) > 300
+    assert len(plant.decisions) > 150
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -273,7 +273,7 @@ def test_a_large_imbalance_moves_several_nodes_at_once(seed: int) -> None:
     assert train in (8, 9, 10)  # the best is 9: 24 / 9 against 8 / 3
 
 
-@pytest.mark.parametrize("limit", [3, 6])
+@pytest.mark.parametrize("limit", [3, pytest.param(6, marks=pytest.mark.nightly)])
 def test_a_workload_that_swings_for_ever_cannot_buy_more_moves_than_the_bound(limit: int) -> None:
     swings: Shape = lambda n, m, mean: (8.0 * mean / 50.0 / n, 400.0 / mean / m)  # noqa: E731
     plant = Plant(swings, hybrids=4, noise=0.02, switch_s=1.0, prompts=16)

@@ -217,7 +217,7 @@ def assert_at_work(run: Run) -> None:
     assert run.pool.forming is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data(), UNITS, st.sampled_from(["train", "rollout"]), st.booleans())
 def test_whatever_the_network_does_every_node_comes_to_the_newest_layout(
     data: st.DataObject, units: dict[int, tuple[int, ...]], role: str, works: bool
@@ -228,7 +228,7 @@ def test_whatever_the_network_does_every_node_comes_to_the_newest_layout(
     assert_at_work(disturbed(run, data, 4, 5))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data(), SHARING)
 def test_whatever_happens_a_core_that_is_wanted_trains_and_all_others_work(
     data: st.DataObject, units: dict[int, tuple[int, ...]]

@@ -18,8 +18,7 @@ from libra_hpc.policies.search.train_layout import ROUNDING, Hybrid, TrainSearch
 from tests.policies.control.plant_costs import A800, QWEN, FakeSteps, agentic, fake
 
 
-@pytest.mark.parametrize("nodes", [1, 3, 6])
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize(("name", "nodes"), [("qwen3-8b", 1), ("qwen3-8b", 6), ("qwen3-30b-a3b", 3)])
 def test_every_training_layout_was_compared(name: str, nodes: int) -> None:
     """Dense models and mixtures of experts, with every degree of parallelism."""
     cost = TrainCost(model_shape(name), A800, 8, agentic(256).training)
