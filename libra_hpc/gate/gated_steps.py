@@ -137,4 +137,5 @@ class GatedSteps:
 
     def stepped(self, seconds: float) -> None:
         """A step has ended."""
+        self._page.stepped()
         self._gate.stepped(self._batches.take(), seconds, self._clock())

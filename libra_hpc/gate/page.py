@@ -1,6 +1,6 @@
 """The page that a server shares with the guest on its device: a file of 4096 bytes in memory, 64 slots of 64 bytes.
 
-- Slot 0, of the lender: magic, format, and 1 while the owner gives nothing.
+- Slot 0: magic, format, 1 while the owner gives nothing (of the lender), and the end of the last step (of the guest).
 - Slots 1 to 63, one per server process: what it serves, at least every 0.25 s.
 - A slot changes while it is read -> read again; it stays torn -> its process counts as silent.
 - A process has ended without freeing its slot -> the slot does not count.
@@ -22,17 +22,19 @@ from libra_hpc.errors import invalid
 from libra_hpc.files import write_atomic
 from libra_hpc.policies.serving.serving_view import ServingView
 
-MAGIC, FORMAT = b"LIBRASRV", 2
+MAGIC, FORMAT = b"LIBRASRV", 3
 PAGE_BYTES, SLOT_BYTES, SLOTS = 4096, 64, 64
-HEAD = struct.Struct("<8sII")
-SLOT = struct.Struct("<IIQII")
+HEAD = struct.Struct("<8sIIQ")
+CLOSED_AT, STEPPED_AT = 12, 16
+"""Bytes before its last two fields, which have different writers."""
+SLOT = struct.Struct("<IIQIIII")
 """Process id (0: free), sequence (odd while it is written), `time.monotonic_ns` of the write, requests served,
-thousandths of its KV caches in use."""
+thousandths of its KV caches in use, 99 % quantiles of first tokens alone and beside the guest (microseconds)."""
 TRIES = 64
 """Reads of a slot until it is torn; writing one takes some microseconds."""
 ENDED_S = 2.0
 """Seconds of silence until it is looked up whether the process lives; eight beats."""
-NS = 1e-9
+NS, MICRO = 1e-9, 1e-6
 
 
 class Page:
@@ -50,16 +52,20 @@ class Page:
     @classmethod
     def create(cls, path: Path, mode: int = 0o600) -> Self:
         """Make a page, open and without a server."""
-        write_atomic(path, HEAD.pack(MAGIC, FORMAT, 0).ljust(PAGE_BYTES, b"\0"), mode)
+        write_atomic(path, HEAD.pack(MAGIC, FORMAT, 0, 0).ljust(PAGE_BYTES, b"\0"), mode)
         return cls(path)
 
     def set_closed(self, closed: bool) -> None:
-        HEAD.pack_into(self._map, 0, MAGIC, FORMAT, closed)
+        struct.pack_into("<I", self._map, CLOSED_AT, closed)
+
+    def stepped(self) -> None:
+        """A step of the guest has ended."""
+        struct.pack_into("<Q", self._map, STEPPED_AT, time.monotonic_ns())
 
     def read(self) -> ServingView:
         """What all processes of the server do, in seconds of `time.monotonic`."""
         closed = bool(HEAD.unpack_from(self._map)[2])
-        written, served, kv_use = inf, 0, 0.0
+        written, served, kv_use, alone_s, beside_s = inf, 0, 0.0, 0.0, 0.0
         for offset in range(SLOT_BYTES, PAGE_BYTES, SLOT_BYTES):
             if self._map[offset : offset + 4] == b"\0\0\0\0":
                 continue
@@ -68,16 +74,17 @@ class Page:
                 continue
             written, served = min(written, slot.written), served + slot.served
             kv_use = max(kv_use, slot.kv_use)
-        return ServingView(closed, written if written < inf else -inf, served, kv_use)
+            alone_s, beside_s = max((alone_s, beside_s), (slot.alone_s, slot.beside_s), key=lambda one: one[::-1])
+        return ServingView(closed, written if written < inf else -inf, served, kv_use, alone_s, beside_s)
 
     def _slot(self, offset: int) -> ServingView | None:
         """One process; None for one that has ended."""
         for _ in range(TRIES):
-            pid, sequence, written, served, kv_use = SLOT.unpack(self._map[offset : offset + SLOT.size])
+            pid, sequence, written, served, kv_use, *micros = SLOT.unpack(self._map[offset : offset + SLOT.size])
             if not sequence % 2 and self._map[offset : offset + 8] == struct.pack("<II", pid, sequence):
                 break
         else:
             written = 0
         if not pid or (time.monotonic() - written * NS > ENDED_S and not os.path.exists(f"/proc/{pid}")):
             return None
-        return ServingView(False, written * NS, served, kv_use / 1000)
+        return ServingView(False, written * NS, served, kv_use / 1000, *(MICRO * one for one in micros))

@@ -7,7 +7,7 @@ import os
 import struct
 from pathlib import Path
 
-from libra_hpc.gate.page import NS, PAGE_BYTES, SLOT, SLOT_BYTES
+from libra_hpc.gate.page import MICRO, NS, PAGE_BYTES, SLOT, SLOT_BYTES
 from libra_hpc.policies.serving.serving_view import ServingView
 
 
@@ -23,7 +23,15 @@ class PageWriter:
         """Write a view, but for ``closed``."""
         self._put(self._sequence + 1)
         written, kv_use = round(view.written / NS), round(1000 * view.kv_use)
-        SLOT.pack_into(self._map, self._offset, self._pid, self._sequence + 1, written, view.served, kv_use)
+        fields = (
+            self._sequence + 1,
+            written,
+            view.served,
+            kv_use,
+            round(view.alone_s / MICRO),
+            round(view.beside_s / MICRO),
+        )
+        SLOT.pack_into(self._map, self._offset, self._pid, *fields)
         self._sequence = (self._sequence + 2) % (1 << 32)
         self._put(self._sequence)
 

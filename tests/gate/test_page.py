@@ -34,29 +34,31 @@ def test_a_new_page_is_open_and_has_no_server(path: Path) -> None:
 
 
 def test_the_layout_is_that_of_the_middleware(path: Path) -> None:
-    PageWriter(path, 2, pid=os.getpid()).write(ServingView(written=5.0, served=3, kv_use=0.25))
+    PageWriter(path, 2, pid=os.getpid()).write(ServingView(False, 5.0, 3, 0.25, 0.5, 0.75))
     raw = path.read_bytes()
-    assert raw[:16] == struct.pack("<8sII", b"LIBRASRV", 2, 0)
-    assert struct.unpack_from("<IIQII", raw, 2 * SLOT_BYTES) == (os.getpid(), 2, 5_000_000_000, 3, 250)
+    assert raw[:24] == struct.pack("<8sIIQ", b"LIBRASRV", 3, 0, 0)
+    slot = (os.getpid(), 2, 5_000_000_000, 3, 250, 500_000, 750_000)
+    assert struct.unpack_from("<IIQIIII", raw, 2 * SLOT_BYTES) == slot
 
 
 def test_a_view_is_read_as_it_was_written(path: Path) -> None:
-    written = view(served=3, kv_use=0.25)
+    written = view(served=3, kv_use=0.25, alone_s=0.5, beside_s=0.75)
     PageWriter(path).write(written)
     assert Page(path).read() == pytest.approx(written, abs=1e-6)
 
 
 def test_processes_add_up_and_the_oldest_sign_of_life_counts(path: Path) -> None:
     now = time.monotonic()
-    PageWriter(path, 1).write(view(written=now - 1.0, served=1, kv_use=0.5))
-    PageWriter(path, 63).write(view(written=now, served=2, kv_use=0.25))
-    assert Page(path).read() == pytest.approx(ServingView(False, now - 1.0, 3, 0.5), abs=1e-6)
+    PageWriter(path, 1).write(view(written=now - 1.0, served=1, kv_use=0.5, alone_s=0.25, beside_s=0.5))
+    PageWriter(path, 63).write(view(written=now, served=2, kv_use=0.25, alone_s=0.75))
+    assert Page(path).read() == pytest.approx(ServingView(False, now - 1.0, 3, 0.5, 0.25, 0.5), abs=1e-6)
 
 
 def test_the_owner_closes_and_opens(path: Path) -> None:
     guest, lender = Page(path), Page(path)
     for closed in (True, False):
         lender.set_closed(closed)
+        guest.stepped()
         assert guest.read().closed is closed
 
 
@@ -115,7 +117,7 @@ def test_no_view_is_torn(path: Path) -> None:
         (None, "No such file"),
         (b"", "gate.page"),
         (b"x" * PAGE_BYTES, "another format"),
-        (HEAD.pack(MAGIC, FORMAT + 1, 0).ljust(PAGE_BYTES, b"\0"), "another format"),
+        (HEAD.pack(MAGIC, FORMAT + 1, 0, 0).ljust(PAGE_BYTES, b"\0"), "another format"),
     ],
     ids=("none", "empty", "text", "newer"),
 )

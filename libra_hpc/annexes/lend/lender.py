@@ -199,6 +199,7 @@ class Lender:
             new, self._written_at = msgspec.structs.replace(new, since=time.time()), float("-inf")
         if now - self._written_at < records.RENEW_S:
             return
+        view = self._page.read()
         self._written_at, self._record = (
             now,
             msgspec.structs.replace(
@@ -207,6 +208,8 @@ class Lender:
                 lent_s=round(self._lent_s, 1),
                 revoked=self._revoked,
                 offers=tuple(sorted(str(file.parent.parent) for file in self._offered)),
+                alone_ms=round(1000 * view.alone_s, 1),
+                beside_ms=round(1000 * view.beside_s, 1),
             ),
         )
         try:

@@ -59,6 +59,9 @@ class LenderRecord(msgspec.Struct, frozen=True):
     """Times that its owner took it back from a guest."""
     offers: tuple[str, ...] = ()
     """Folders of the runs that it is offered to, or that have it."""
+    alone_ms: float = 0.0
+    """See `ServingView.alone_s`."""
+    beside_ms: float = 0.0
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path:

@@ -20,8 +20,10 @@ from libra_hpc.annexes.lend.lender_record import LenderRecord
 from libra_hpc.annexes.lend.terms import LendTerms
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.gate.page import Page
+from libra_hpc.policies.serving.serving_view import ServingView
 from libra_hpc.process.code_stamp import code_stamp
 from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
+from tests.gate.page_writer import PageWriter
 
 GUEST = """
 import json, os, signal, sys, time
@@ -141,6 +143,12 @@ def test_one_run_has_it_until_its_owner_revokes_it_and_then_the_next_has_its_tur
     paused = scene.reach("paused")
     assert (paused.why, paused.borrower, paused.tokens > 0) == ("revoked", "", True)
     assert scene.page.read().closed
+    first = ServingView(written=time.monotonic() + 600.0, alone_s=0.1, beside_s=0.11)
+    PageWriter(scene.place.with_name("private") / "page", 2).write(first)
+    wait(
+        lambda: (record := scene.record()) is not None and (record.alone_ms, record.beside_ms) == (100.0, 110.0),
+        "first tokens",
+    )
     assert lives(guests(one)[0]), "it sleeps"
     records.revoked_file(scene.place, "l").unlink()
     wait(lambda: guests(two), "a guest of the run that had none")

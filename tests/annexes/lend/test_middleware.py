@@ -23,7 +23,7 @@ httpx = pytest.importorskip("httpx")
 PLUGIN = """
 import asyncio, sys
 from vllm.v1.metrics.loggers import load_stat_logger_plugin_factories
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 import libra_hpc_serving
 (kind,) = [one for one in load_stat_logger_plugin_factories() if one.__name__ == "EngineCounts"]
 engines = [kind(None, number) for number in range(2)]
@@ -31,8 +31,9 @@ async def serve():
     libra_hpc_serving.Watch(None).begin()
     while line := await asyncio.to_thread(sys.stdin.readline):
         for number, (running, waiting, deferred, used) in enumerate(eval(line)):
-            stats = SchedulerStats(running, waiting, deferred, kv_cache_usage=used)
-            engines[number].record(stats, None, engine_idx=number)
+            stats, tokens = SchedulerStats(running, waiting, deferred, kv_cache_usage=used), IterationStats()
+            tokens.time_to_first_tokens_iter += 20 * [used]
+            engines[number].record(stats, tokens, engine_idx=number)
             engines[number].record(None, None, engine_idx=number)
 asyncio.run(serve())
 """
@@ -47,9 +48,9 @@ def test_the_page_has_what_the_engines_of_vllm_run_and_the_use_of_the_fullest(tm
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True, bufsize=1) as server:
         assert server.stdin is not None
         for line, expected in (
-            ("((2, 1, 0, 0.25), (0, 0, 1, 0.625))", (4, 0.625)),
-            ("((0, 0, 0, 0.0), (0, 1, 0, 0.125))", (1, 0.125)),
-            ("((0, 0, 0, 0.0), (0, 0, 0, 0.0))", (0, 0.0)),
+            ("((2, 1, 0, 0.25), (0, 0, 1, 0.625))", (4, 0.625, 0.625, 0.0)),
+            ("((0, 0, 0, 0.0), (0, 1, 0, 0.125))", (1, 0.125, 0.625, 0.0)),
+            ("((0, 0, 0, 0.0), (0, 0, 0, 0.0))", (0, 0.0, 0.625, 0.0)),
         ):
             server.stdin.write(line + "\n")
             while (view := page.read())[2:] != expected:
@@ -137,9 +138,37 @@ async def test_what_an_engine_runs_after_its_post_is_served_until_its_counts_are
     await until(page, 2)
     await server.go.put("")
     await request
-    assert page.read()[2:] == (2, 0.5)
+    assert page.read()[2:4] == (2, 0.5)
     serving.ENGINES[0] = time.monotonic() - serving.COUNTED_S, 2, 0.5
     await until(page, 0)
+
+
+async def test_first_tokens_count_as_beside_the_guest_once_a_step_of_it_ended_among_its_users(page: Page) -> None:
+    server = Server()
+    for steps_in, seconds in ((False, 0.125), (True, 0.5), (False, 0.25)):
+        page.stepped()
+        request = server.begin()
+        await until(page, 1)
+        if steps_in:
+            page.stepped()
+        serving.FIRST.extend(serving.LEAST * [seconds])
+        await server.go.put("")
+        await request
+        await until(page, 0)
+    while (found := page.read()[4:]) != (0.25, 0.5):
+        assert found in ((0.125, 0.0), (0.125, 0.5), (0.0, 0.0))
+        await asyncio.sleep(0.05)
+
+
+def test_the_quantile_alone_is_at_the_loads_of_those_beside() -> None:
+    first = serving.FirstTokens()
+    for served, seconds in ((1, 0.1), (8, 0.9)):
+        for number in range(100):
+            first.add(seconds + number / 1e6, served, beside=False)
+    assert first.p99() == (pytest.approx(0.9, abs=1e-3), 0.0)
+    for number in range(100):
+        first.add(0.2 + number / 1e6, 1, beside=True)
+    assert first.p99() == (pytest.approx(0.1, abs=1e-3), pytest.approx(0.2, abs=1e-3))
 
 
 async def test_an_answer_that_fails_is_not_counted_for_ever(page: Page) -> None:

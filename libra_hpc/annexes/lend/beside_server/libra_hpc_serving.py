@@ -3,6 +3,7 @@
 - A POST or a websocket, whatever its path -> somebody is served until it ends.
 - An engine behind this process runs requests, or has some wait -> they are served, too, also after their POST ended.
 - A request begins or ends, and every `BEAT_S` -> this process's slot of the page is written.
+- An engine behind this process gives a first token -> its seconds are kept, as beside the guest or alone.
 - The page cannot be used -> one line on stderr, and the server serves on as without this file.
 
 Only the standard library, Python 3.8 or newer.  ``vllm serve ... --middleware libra_hpc_serving.Watch``; in another
@@ -19,18 +20,20 @@ import os
 import struct
 import sys
 import time
+from collections import Counter, deque
 from typing import Any, Callable, Iterator  # noqa: UP035
 
 VARIABLE = "LIBRA_HPC_SERVING_PAGE"
 """Environment variable with the path of the page."""
 PAGE_BYTES = 4096
-HEAD = struct.Struct("<8sII")
-"""Slot 0, of the lender: `MAGIC`, `FORMAT`, and 1 while the owner gives nothing."""
-MAGIC, FORMAT = b"LIBRASRV", 2
+HEAD = struct.Struct("<8sIIQ")
+"""Slot 0: `MAGIC`, `FORMAT`, 1 while the owner gives nothing, and `time.monotonic_ns` of the end of the guest's last
+step."""
+MAGIC, FORMAT = b"LIBRASRV", 3
 SLOT_BYTES, SLOTS = 64, 64
-SLOT = struct.Struct("<IIQII")
+SLOT = struct.Struct("<IIQIIII")
 """Slots 1 to 63, one per server process: its id (0: free), sequence (odd while it is written), `time.monotonic_ns` of
-the write, requests it serves, thousandths of its KV caches in use."""
+the write, requests it serves, thousandths of its KV caches in use, `FirstTokens.p99` in microseconds."""
 BEAT_S = 0.25
 """Half: twice the wake-ups of an idle server; double: the guest stops for a server that is only slow."""
 DEAD_S = 2.0
@@ -38,9 +41,14 @@ DEAD_S = 2.0
 COUNTED_S = 5.0
 """Seconds for which an engine's counts hold: of several processes before one engine, each step's go to one.  Half: a
 long step counts as idle where no request is open; double: the guest waits as long for what has ended."""
+KEPT, LEAST = 512, 20
+"""First tokens that are kept, alone and beside the guest, and that a 99 % quantile needs.  Half: one burst decides it;
+double: it follows the traffic in twice the time."""
 ENGINES: dict = {}  # type: ignore[type-arg]
 """By number of the engine behind this process: `time.monotonic` of its last step, requests that run and wait, share of
 its KV caches in use; written by `libra_hpc_serving_engines`."""
+FIRST: deque = deque(maxlen=KEPT)  # type: ignore[type-arg]
+"""Seconds from a request's arrival to its first token, of those since the last beat; written by it, too."""
 
 
 class Slot:
@@ -62,12 +70,16 @@ class Slot:
                 # The map has a descriptor of its own, which would hold the lock.
                 fcntl.flock(file, fcntl.LOCK_UN)
 
-    def write(self, served: int, kv_use: int) -> None:
-        pid, now = os.getpid(), time.monotonic_ns()
+    def write(self, served: int, kv_use: int, p99: tuple[float, float] = (0.0, 0.0)) -> None:
+        pid, now, micros = os.getpid(), time.monotonic_ns(), [int(1e6 * min(seconds, 4000.0)) for seconds in p99]
         struct.pack_into("<II", self.page, self.offset, pid, self.sequence + 1)
-        SLOT.pack_into(self.page, self.offset, pid, self.sequence + 1, now, served, kv_use)
+        SLOT.pack_into(self.page, self.offset, pid, self.sequence + 1, now, served, kv_use, *micros)
         self.sequence = (self.sequence + 2) % (1 << 32)
         struct.pack_into("<I", self.page, self.offset + 4, self.sequence)
+
+    def guest_stepped(self) -> int:
+        """`time.monotonic_ns` of the end of the guest's last step."""
+        return int(HEAD.unpack_from(self.page)[3])
 
     def free(self) -> None:
         struct.pack_into("<I", self.page, self.offset, 0)
@@ -83,6 +95,35 @@ def free_slots(page: mmap.mmap) -> Iterator[int]:
             yield offset
 
 
+class FirstTokens:
+    """Seconds until first tokens: *beside* a guest where a step of it ended since users came, else *alone*."""
+
+    def __init__(self) -> None:
+        self.alone, self.beside = deque(maxlen=KEPT), deque(maxlen=KEPT)  # type: ignore[var-annotated]
+        """Seconds, and the requests served then, as a power of 2."""
+
+    def add(self, seconds: float, served: int, beside: bool) -> None:
+        """``served``: requests in flight."""
+        (self.beside if beside else self.alone).append((seconds, served.bit_length()))
+
+    def p99(self) -> tuple[float, float]:
+        """Seconds alone, at the loads of those beside, and beside; 0: too few are known."""
+        alone, beside = (Counter(load for _, load in kept) for kept in (self.alone, self.beside))
+        enough = len(self.beside) >= LEAST
+        weighted = [(seconds, beside[load] / alone[load] if enough else 1.0) for seconds, load in self.alone]
+        return high(weighted), high([(seconds, 1.0) for seconds, _ in self.beside])
+
+
+def high(weighted: list[tuple[float, float]]) -> float:
+    """The 99 % quantile of numbers with weights; 0: too few."""
+    left = 0.01 * sum(weight for _, weight in weighted)
+    for number, weight in sorted(weighted, reverse=True) if len(weighted) >= LEAST else []:
+        left -= weight
+        if left < 0.0:
+            return number
+    return 0.0
+
+
 class Watch:
     """The middleware around ``app``."""
 
@@ -92,6 +133,9 @@ class Watch:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.open = 0
         """Requests."""
+        self.came = 0
+        """`time.monotonic_ns` when users came after a time without any."""
+        self.first, self.p99 = FirstTokens(), (0.0, 0.0)
         self.failed = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -133,10 +177,23 @@ class Watch:
             self.loop.call_later(BEAT_S, self.beat)
 
     def count(self, more: int) -> None:
+        served = self.served()
+        if self.slot is not None:
+            beside = self.slot.guest_stepped() > self.came
+            while FIRST:
+                self.first.add(FIRST.popleft(), served, beside)
+        if more > 0 and not served:
+            self.came = time.monotonic_ns()
         self.open += more
-        if self.slot is None:
-            return
+        if self.slot is not None:
+            self.p99 = self.p99 if more else self.first.p99()
+            kv_use = max([kv_use for _, kv_use in self.fresh()], default=0.0)
+            self.slot.write(self.served(), int(1000 * kv_use), self.p99)
+
+    def fresh(self) -> list[tuple[int, float]]:
+        """Requests and use of the KV caches of engines that have stepped lately."""
         since = time.monotonic() - COUNTED_S
-        fresh = [(requests, kv_use) for at, requests, kv_use in ENGINES.values() if at > since]
-        inside = sum(requests for requests, _ in fresh)
-        self.slot.write(max(self.open, inside), int(1000 * max([kv_use for _, kv_use in fresh], default=0.0)))
+        return [(requests, kv_use) for at, requests, kv_use in ENGINES.values() if at > since]
+
+    def served(self) -> int:
+        return max(self.open, sum(requests for requests, _ in self.fresh()))

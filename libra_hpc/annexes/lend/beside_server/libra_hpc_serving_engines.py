@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from libra_hpc_serving import ENGINES
+from libra_hpc_serving import ENGINES, FIRST
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 COUNTS = ("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs")
@@ -20,12 +20,13 @@ class EngineCounts(StatLoggerBase):
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self._engine = engine_index
 
-    def record(self, scheduler_stats: Any, *others: Any, **named: Any) -> None:
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *others: Any, **named: Any) -> None:
         if scheduler_stats is not None:
             # vLLM may rename what it counts: then requests are counted by the middleware alone.
             requests = sum(getattr(scheduler_stats, name, 0) for name in COUNTS)
             kv_use = getattr(scheduler_stats, "kv_cache_usage", 0.0) or 0.0
             ENGINES[self._engine] = time.monotonic(), requests, kv_use
+        FIRST.extend(getattr(iteration_stats, "time_to_first_tokens_iter", ()))
 
     def log_engine_initialized(self) -> None:
         pass
