@@ -14,6 +14,11 @@ NAME_WORDS = "letters, digits, '_', '.' and '-', a letter or digit first, at mos
 VariableName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
 ShellLine = Annotated[str, Meta(pattern=r"^[^\r\n\x00]+\Z")]
 Folder = Annotated[str, Meta(pattern=r"^[^\r\n\x00,]+\Z")]
+NodeFolder = Annotated[
+    str,
+    Valid("an absolute folder; $VARIABLES are those of the node"),
+    Meta(pattern=r"^(/([A-Za-z0-9_./-]|\$\w+|\$\{\w+\})*)?\Z"),
+]
 
 
 class RunSection(Section, frozen=True):
@@ -123,14 +128,14 @@ class ComputeSection(Section, frozen=True):
     expanded where the job starts, ``$$`` is a dollar sign: ``HF_HOME = "/lustre/$USER/hf"``."""
     shm_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Share of a node's memory that /dev/shm has; Linux gives it half."""
-    local_dir: Annotated[
-        str,
-        Valid("an absolute folder; $VARIABLES are those of the node"),
-        Meta(pattern=r"^(/([A-Za-z0-9_./-]|\$\w+|\$\{\w+\})*)?\Z"),
-    ] = ""
-    """Node-local folder for temporary files (``TMPDIR``) and caches of compilers (Triton, inductor, vLLM, CUDA), for
-    instance ``/scratch/$USER``, made where it does not exist; empty: the cluster's. One that outlives the job saves the
-    next one minutes of compilation."""
+    local_dir: NodeFolder = ""
+    """Node-local folder for temporary files (``TMPDIR``), and for compiled code without ``cache_dir``; for instance
+    ``/scratch/$USER``, made where it does not exist; empty: the cluster's."""
+    cache_dir: NodeFolder = ""
+    """Folder for compiled graphs and kernels (vLLM, inductor, Triton, CUDA) that all nodes see and no job removes, for
+    instance ``/shared/$USER/compiled``: engines of later jobs start without compilation. It is made with mode 0700, and
+    refused where others can write: its code is executed. Empty: in ``local_dir``, or where each compiler has its
+    own."""
 
 
 class Component(Section, frozen=True):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from libra_hpc.errors import UserError
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
 
-from .settings import prepare_process, read_config
+from .settings import prepare_process, read_config, under_one_name
 
 
 def main() -> int:
@@ -21,6 +22,7 @@ def main() -> int:
     dump_on_request()
     try:
         config = read_config(args.config)
+        config = under_one_name(config, Path(args.config).absolute().with_suffix(".folder"))
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -27,6 +27,8 @@ from libra_hpc.models.devices import STEP_TOKENS
 from libra_hpc.process.node_topology import loopback
 
 WORKER_EXTENSION = "libra_hpc.engine.worker_extension.WorkerExtension"
+MODEL = "model"
+"""Name of the link to its model in the folder where an engine works."""
 MIB = 1 << 20
 """Bytes."""
 CAPTURED = (
@@ -130,6 +132,19 @@ def environment(config: EngineConfig) -> dict[str, str]:
         # Execution on the CPU is eager: dynamo would only cost time.
         out |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "GLOO_SOCKET_IFNAME": "lo"}
     return out
+
+
+def under_one_name(config: EngineConfig, place: Path) -> EngineConfig:
+    """The same engine, with its model at `MODEL` in the working directory, which becomes ``place``.
+
+    The path of a model is a part of the key of its compiled graphs: an engine could use those of no other checkpoint.
+    """
+    place.mkdir(exist_ok=True)
+    link = place / MODEL
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(config.run.model.path).absolute())
+    os.chdir(place)
+    return msgspec.structs.replace(config, run=config.run.changed(model={"path": MODEL}))
 
 
 def prepare_process(config: EngineConfig) -> None:

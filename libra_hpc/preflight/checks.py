@@ -33,8 +33,8 @@ from .job_checks import (
     context_ranks_have_tokens,
     delta_nets_run,
     environment_nodes,
-    local_folder,
     model_fits_world,
+    node_folders,
     own_variables,
     processes_have_gpus,
     sane_sizes,
@@ -306,7 +306,7 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
 CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     sane_sizes,
     environment_nodes,
-    local_folder,
+    node_folders,
     component_counts,
     core_rolls_out,
     known_policy,

@@ -101,14 +101,15 @@ def idle_seats(config: RunConfig) -> list[str]:
     return [f"components.env.nodes = {env.nodes}: {seats}; {needed} would do"]
 
 
-def local_folder(config: RunConfig) -> Iterator[UserError]:
-    """``compute.local_dir`` can be made on any node."""
-    given = config.compute.local_dir
-    place = Path(os.path.normpath(given.partition("$")[0]))
-    if KERNEL.match(f"{place}/") or any(
-        os.path.exists(path) and not os.path.isdir(path) for path in (place, *place.parents)
-    ):
-        yield invalid("compute.local_dir", given, "no folder can be made there", "a folder of the nodes' own disks")
+def node_folders(config: RunConfig) -> Iterator[UserError]:
+    """``compute.local_dir`` and ``compute.cache_dir`` can be made on any node."""
+    for key, disks in {"local_dir": "the nodes' own disks", "cache_dir": "a disk that all nodes share"}.items():
+        given = getattr(config.compute, key)
+        place = Path(os.path.normpath(given.partition("$")[0]))
+        if KERNEL.match(f"{place}/") or any(
+            os.path.exists(path) and not os.path.isdir(path) for path in (place, *place.parents)
+        ):
+            yield invalid(f"compute.{key}", given, "no folder can be made there", f"a folder of {disks}")
 
 
 def cache_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:

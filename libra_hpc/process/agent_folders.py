@@ -27,6 +27,9 @@ PREFIX = "libra-"
 KEPT = f"{PREFIX}kept-"
 OWNER_FILE = "owner.lock"
 OTHERS = "not a folder of this user"
+WRITABLE = "a folder that others can write"
+COMPILED = "LIBRA_HPC_COMPILED"
+"""Variable with ``compute.cache_dir``, the folder of the compilers' caches."""
 NOBODY = 65534
 """User id that stands for root's in a container that knows one user only."""
 KEPT_S = 900.0
@@ -48,14 +51,18 @@ def _bases() -> tuple[Path, Path]:
 def make_folders() -> tuple[Path, Path]:
     """Make this agent's private and shared-memory folder, and remove those of own agents that were killed.
 
-    Raises `PermissionError` where the folder above, or that of the compilers' caches in it, is another user's.
+    Raises `PermissionError` where the folder above, or that of the compilers' caches, is another user's, or others can
+    write the latter.
     """
     remove_orphans()
-    temporary, caches = _bases()[0], _bases()[0] / f"cache-{os.getuid()}"
+    temporary, given = _bases()[0], os.environ.get(COMPILED, "")
     if temporary.stat().st_uid not in (0, os.getuid(), NOBODY):
         raise PermissionError(errno.EPERM, OTHERS, str(temporary))
-    if os.path.lexists(caches) and not _mine(caches):
-        raise PermissionError(errno.EPERM, OTHERS, str(caches))
+    caches = Path(given or temporary / f"cache-{os.getuid()}")
+    if given:
+        caches.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.path.lexists(caches) and (not _mine(caches) or caches.stat().st_mode & 0o022):
+        raise PermissionError(errno.EPERM, WRITABLE if _mine(caches) else OTHERS, str(caches))
     private, shared = (_make(base) for base in _bases())
     return private, shared
 

@@ -245,10 +245,11 @@ def folders(config: RunConfig, run: Path) -> Iterator[tuple[str, Path]]:
     """Key and folder of everything that the processes of a run read or write."""
     yield "run.dir", run
     yield "compute.local_dir", SHARED_MEMORY
-    if local := config.compute.local_dir:
-        # The folder above what the first rank may have to make.
-        above = local.partition("$")[0].rpartition("/")[0]
-        yield "compute.local_dir", Path(above or ("/" if "$" in local else local))
+    for key in ("local_dir", "cache_dir"):
+        if place := getattr(config.compute, key):
+            # The folder above what the first rank may have to make.
+            above = place.partition("$")[0].rpartition("/")[0]
+            yield f"compute.{key}", Path(above or ("/" if "$" in place else place))
     for key, text in named_paths(config).items():
         path = file_of(text) or Path(text)
         if key in NOT_ON_NODES or not path.is_absolute():

@@ -28,6 +28,7 @@ mpi = "{mpi}"
 # image = "/shared/images/libra.sif"
 # binds = ["/shared"]
 # local_dir = "/scratch/$USER"
+# cache_dir = "/shared/$USER/compiled"  # compiled code, for all nodes and later jobs
 
 [compute.env]
 # NCCL_IB_HCA = "mlx5"

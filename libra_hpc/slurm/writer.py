@@ -24,6 +24,7 @@ import jinja2
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import error_text, invalid
+from libra_hpc.process.agent_folders import COMPILED
 from libra_hpc.process.code_stamp import STAMP, code_stamp
 from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD
 from libra_hpc.slurm.interpreter import start_command
@@ -145,7 +146,7 @@ CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "VLLM_CACHE_ROOT": "vllm",
 }
-"""Variables of compilers, and their folders on the node's own disk.  By default all nodes share those of the home."""
+"""Variables of compilers, and their folders in one for all.  By default all nodes share those of the home."""
 CACHE_FOLDER = "$TMPDIR/cache-$UID"
 """Made with mode 0700 before an agent starts, which looks whose it is (`libra_hpc.process.agent_folders`)."""
 STRICT = """\
@@ -189,13 +190,17 @@ def set_up_lines(
 
 
 def local_exports(config: RunConfig) -> list[str]:
-    """Lines that put temporary files and caches into ``compute.local_dir``; a cache that has a place keeps it.
+    """Lines that put temporary files into ``compute.local_dir``, and caches there or into ``compute.cache_dir``; a
+    cache that has a place keeps it.
 
     Caches have code, so their folder is of one user (`CACHE_FOLDER`).
     """
-    local = config.compute.local_dir
-    caches = (f'export {name}="${{{name}:-{CACHE_FOLDER}/{folder}}}"' for name, folder in CACHES.items())
-    return [f'export TMPDIR="{local}"', *caches] if local else []
+    local, shared = config.compute.local_dir, config.compute.cache_dir
+    lines = [f'export TMPDIR="{local}"'] if local else []
+    lines += [f'export {COMPILED}="{shared}"'] if shared else []
+    folder = f"${COMPILED}" if shared else CACHE_FOLDER
+    caches = [f'export {name}="${{{name}:-{folder}/{own}}}"' for name, own in CACHES.items()]
+    return [*lines, *caches] if lines else []
 
 
 def shell_text(text: str) -> str:

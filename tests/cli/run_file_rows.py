@@ -189,6 +189,7 @@ RUN_FILE = [
     ),
     ("compute.setup=['module load a', 'exit 0']", "compute.setup[1] = 'exit 0': the script would end here, before the"),
     ("compute.local_dir=/proc/x", "compute.local_dir = '/proc/x': no folder can be made there; va"),
+    ("compute.cache_dir=/proc/x", "compute.cache_dir = '/proc/x': no folder can be made there; valid: a folder of a"),
     ("rollout.block_size=33", "rollout.block_size = 33: vLLM has other blocks; valid: multiples of 16."),
     ("compute.env={TMPDIR='/x'}", "compute.env.TMPDIR = '/x': the job sets it itself; valid: compute.local_dir."),
     ("slurm.mpi=none", "slurm.mpi = 'none': "),

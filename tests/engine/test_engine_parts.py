@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.engine.settings import EngineConfig, alone, engine_arguments, environment, read_config
+from libra_hpc.engine.settings import EngineConfig, alone, engine_arguments, environment, read_config, under_one_name
 from libra_hpc.engine.stats import Pacer
 from libra_hpc.engine.turns import NOT_FINITE, TurnInFlight, TurnRejected, read_prompt
 from libra_hpc.errors import UserError
@@ -53,6 +53,21 @@ def written(folder: Path, model: str = "", **fields: object) -> Path:
 def test_configuration_is_read_with_defaults(model: Path) -> None:
     found = read_config(written(model, tp=2, rollout={"kv_cache_mb": 3}))
     assert found == config(model=str(model), tp=2, kv_cache_mb=3)
+
+
+def test_engines_of_all_checkpoints_have_one_key_of_compiled_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM computes the key from its arguments; weights and seed have no part in it."""
+    monkeypatch.chdir(tmp_path)
+    arguments = []
+    for step in ("100", "200", "200"):
+        (tmp_path / step).mkdir(exist_ok=True)
+        (tmp_path / step / "config.json").write_text(step)
+        named = under_one_name(config(model=str(tmp_path / step)), tmp_path / "engine")
+        assert (Path(named.run.model.path) / "config.json").read_text() == step
+        arguments.append(engine_arguments(named))
+    assert arguments[0] == arguments[1]
 
 
 def test_an_engine_has_the_values_of_the_run_file() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from libra_hpc.process import agent_folders
 from libra_hpc.process.agent_folders import (
+    COMPILED,
     KEPT_S,
     OWNER_FILE,
     hold,
@@ -175,3 +176,15 @@ def test_a_folder_or_link_that_another_user_made_first_is_never_used(
         own(theirs)
     assert list(theirs.iterdir()) == []
     assert orphans() == []
+
+
+def test_compiled_code_is_kept_in_a_folder_that_nobody_else_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = tmp_path / "site" / "compiled"
+    monkeypatch.setenv(COMPILED, str(caches))
+    make_folders()
+    assert caches.stat().st_mode & 0o777 == 0o700
+    caches.chmod(0o770)
+    with pytest.raises(PermissionError, match="a folder that others can write"):
+        make_folders()

@@ -73,7 +73,8 @@ def test_folders_of_the_run_file_are_bound_unless_a_bind_shows_them(tmp_path: Pa
     ("local_dir", "bound"), [("/scratch", "/scratch"), ("/scratch/me", "/scratch"), ("/a/b$USER/$X", "/a")]
 )
 def test_what_is_bound_of_a_local_folder_is_there_before_the_run(local_dir: str, bound: str) -> None:
-    assert bound in binds(configured(compute={"local_dir": local_dir}), Path("/data/demo-001"))
+    for key in ("local_dir", "cache_dir"):
+        assert bound in binds(configured(compute={key: local_dir}), Path("/data/demo-001"))
 
 
 @pytest.mark.parametrize(

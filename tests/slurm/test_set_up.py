@@ -14,6 +14,7 @@ import pytest
 from libra_hpc.config.load import validate
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.process.agent_folders import COMPILED
 from libra_hpc.slurm.queue.cause import SET_UP_ENDED, with_cause
 from libra_hpc.slurm.writer import expanded, set_up_lines, shell_text
 from tests.slurm.scripts import executed
@@ -114,6 +115,15 @@ def test_caches_of_compilers_are_on_the_nodes_disk_unless_they_have_a_place(tmp_
     inductor, triton = (f"/scratch/ada/cache-{os.getuid()}/{name}" for name in ("inductor", "triton"))
     wanted = {f"TORCHINDUCTOR_CACHE_DIR={inductor}", f"TRITON_CACHE_DIR={triton}"}
     assert {*wanted, "VLLM_CACHE_ROOT=/lustre/vllm", "CUDA_CACHE_PATH=/home/cuda"} <= set(found)
+
+
+def test_caches_that_outlive_the_job_are_apart_from_temporary_files(tmp_path: Path) -> None:
+    compute = {"cache_dir": "/lustre/$USER/c", "local_dir": "/scratch/$SLURM_JOB_ID", "setup": ["SLURM_JOB_ID=17"]}
+    _, done = start(tmp_path, compute, USER="ada", CUDA_CACHE_PATH="/home/cuda")
+    assert done.returncode == 0, done.stderr
+    found = (tmp_path / "a run" / "environment").read_text().splitlines()
+    wanted = {f"{COMPILED}=/lustre/ada/c", "VLLM_CACHE_ROOT=/lustre/ada/c/vllm", "CUDA_CACHE_PATH=/home/cuda"}
+    assert {*wanted, "TMPDIR=/scratch/17"} <= set(found)
 
 
 def test_a_login_shell_reads_the_profile_of_the_site(tmp_path: Path) -> None:
