@@ -117,6 +117,12 @@ VERBS = {
         "RUN --task math --step best --wait",
         "tasks",
     ),
+    "adapter": Verb(
+        "Write the low-rank adapters of a checkpoint as a PEFT folder, for the model with which the run began.",
+        "adapter.adapter",
+        "RUN models/mine-adapter --step best",
+        "models",
+    ),
     "report": Verb(
         "Write one page about a run for others: plots, decisions, failures, configuration.",
         "report.report",

@@ -163,7 +163,7 @@ def test_a_login_node_has_every_verb_but_those_of_nodes(tmp_path: Path) -> None:
     )
     environ = {**os.environ, "LIBRA_HPC_SITE": str(site)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=True)
-    assert done.stdout.splitlines()[-1] == "join task"
+    assert done.stdout.splitlines()[-1] == "join adapter task"
     assert done.stderr.splitlines()[-1].endswith(
         "which this environment lacks; that of the nodes has it: /cuda/bin/libra-hpc task."
     )

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from libra_hpc.config.learn import OptimizerSection
 from libra_hpc.config.run import RunConfig
-from libra_hpc.models.adapters import adapter_shapes, with_adapters
+from libra_hpc.models.adapters import with_adapters
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.protocol import trainer as wire
@@ -32,7 +32,7 @@ from libra_hpc.trainer.saved.state_writer import Answer, StateWriter
 from libra_hpc.trainer.settings import write_config
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.image import Image, pin, write_pinned
-from libra_hpc.weights.names import ReplicaPlace, from_hf, to_hf, trained_entries
+from libra_hpc.weights.names import ReplicaPlace, trained_entries
 from libra_hpc.weights.pieces import offer_path, payload_path, read_offer
 
 from .batches import VOCAB, train_step
@@ -166,16 +166,11 @@ def read_state_tensors(folder: Path, settings: RunConfig = ALGORITHM) -> dict[st
     """What the ranks of a checkpoint wrote, as ``KIND/NAME`` with Hugging Face names."""
     found: dict[str, torch.Tensor] = {}
     shape = with_adapters(read_shape(folder / "policy"), *settings.lora.arguments)
-    whole = ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)
-    sizes = {**hf_shapes(shape), **adapter_shapes(shape)}
     with ShardFiles(folder, shape) as files:
-        for entry in trained_entries(shape, whole).values():
-            size = from_hf(entry, lambda name: torch.empty(sizes[name], device="meta"), shape, whole).shape
+        for entry in trained_entries(shape, ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)).values():
             for kind in ("exp_avg", "exp_avg_sq", "master"):
                 if files.has(kind):
-                    tensor = files.read(kind, entry, whole, 0, size.numel()).view(size)
-                    for name, part in zip(entry.hf, to_hf(entry, [tensor], shape), strict=True):
-                        found[f"{kind}/{name}"] = part
+                    found |= dict(zip([f"{kind}/{name}" for name in entry.hf], files.whole(kind, entry), strict=True))
     return found
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.trainer import Freed, Standby
 from libra_hpc.trainer.saved import checkpoint
+from libra_hpc.trainer.saved.peft_folder import PREFIX, write_peft
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -110,6 +112,27 @@ def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_and_a_standby(
     assert all(torch.equal(start[name], weight) for name, weight in then.items())
     again.step(train_step(2, 0))
     assert all(torch.equal(start[name], weight) for name, weight in engine.named_parameters().items())
+
+
+@pytest.mark.parametrize("kind", ["phi3", "qwen2_moe", "qwen3_5_text"])
+def test_a_peft_folder_added_to_the_model_is_the_policy(tmp_path: Path, world: ReplicaPlace, kind: str) -> None:
+    make_model(kind, tmp_path / "model")
+    engine, trainer = build(tmp_path / "model", world, optimizer=UNCLIPPED, settings=adapted(4, 8.0))
+    trainer.step(train_step(1, 0))
+    save(engine, tmp_path / "model", tmp_path / "saved")
+    write_peft(tmp_path / "saved", engine.shape, "model", tmp_path / "peft")
+    folders = (tmp_path / "peft", tmp_path / "model", tmp_path / "saved" / "policy")
+    found, base, policy = (load_file(next(folder.glob("*.safetensors"))) for folder in folders)
+    for name in (name for name, weight in policy.items() if not torch.equal(weight, base[name])):
+        module, routed, which = name.removesuffix(".weight").partition(".experts.")
+        number, _, kind = which.partition(".")
+        module += routed and (".experts" if kind == "down_proj" else ".experts.base_layer")
+        a, b = (found[f"{PREFIX}{module}.lora_{one}.weight"] for one in "AB")
+        if routed:
+            # PEFT reshapes them so.
+            a, b = a.view(8, 4, -1)[int(number)], b.view(len(b), 4, 8)[..., int(number)]
+            b = b if kind == "down_proj" else b.chunk(2)[kind == "up_proj"]
+        assert torch.allclose(base[name] + 2.0 * b @ a, policy[name], atol=1e-7), name
 
 
 @pytest.mark.engine

@@ -108,12 +108,16 @@ class ShardFiles:
             raise ValueError(f"the state has no {name}: it is of a run with another [lora]")
         if saved == parts:
             return self._span(kind, name, part, begin, end)
-        whole = []
-        for index in range(saved):
-            size = self._part_shape(entry, saved, index)
-            whole.append(self._span(kind, name, index, 0, size.numel()).view(size))
-        tensors = dict(zip(entry.hf, to_hf(entry, whole, self._shape), strict=True))
+        tensors = dict(zip(entry.hf, self.whole(kind, entry), strict=True))
         return from_hf(entry, tensors.__getitem__, self._shape, place).reshape(-1)[begin:end]
+
+    def whole(self, kind: str, entry: Entry) -> list[torch.Tensor]:
+        """All of a parameter as Hugging Face tensors, in the order of ``entry.hf``."""
+        parts, name = [], entry.hf[0]
+        for index in range(saved := self._parts[name]):
+            size = self._part_shape(entry, saved, index)
+            parts.append(self._span(kind, name, index, 0, size.numel()).view(size))
+        return to_hf(entry, parts, self._shape)
 
     def _part_shape(self, entry: Entry, parts: int, part: int) -> torch.Size:
         def empty(name: str) -> torch.Tensor:
