@@ -3,7 +3,8 @@
 - Layer: difference of two depths of the trainer's model, over a pack of one trajectory, of equal ones, of mixed ones.
   Kernels of a profile are products, attention, or the rest: elementwise operations and sums of gradients.
 - Levers, each beside its plain form: attention, head and experts, alone, over a grid of lengths and sizes; their plain
-  form comes first. Norm and gated activation: beside the least bytes that a kernel of one pass would move.
+  form comes first. So it is with what adds the gradient of a weight.
+- Norm and gated activation: beside the least bytes that a kernel of one pass would move.
 - Copies between host and device, and on the device.
 """
 
@@ -37,7 +38,14 @@ from libra_hpc.trainer.model.attention import rectangles
 from libra_hpc.trainer.model.attention_check import choose_kernel
 from libra_hpc.trainer.model.context import Columns
 from libra_hpc.trainer.model.head import choose_passes, likelihood
-from libra_hpc.trainer.model.kernels import choose_product, install_gate, one_by_one
+from libra_hpc.trainer.model.kernels import (
+    add_afterwards,
+    add_product,
+    choose_product,
+    install_gate,
+    one_by_one,
+    sum_in_products,
+)
 from libra_hpc.trainer.model.mcore import fused_bias_swiglu
 from libra_hpc.trainer.model.packing import ALONE, Pack, example, pack
 from libra_hpc.trainer.saved import checkpoint
@@ -196,7 +204,7 @@ def experts(bench: Bench, shape: ModelShape, tokens: int) -> None:
 
 
 def elementwise(bench: Bench, shape: ModelShape, tokens: int) -> None:
-    """Norm and gated activation as the trainer has them."""
+    """Norm, gated activation, and what adds the gradient of a weight, as the trainer has them."""
     element_s = tokens * 2 / (bench.hardware.hbm_bytes_s * bench.hardware.stream_efficiency)
     x, both = bench.random(tokens, shape.hidden), bench.random(tokens, 2 * shape.intermediate)
     install_gate(bench.device, x.dtype)
@@ -205,6 +213,12 @@ def elementwise(bench: Bench, shape: ModelShape, tokens: int) -> None:
     bench.both("norm", norm, (x, scale), [passes * shape.hidden * element_s for passes in (2, 5)])
     gate = partial(fused_bias_swiglu.bias_swiglu_impl, both, None)
     bench.both("gated activation", gate, (both,), [passes * shape.intermediate * element_s for passes in (3, 8)])
+    total = torch.zeros(shape.hidden, 2 * shape.intermediate, device=bench.device)
+    chosen = add_product if sum_in_products(bench.device, x.dtype) else add_afterwards
+    counted = 2 * tokens * total.numel() / (bench.hardware.peak_flops * bench.hardware.product_efficiency)
+    with torch.no_grad():
+        for name, add in {"added afterwards": add_afterwards, "the trainer's choice": chosen}.items():
+            bench.figures.add(f"gradient of a weight, {name}, s", bench.seconds(partial(add, both, x, total)), counted)
 
 
 def layer(bench: Bench, shape: ModelShape, tokens: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,12 @@ import torch.nn.functional as F
 
 from libra_hpc.config.learn import Recompute
 from libra_hpc.models.architecture import read_shape
-from libra_hpc.trainer.model import megatron_model
-from libra_hpc.trainer.model.kernels import PLAIN_GATE, Gate, gate_fault, gated_gradient, install_gate
-from libra_hpc.trainer.model.mcore import fused_bias_swiglu
+from libra_hpc.trainer.model import kernels, megatron_model
+from libra_hpc.trainer.model.kernels import PLAIN_GATE, Gate, gate_fault, gated_gradient, install_gate, sum_in_products
+from libra_hpc.trainer.model.mcore import fused_bias_swiglu, layers
 from libra_hpc.trainer.model.packing import decode, pack
 from libra_hpc.trainer.model.rotary import RotaryTable, Rotate, rotated, turn_fault, turned
+from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -70,6 +72,38 @@ def test_a_cpu_keeps_the_form_of_megatron_core(monkeypatch: pytest.MonkeyPatch) 
     # Kernels do not compile without a GPU.
     install_gate(CUDA, torch.float32)
     assert (fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back) == PLAIN_GATE
+
+
+@pytest.mark.parametrize(("kind", "recompute"), [("qwen3", "selective"), ("qwen2_moe", "none"), ("glm4", "full")])
+def test_products_that_add_to_float32_sums_give_the_same_gradients(
+    tmp_path: Path, world: ReplicaPlace, kind: str, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(kind, tmp_path)
+    added: list[torch.Size] = []
+
+    def on_cpu(tokens: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+        added.append(total.shape)
+        total.addmm_(gradient.float().t(), tokens.float())
+
+    for name in ("fused_weight_gradient_mlp_cuda", "_grad_accum_fusion_available"):
+        monkeypatch.setattr(layers, name, None, raising=False)
+    sum_in_products.cache_clear()
+    with monkeypatch.context() as stand_in:
+        stand_in.setattr(kernels, "choose", lambda *_: on_cpu)
+        assert sum_in_products(CUDA, torch.bfloat16)
+    cpu, shape, found = torch.device("cpu"), read_shape(tmp_path), []
+    for fused in (sum_in_products(cpu, torch.bfloat16), sum_in_products(CUDA, torch.bfloat16)):
+        monkeypatch.setattr(megatron_model, "sum_in_products", lambda *_, fused=fused: fused)
+        engine = TrainEngine(shape, cpu, torch.bfloat16, world, OPTIMIZER, recompute=recompute)
+        checkpoint.load_policy(engine, tmp_path)
+        packs = pack([decode(sample) for sample in samples(4)], 48, cpu)
+        engine.forward_backward(packs, lambda head, one: -head.likelihood(one.targets, 1.0).logprobs.sum())
+        found.append({name: weight.main_grad.clone() for name, weight in engine.named_parameters().items()})
+    sum_in_products.cache_clear()
+    linears = re.compile(r".*(?<!local_experts\.\d)\.linear_\w+\.weight")
+    assert len(added) == len(packs) * sum(map(bool, map(linears.fullmatch, found[0])))
+    for name, mine in found[1].items():
+        assert (mine - found[0][name]).abs().max() < 0.02 * mine.abs().max(), name
 
 
 def test_a_wrong_kernel_is_named() -> None:

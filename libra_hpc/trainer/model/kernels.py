@@ -7,6 +7,9 @@ On CUDA alone, the gated activation: 3 passes over a half of its input, and 5 fo
 for the gradient, 29 in Megatron-Core's form without a compiler. Both round less often than that, so a CPU keeps it and
 its numbers.
 
+Gradients of weights: a product adds to the float32 sums, 8 bytes a parameter and pack. With an addition behind it 12,
+one launch more, and each pack's gradient is rounded to 16 bits before.
+
 Products of several experts are one kernel, `torch.nn.functional.grouped_mm`: on Hopper and Blackwell in bfloat16 one
 launch, elsewhere a loop inside of torch. Before 2.13 torch refuses widths that are no multiple of 16 bytes.
 """
@@ -16,12 +19,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 
-from .mcore import fused_bias_swiglu
+from .mcore import fused_bias_swiglu, layers
 
 K = TypeVar("K")
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -144,3 +148,34 @@ def install_gate(device: torch.device, dtype: torch.dtype) -> None:
         fault = partial(gate_fault, device, dtype)
         chosen = choose("the gated activation has passes of its own; its kernels", gate_kernels, PLAIN_GATE, fault)
         fused_bias_swiglu.swiglu, fused_bias_swiglu.swiglu_back = chosen
+
+
+def add_product(tokens: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+    """Add a weight's gradient to its float32 sum: ``total += gradient.T @ tokens``."""
+    torch.addmm(total, gradient.t(), tokens, out_dtype=total.dtype, out=total)
+
+
+def add_afterwards(tokens: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+    """`add_product` as Megatron-Core does it by default."""
+    total.add_(gradient.t() @ tokens)
+
+
+@cache
+def sum_in_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Have Megatron-Core's linear layers use `add_product` where they ask for Apex's kernel; whether they may ask."""
+
+    def fault(kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> str:
+        source, found = torch.Generator().manual_seed(0), []
+        tokens, gradient, before = (torch.randn(64, n, generator=source).to(device, dtype) for n in (48, 64, 48))
+        for one in (kernel, add_afterwards):
+            found.append(before.float())
+            one(tokens, gradient, found[-1])
+        return difference(found[:1], found[1:], ["the sum"])
+
+    if device.type != "cuda" or dtype is torch.float32:
+        return False
+    what = "gradients of weights are added after their products; products with a float32 sum"
+    chosen = choose(what, lambda: add_product, add_afterwards, fault)
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=chosen)
+    layers._grad_accum_fusion_available = True
+    return chosen is not add_afterwards

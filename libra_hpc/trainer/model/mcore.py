@@ -19,6 +19,7 @@ with compat.eager_import():
     from megatron.core.tensor_parallel import (
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
+        layers,
         mappings,
         reduce_from_tensor_model_parallel_region,
         reduce_scatter_to_sequence_parallel_region,

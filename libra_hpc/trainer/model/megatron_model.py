@@ -28,7 +28,7 @@ from .attention import Kernel, rectangles
 from .attention_check import choose_kernel
 from .delta_net import GatedDeltaNet
 from .head import return_hidden_states
-from .kernels import install_gate
+from .kernels import install_gate, sum_in_products
 from .mcore import (
     GPTModel,
     IdentityOp,
@@ -216,7 +216,6 @@ def transformer_config(shape: Architecture, dtype: torch.dtype, place: ReplicaPl
         bias_activation_fusion=True,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
         batch_p2p_sync=False,
@@ -275,6 +274,7 @@ def build_model(
     ``recompute``: see `libra_hpc.trainer.model.recompute`; with "full" a layer stores its input alone.
     """
     config = transformer_config(shape, dtype, place)
+    config.gradient_accumulation_fusion = sum_in_products(device, dtype)
     moe.install()
     install_gate(device, dtype)
     norm = OffsetNorm if shape.kind.norm_offset else Norm
