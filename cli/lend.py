@@ -123,7 +123,9 @@ def list_lenders(as_json: JsonOption = False) -> None:
     elif not found:
         print_note("nobody lends; `libra-hpc lend serve` starts a server that does")
     else:
-        made = narrow_table("lender~", "state~", "run~", "saves>", "price>", "lent>", "tokens>", "revoked>", "users>~")
+        made = narrow_table(
+            "lender~", "state~", "run~", "saves>", "price>", "lent>", "tokens>", "revoked>", "users ms>"
+        )
         for one in found:
             made.add_row(*row(one))
         show(made)
@@ -169,7 +171,7 @@ def row(fact: dict[str, Any]) -> list[str]:
     lent, tokens = duration(fact.get("lent_s", 0.0)), short_count(fact.get("tokens", 0))
     cells = ["\n".join(column) for column in zip(*each, strict=True)] or ["-"] * 3
     alone, beside = fact.get("alone_ms", 0.0), fact.get("beside_ms", 0.0)
-    harm = f"{alone:.0f} → {beside:.0f} ms" if alone and beside else "-"
+    harm = f"{alone:.0f} → {beside:.0f}" if alone and beside else "-"
     return [fact["name"], f"{fact['state']}{why}", *cells, lent, tokens, str(fact.get("revoked", 0)), harm]
 
 

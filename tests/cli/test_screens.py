@@ -154,14 +154,14 @@ def test_what_servers_offer_cost_and_gave_is_whole_in_80_columns(
     status = synthetic.make_status(run := synthetic.make_run(tmp_path / "runs"))
     decision = msgspec.structs.replace(status.decision, lenders={"gpu-1": (1340.2, 170.0)})
     write_atomic(run.status, encode_status(msgspec.structs.replace(status, decision=decision)))
-    gave = records.LenderRecord("gpu-1", "gpu", "b", 1, 1, "4711", LendTerms(0.5), "lends", lent_s=5300.0)
-    gave = msgspec.structs.replace(gave, tokens=310_400, revoked=3, offers=(str(run.path), "/gone"))
+    gave = records.LenderRecord("gpu-1", "gpu", "b", 1, 1, "4711", LendTerms(0.5), "lends", lent_s=5300.0, alone_ms=99)
+    gave = msgspec.structs.replace(gave, tokens=310_400, beside_ms=157.4, revoked=3, offers=(str(run.path), "/gone"))
     for one in (gave, msgspec.structs.replace(gave, name="l", state="paused", why="revoked", offers=())):
         records.write_record(tmp_path, one)
     lines = cli("lend", "list").out.splitlines()
     found = " ".join(" ".join(lines).split())
     assert max(map(len, lines)) <= COLUMNS
-    assert "gpu-1 lends quick-001 1,340 s 170 s 1:28:20 310k 3 - gone - - l paused: - - - 1:28:20 310k 3 -" in found
+    assert "gpu-1 lends quick-00 1,340 s 170 s 1:28:20 310k 3 99 → 157 1 - - gone" in found
     first = json.loads(cli("lend", "list", "--json").out)[0]
     assert first["offers"][0] == {"run": str(run.path), "saves_s": 1340.2, "price_s": 170.0}
 
