@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,23 +21,20 @@ from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.measured import load
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.planning.best_plan import best_plans
-from libra_hpc.planning.borrowed_plan import BorrowedPlan, borrowed_plan
 from libra_hpc.planning.in_turn import asked_in_turn
-from libra_hpc.planning.initial import InitialPlan, hybrid_of, planned_pools
+from libra_hpc.planning.initial import hybrid_of, planned_pools
 from libra_hpc.planning.measured_train_speed import with_train_speed
 from libra_hpc.planning.request import PlanRequest, as_planned, check_gpus, request
 from libra_hpc.planning.scaling_curve import ScalingPoint, knee, steps, sweep
 from libra_hpc.planning.work import Assumed
 from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
 from libra_hpc.preflight.checked_run import known_rooms
-from libra_hpc.simulator.borrowing import Borrow, parse_borrow
 
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
 from .output import busy, picture_file, playing, print_json, print_line, show
 from .plan_write import Options, Target, check_target, write_row
 from .runs import JsonOption
-from .simulate import show_borrowed_plan
 
 RANGE = re.compile(r"^(\d+)(?:\.\.(\d+))?$")
 ASSUMED = Assumed()
@@ -121,9 +118,6 @@ def plan(
     quick: QuickOption = False,
     keep: Annotated[int, typer.Option("--best", min=1, metavar="N", help="Plans to show.")] = 5,
     explain: ExplainOption = False,
-    borrow: Annotated[
-        str, typer.Option(metavar="N:KIND", help="Also what N lenders bring; KIND: code, chat, rose, spot or flap.")
-    ] = "",
     json: JsonOption = False,
     plot: PlotOption = None,
     write: WriteOption = None,
@@ -136,7 +130,6 @@ def plan(
     target = None if write is None else Target(write, choose, force)
     if target is not None:
         check_target(target, swept=low != high)
-    lent = lenders(borrow, swept=low != high)
     config = with_absolute_paths(load_run_file(run_file, override, site_profile()))
     files = {
         key: str(file or "") for key, file in (("devices", devices), ("trace", trace), ("train_speed", train_speed))
@@ -159,14 +152,14 @@ def plan(
 
         draw_splits(result.plans, plan_tables.title(asked), plot)
     chosen = (asked, result) if made is None else (made.asked, made.result)
-    with_lenders = played(config, chosen, lent, times)
     if target is not None:
         write_row(target, run_file=run_file, overrides=override, config=config, options=given, chosen=chosen)
     if json:
-        print_json({**plan_facts(asked, result, slow), "borrowed": [one.facts() for one in with_lenders]})
+        print_json(plan_facts(asked, result, slow))
     else:
         show_plans(asked, result, slow, explain)
-        show_more(made, with_lenders)
+        if made is not None:
+            plan_tables.show_split(made)
 
 
 def question(
@@ -189,32 +182,6 @@ def best(
         slower = msgspec.structs.replace(asked, train_factor=2.0, in_turn=())
         slow = None if asked.train_speed else best_plans(slower, steps, quick=True).plans[0]
     return msgspec.structs.replace(result, plans=result.plans[:keep]), slow
-
-
-def lenders(borrow: str, *, swept: bool) -> Borrow | None:
-    """The engines of ``--borrow``; raises `UserError`."""
-    if borrow and swept:
-        raise invalid("--borrow", borrow, "with a range of --gpus there is no plan to lend to", "one number of GPUs")
-    return parse_borrow(borrow) if borrow else None
-
-
-def played(
-    config: RunConfig, chosen: tuple[PlanRequest, PlanResult], lent: Borrow | None, steps: StepLookup
-) -> list[BorrowedPlan]:
-    """The best plan with lenders, if there are any."""
-    if lent is None:
-        return []
-    asked, result = chosen
-    with busy("simulating lenders"):
-        return [borrowed_plan(config, asked, result.plans[0], lent, steps)]
-
-
-def show_more(made: InitialPlan | None, with_lenders: Sequence[BorrowedPlan]) -> None:
-    """The split that the job would choose, and what lenders bring."""
-    if made is not None:
-        plan_tables.show_split(made)
-    for one in with_lenders:
-        show_borrowed_plan(one)
 
 
 def show_plans(asked: PlanRequest, result: PlanResult, slow: RunPlan | None, explain: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,15 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.facts.series import duration
 from libra_hpc.models.shapes import KV_ELEMENT_BYTES
-from libra_hpc.planning.borrowed_plan import BorrowedPlan
 from libra_hpc.policies.scheduling.registry import policy_class, policy_names
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.simulator.borrowing import PAYS, Borrow, Borrowing, borrowing, parse_borrow
 from libra_hpc.simulator.compare import FIELD, Compared, compare_at_once
 from libra_hpc.simulator.engine.simulated_engines import build_engines
-from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
+from libra_hpc.simulator.settings import SimulationSettings
 from libra_hpc.traces.cut import cut_at
 from libra_hpc.user_file import FORM
 
@@ -92,9 +89,6 @@ def simulate(
     ] = None,
     devices: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file with further devices.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Order of the groups; 0: as in the trace.")] = 0,
-    borrow: Annotated[
-        str, typer.Option(metavar="N:KIND", help="Also borrow N engines; KIND: code, chat, rose, spot or flap.")
-    ] = "",
     skip_bad: SkipOption = False,
     limit: LimitOption = None,
     plot: Annotated[
@@ -134,9 +128,6 @@ def simulate(
         max_model_len=max_context,
     )
     note_slots(len(fleet.engines), most_at_once(work, settings), max_num_seqs)
-    if borrow:
-        show_borrowed(work, fleet.engines, parse_borrow(borrow), names, settings, json=json)
-        return
     with busy("simulating") as status:
         done = compare_at_once(work, fleet.engines, names, settings, Shown(status, len(names) * len(work)))
     if seats:
@@ -279,56 +270,3 @@ def short(tokens: int) -> str:
         if tokens >= size:
             return f"{tokens / size:.1f}{unit}" if tokens < 100 * size else f"{tokens / size:.0f}{unit}"
     return str(tokens)
-
-
-def show_borrowed(
-    work: Sequence[TrajectoryRecord],
-    engines: Sequence[EngineSpec],
-    borrow: Borrow,
-    policies: Sequence[str],
-    settings: SimulationSettings,
-    *,
-    json: bool,
-) -> None:
-    with busy("simulating"):
-        done = {name: borrowing(work, engines, borrow, name, settings, seed=settings.seed) for name in policies}
-    if json:
-        print_json({name: {**msgspec.to_builtins(one), "gain": one.gain} for name, one in done.items()})
-        return
-    print_line(f"{len(engines)} own engines, {borrow.engines} borrowed: {borrow.kind}")
-    show(borrowed_table(done, "s a batch" if settings.batch_groups else "makespan s"))
-    for name, one in done.items():
-        print_line(f"{name}: {does_it_pay(one, single=not settings.batch_groups)}")
-
-
-def borrowed_table(done: Mapping[str, Borrowing], unit: str) -> Table:
-    """One row a policy."""
-    out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
-    out.add_column("policy", no_wrap=True, vertical="bottom")
-    for heading in (f"alone\n{unit}", "with\nlenders", "as many\nown", "gain", "of that\nof own", "their\ntokens"):
-        out.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
-    for name, one in done.items():
-        seconds = (f"{value:,.1f}" for value in (one.alone, one.borrowed, one.own))
-        out.add_row(name, *seconds, f"{one.gain:.2f}", f"{one.of_own:.2f}", f"{one.tokens:.0%}")
-    return out
-
-
-def show_borrowed_plan(made: BorrowedPlan) -> None:
-    """The best plan of `libra-hpc plan` with lenders."""
-    print_line(f"\nthe best plan with {made.borrow.engines} lent engines like its first, {made.borrow.kind}:")
-    show(borrowed_table({made.policy: made.found}, "s a batch"))
-    print_line(does_it_pay(made.found, single=False))
-    if made.found.pays:
-        relation, price = "more" if made.worth.pays else "not more", duration(made.worth.needed_s)
-        saved = f"over {made.steps:,} steps it saves {duration(made.worth.saved_s)}"
-        print_line(f"{saved}, {relation} than a start of engines must bring ({price})")
-
-
-def does_it_pay(one: Borrowing, *, single: bool) -> str:
-    """Whether it pays, in a sentence."""
-    if one.pays:
-        return f"borrowing pays, a batch takes 1/{one.gain:.2f} of the time"
-    if one.alone / one.own < PAYS:
-        why = "the longest trajectory decides" if single else "training or the longest trajectories decide"
-        return f"borrowing does not pay, and own engines would not either: {why}"
-    return f"borrowing does not pay: lenders leave {one.share:.0%} of their time, or pause too long"

@@ -1,6 +1,6 @@
 """`play`: the seconds of a batch on a fleet beside training, by playing batches under the live scheduling policy.
 
-The only place that turns nodes, engines, eta, portions, nodes in turn and lenders into seconds of a batch.
+The only place that turns nodes, engines, eta, portions and nodes in turn into seconds of a batch.
 
 - eta = 0: batches follow each other; the mean of all.
 - eta > 0: batches overlap; the mean of all but the first, which finds empty engines. They end in waves of ``eta`` + 1,

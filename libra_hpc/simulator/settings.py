@@ -11,27 +11,10 @@ from libra_hpc.models.capacity import HostMemory, blocks_of
 from libra_hpc.models.devices import STEP_TOKENS
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.models.update_time import NO_UPDATE, UpdateTime
-from libra_hpc.policies.serving.step_gate import GateLimits
 from libra_hpc.protocol.trace import TrajectoryRecord
-
-from .serving_traffic import ServingRequest
 
 Training = Callable[[int, int], float]
 """(tokens of the batch, training nodes) -> seconds of one training step."""
-
-
-class LenderSpec(msgspec.Struct, frozen=True):
-    """Whose engine it is, and when it may be used."""
-
-    requests: tuple[ServingRequest, ...] = ()
-    """What the owner's server serves on the same device; it has the engine's step times."""
-    limits: GateLimits = GateLimits(0.5)
-    away: tuple[tuple[float, float], ...] = ()
-    """(from, to): when the engine is taken back, seconds."""
-    join_s: float = 5.0
-    """From the loan of a device until its engine takes turns."""
-    kv_share: float = 0.5
-    """Share of the KV cache that an own engine has."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -40,12 +23,10 @@ class EngineSpec(msgspec.Struct, frozen=True):
     steps: StepTimes
     host: HostMemory | None = None
     """Host memory behind its KV cache."""
-    lender: LenderSpec | None = None
-    """Lender of a borrowed engine; None: an own engine."""
 
 
 class Colocation(msgspec.Struct, frozen=True):
-    """The nodes of all own engines serve both stages in turn (colocation)."""
+    """The nodes of all engines serve both stages in turn (colocation)."""
 
     switch_s: float = 80.0
     """From rollout to training, and back to rollout with the new weights."""

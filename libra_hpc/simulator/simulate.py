@@ -24,7 +24,6 @@ from libra_hpc.policies.scheduling.turn_migration import Running
 from libra_hpc.protocol.trace import TrajectoryRecord
 
 from .event_queue import ROUTING, Events
-from .lenders import Lenders
 from .result import Recorder, SimulationResult
 from .settings import EngineSpec, SimulationSettings, Training, check
 from .simulated_agents import Agents
@@ -80,13 +79,8 @@ class Simulation:
         self._unseated: deque[SimulatedTrajectory] = deque()
         """Admitted trajectories that wait for a seat."""
         self._seated = 0
-        lent = [spec for spec in engines if spec.lender is not None]
         for spec in engines:
-            if spec.lender is None:
-                self._agents.up(spec, self.training.version)
-        self.lenders = Lenders(
-            lent, settings, self._agents, self._events, board=self.board, training=self.training, freed=self._freed
-        )
+            self._agents.up(spec, self.training.version)
         self._at(0.0, self._admit, None)
 
     def run(self, progress: Progress = lambda ended: None) -> SimulationResult:
@@ -245,25 +239,19 @@ class Simulation:
             self._agents.swap(version)
         self._train()
 
-    def _own(self) -> list[str]:
-        return [name for name in self.engines if name not in self.lenders.names]
-
     def _nodes_free(self) -> bool:
-        """Whether the nodes of all own engines can train now; running turns are aborted, and no other ones begin."""
-        own = self._own()
+        """Whether the nodes of all engines can train now; running turns are aborted, and no other ones begin."""
         self._events.drop(self._agents.swap)
-        for name in own:
+        for name in self.engines:
             self.board.set_open(name, False)
-        running = [sent for sent in self._sent.values() if sent.engine.name in own]
-        for sent in running:
+        for sent in self._sent.values():
             self._agents.abort(sent)
-        return not running
+        return not self._sent
 
     def _applied(self) -> None:
-        own = self._own()
-        version = min(self.engines[name].version for name in own)
+        version = min(engine.version for engine in self.engines.values())
         if self.settings.colocation is not None and version == self.training.version and self.training.idle:
-            for name in own:
+            for name in self.engines:
                 self.board.set_open(name, True)
         self.training.applied(version)
         self._admit()

@@ -68,7 +68,6 @@ class Agents:
             kv_capacity=engine.blocks * self._settings.block_size,
             version=engine.version,
             host_tokens=spec.host.tokens if spec.host else 0,
-            borrowed=spec.lender is not None,
         )
         return engine
 
@@ -144,22 +143,6 @@ class Agents:
         sent.request.aborted = True
         if sent.request.serial:
             self._act(sent.engine, sent.engine.abort, sent.request)
-
-    def at(self, name: str) -> list[SentTurn]:
-        """The turns in flight at an engine."""
-        return [sent for sent in self._requests.values() if sent.engine.name == name]
-
-    def offer(self, engine: Engine) -> None:
-        """A borrowed engine may begin a step now, if its lender's gate answers so."""
-        engine.wake(self._events.now)
-        self._step(engine)
-
-    def cut(self, engine: Engine) -> float:
-        """A borrowed engine asks again before its next step; returns when the present one ends."""
-        before = engine.next_at
-        end = engine.cut(self._events.now)
-        self._wake(engine, before)
-        return end
 
     def swap(self, version: int) -> None:
         settings = self._settings

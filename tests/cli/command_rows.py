@@ -111,16 +111,6 @@ COMMANDS = [
         "--max-context = 5: no prompt",
     ),
     ("simulate good.jsonl --batch-groups 1 --sync-s inf", "--sync-s = inf: not a finite number"),
-    *(
-        (f"simulate good.jsonl --borrow {given}", why)
-        for given, why in (
-            ("x:code", "no number of engines"),
-            ("0:code", "no number of engines"),
-            ("4:cod", "(did you mean 'code'?)"),
-            ("4:code:fast", "its rate is no number"),
-            ("4:code:-1", "its rate is no number"),
-        )
-    ),
     ("simulate empty.jsonl --device a80", "device = 'a80': unknown device; valid: a100, a800, h100, h200, h800 (did"),
     ("simulate empty.jsonl --model qwen3-14", "model = 'qwen3-14': neither a known short name nor a folder or file"),
     ("simulate empty.jsonl --gpus 3", "--buckets = '4xTP1,2xTP2,2xTP4': it has 16 GPUs, more than --gpus = 3; valid:"),

@@ -137,19 +137,3 @@ def test_bad_lines_are_passed_over_only_when_asked(tmp_path: Path, capsys: pytes
     assert "line 2" in capsys.readouterr().err
     assert simulate(str(path), *FLEET, "--skip-bad") == 0
     assert "1 bad lines" in capsys.readouterr().err
-
-
-def test_borrowed_engines_stand_between_none_and_as_many_own(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    batches = ["--batch-groups", "2", "--eta", "1", "--policy", "cmlfq"]
-    one = ["--buckets", "1xTP1", "--model", "qwen3-8b", "--device", "a800"]
-    assert simulate(str(trace), *one, *batches, "--borrow", "2:code:0.1", "--json") == 0
-    found = json.loads(capsys.readouterr().out)["cmlfq"]
-    # Of two batches, neither time is more certain.
-    assert 0.85 * found["own"] < found["borrowed"] < found["alone"] > found["own"]
-    assert found["gain"] == pytest.approx(found["alone"] / found["borrowed"])
-    assert 0.0 < found["tokens"] < 0.8
-
-
-def test_where_the_longest_trajectory_decides_it_says_so(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(str(trace), "--buckets", "8xTP1", "--policy", "cmlfq", "--borrow", "8") == 0
-    assert "borrowing does not pay, and own engines would not either" in " ".join(capsys.readouterr().out.split())

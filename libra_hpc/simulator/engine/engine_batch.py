@@ -43,23 +43,6 @@ class SimulatedBatch:
     def open(self) -> bool:
         return len(self.running) < self._limits.max_num_seqs
 
-    def left(self) -> tuple[int, int, int, int]:
-        """All that is there to compute: decodes, their contexts, tokens to prefill, and the context before those."""
-        decodes = kv_tokens = prefill = pairs = 0
-        for request in self.running:
-            if request.decoding:
-                decodes += 1
-                kv_tokens += request.tokens
-            else:
-                step = request.tokens - request.computed
-                prefill += step
-                pairs += step * (2 * request.computed + step)
-        for _, _, request in self._waiting:
-            prefill += request.tokens
-            pairs += request.tokens * request.tokens
-        context = round((pairs / prefill - prefill) / 2.0) if prefill else 0
-        return decodes, kv_tokens, prefill, max(0, context)
-
     def add(self, request: SimulatedRequest) -> None:
         self._serial += 1
         request.serial = self._serial

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.protocol.engine_state import EngineStats
@@ -60,12 +59,6 @@ class Engine:
         self._stretch = Stretch()
         self._report_at = -math.inf
         self._worked = self._due = False
-        self.before: Callable[[float], int] | None = None
-        """Asked before a step for its most tokens, where another engine shares the device; 0: none begins now."""
-        self.after: Callable[[float], None] | None = None
-        """Called when the step `work` has ended, with its seconds."""
-        self.work = (0, 0, 0, 0)
-        """Decodes of the step, their contexts, prefilled tokens, and the context before those."""
 
     @property
     def requests(self) -> int:
@@ -94,18 +87,6 @@ class Engine:
         self._swap = (version, seconds)
         self._interrupt(now)
 
-    def cut(self, now: float) -> float:
-        """Ask again before the next step; returns when the present one ends."""
-        if self._stretch.steps:
-            self._stretch.cut(now)
-            self.next_at = now = self._stretch.end
-        return now
-
-    def wake(self, now: float) -> None:
-        """Ask again: the answer may have changed."""
-        if self.next_at == IDLE:
-            self.next_at = now
-
     def advance(self, now: float) -> list[SimulatedRequest]:
         """End what is due at `next_at` and start the next step; returns the requests that ended."""
         done = self._settle(now) if self._stretch.steps else []
@@ -118,8 +99,6 @@ class Engine:
             self._report_at = now + self._limits.report_s
         if self._swap is not None:
             self._begin_pause(now)
-        elif self.before is not None and not self._asked(now):
-            self.next_at = IDLE
         else:
             self._form(now)
         if self.next_at == IDLE:
@@ -138,15 +117,6 @@ class Engine:
             self._batch.add(request)
         if late:
             self._interrupt(now)
-
-    def _asked(self, now: float) -> bool:
-        """Ask for the tokens of the next step; whether one may begin, or there is none."""
-        if not self.requests:
-            return True
-        assert self.before is not None
-        self.work = self._batch.left()
-        self._batch.budget = self.before(now)
-        return self._batch.budget > 0
 
     def report(self, now: float) -> EngineStats | None:
         """Load and totals if a report is due: every `SimulationSettings.report_s`, and when it becomes idle."""
@@ -191,8 +161,6 @@ class Engine:
         counters.steps += steps
         counters.busy_s += now - start
         self.timeline.add(start, now, len(running))
-        if self.after is not None:
-            self.after((now - start) / steps)
         self._worked = True
         generated = extra = 0
         ended = False
@@ -264,7 +232,7 @@ class Engine:
         if not decodes and not prefill:
             self.next_at = IDLE
             return
-        stretch, context = self._stretch, 0
+        stretch = self._stretch
         if prefill:
             context = max(0, round((pairs / prefill - prefill) / 2.0))
             stretch.begin(now, self._step_s(decodes, kv_tokens, prefill, context) + self._fetch_s())
@@ -273,7 +241,6 @@ class Engine:
             # After a preemption, which admits nothing, the next step may admit again.
             if left > 1 and decodes == len(running) and not preempted:
                 self._extend(left, kv_tokens)
-        self.work = (decodes, kv_tokens, prefill, context)
         self.next_at = stretch.end
 
     def _fetch_s(self) -> float:
