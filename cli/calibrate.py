@@ -1,21 +1,19 @@
 """`libra-hpc calibrate engine`: write a file of measured engine step times, for `simulate --calibration`.
 
-- ``--model``: start engines on a rollout node, in a job, or with ``--here`` on this machine, and measure them.
-- ``--run``: take the steps that a run recorded (``rollout.record_steps``), under a real workload.
+- ``--model``: start an engine on a rollout node, in a job, or with ``--here`` on this machine, and measure it.
+- ``--run``: take the steps that a run recorded (``rollout.record_steps``), under a real workload, all engines at once.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, cast
 
 import msgspec
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from libra_hpc.annexes.calibrate import measure_steps
 from libra_hpc.annexes.calibrate.host_cost import with_host_cost, write_host_cost
-from libra_hpc.annexes.calibrate.measure_engines import measure_engines
 from libra_hpc.annexes.calibrate.measure_steps import earlier, merged
 from libra_hpc.engine.settings import EngineConfig, alone, check_config
 from libra_hpc.engine.steplog import recorded
@@ -27,7 +25,7 @@ from libra_hpc.models.step_times.measured import Calibration, Fit, MeasuredTimes
 from .calibrate_train import train
 from .check import site_config
 from .job_wait import on_a_node
-from .output import PlainConsole, print_json, print_line, show, table
+from .output import busy, print_json, print_line, show, table
 from .runs import JsonOption, RunsOption, find_run
 
 DEVICES = ("cpu", "cuda")
@@ -67,9 +65,6 @@ def calibrate(
             "--name", metavar="NAME", help="Name of the device, as simulate will be asked for it; default: cpu or cuda."
         ),
     ] = "",
-    engines: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Engines that run at once, as in a run on such a machine.")
-    ] = 1,
     dtype: Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.")] = "auto",
     max_model_len: Annotated[int, typer.Option(min=64, metavar="TOKENS", help="Longest context.")] = 4096,
     max_num_seqs: Annotated[int, typer.Option(min=1, metavar="N", help="Most sequences of a step.")] = 64,
@@ -114,7 +109,7 @@ def calibrate(
         sizes = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "kv_cache_mb": cache, "threads": threads}
         config = alone(str(model.absolute()), device, dtype=dtype, rollout=sizes, tp=tp)
         check_config(config)
-        found = measured(config, engines, called, shown) if here else queued(config, engines, called, shown)
+        found = measured(config, called, shown) if here else queued(config, called, shown)
     if devices is not None:
         write_host_cost(with_host_cost(hardware, model_shape(model or found.model), found.points), devices)
     save(merged(old, found), out)
@@ -130,12 +125,11 @@ def calibrate(
         print_line(f"host work per step: {devices}, used with --devices {devices} --device {found.device}")
 
 
-def queued(config: EngineConfig, engines: int, device: str, model: str) -> Calibration:
-    """Measure engines on a rollout node of the site profile."""
+def queued(config: EngineConfig, device: str, model: str) -> Calibration:
+    """Measure an engine on a rollout node of the site profile."""
     found = on_a_node(
-        measure_engines,
+        measure_steps.calibrate,
         config,
-        engines,
         device,
         model,
         config=site_config(),
@@ -146,23 +140,10 @@ def queued(config: EngineConfig, engines: int, device: str, model: str) -> Calib
     return cast(Calibration, found)
 
 
-def measured(config: EngineConfig, engines: int, device: str, model: str) -> Calibration:
-    """Start engines and measure them, with a progress bar."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=PlainConsole(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
-        task = bar.add_task("starting", total=engines)
-        return measure_engines(
-            config,
-            engines,
-            device,
-            model,
-            progress=lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None),
-        )
+def measured(config: EngineConfig, device: str, model: str) -> Calibration:
+    """Measure an engine on this machine."""
+    with busy("measuring"):
+        return measure_steps.calibrate(config, device, model)
 
 
 def print_fits(out: Path, found: Calibration, fits: dict[int, Fit]) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from libra_hpc.annexes.calibrate.measure_steps import CHUNK, DECODE_STEPS, FILL, REPEATS, earlier, merged, plans, reach
-from libra_hpc.errors import UserError
-from libra_hpc.models.step_times.measured import Calibration, StepPoint, load, measured_times, save
+from libra_hpc.annexes.calibrate.measure_steps import (
+    CHUNK,
+    DECODE_STEPS,
+    FILL,
+    REPEATS,
+    calibrate,
+    earlier,
+    merged,
+    plans,
+    reach,
+)
+from libra_hpc.errors import OperationError, UserError
+from libra_hpc.models.step_times.measured import Calibration, StepPoint, measured_times, save
 
 from .engine_harness import Model, engine_config
 
@@ -63,18 +71,27 @@ def test_the_steps_of_one_degree_join_those_of_another(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_an_engine_is_measured_by_its_command(old: Model, folder: Path) -> None:
-    config, out = folder / "tp1.json", folder / "steps.json"
+def test_an_engine_is_measured_in_a_process_of_its_own(old: Model) -> None:
     settings = engine_config(old, max_num_seqs=SEQUENCES, max_model_len=LENGTH, kv_cache_mb=4)
-    config.write_bytes(msgspec.json.encode(settings))
-    options = ["--config", str(config), "--device", "this cpu", "--model", "tiny", "--out", str(out)]
-    command = [sys.executable, "-m", "libra_hpc.annexes.calibrate.measure_steps", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = load(out)
+    found = calibrate(settings, "this cpu", "tiny")
     assert found.kv_capacity == {1: 4 * 2**20 // (2 * 2 * 64 * 4)}
     assert_measured(found, LENGTH, SEQUENCES)
-    refused = subprocess.run([*command, "--device", "another"], capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert refused.stderr.count("\n") == 1
-    assert "device = 'another'" in refused.stderr
+
+
+def test_a_folder_without_a_model_is_refused_before_an_engine_starts(old: Model, tmp_path: Path) -> None:
+    settings = engine_config(old)
+    empty = settings.run.changed(model={"path": str(tmp_path)})
+    with pytest.raises(UserError, match=r"no config\.json there"):
+        calibrate(msgspec.structs.replace(settings, run=empty), "cpu", "tiny")
+
+
+@pytest.mark.nightly
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_the_error_of_an_engine_that_cannot_start_is_shown(old: Model, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    settings = engine_config(old)
+    broken = settings.run.changed(model={"path": str(tmp_path)})
+    with pytest.raises(OperationError, match="before it was measured"):
+        calibrate(msgspec.structs.replace(settings, run=broken), "cpu", "tiny")

@@ -6,27 +6,28 @@ The engine runs in this process (`OfflineEngine`): one `poll` is one step, timed
 * prefill: one prompt alone, after no cached context or a longer one;
 * both: a prompt that joins a running batch.
 
-A step that did not do exactly what was planned, by the engine's counters, is left out. ``--out`` is a calibration file
-(`models.step_times.measured`); other TP degrees in it are retained. With ``--together`` (`measure_engines`) the engine
-measures after a line on stdin, and stays loaded until stdin closes, so that the others measure a busy machine.
+A step that did not do exactly what was planned, by the engine's counters, is left out. Steps of engines that share a
+machine: ``calibrate engine --run``.
 """
 
 from __future__ import annotations
 
-import argparse
+import os
 import random
-import select
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from libra_hpc.engine.offline import OfflineEngine
-from libra_hpc.engine.settings import EngineConfig, read_config
-from libra_hpc.errors import UserError
+from libra_hpc.engine.settings import EngineConfig, check_config, read_config
+from libra_hpc.errors import OperationError
 from libra_hpc.models.step_times.measured import Calibration, StepPoint, load, save
+from libra_hpc.process.visible_devices import engine_environment
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generate
 from libra_hpc.protocol.engine_state import EngineStats
@@ -41,8 +42,8 @@ CHUNK = 256
 """Fewest prompt tokens of a step while so many wait; bounds the lead of the first sequences of a batch."""
 WARM_UP = 3
 """Decode rounds before the first timed step: allocators, caches, captured graphs."""
-PREFIX = "calibrate:"
-"""First word of a line for `measure_engines`; then ``up``, or the plans done and their number."""
+QUOTED = 2000
+"""Characters of a failed engine's log in the error."""
 TOKENS = (3, 96)
 """Range of token ids of random prompts: any vocabulary has them."""
 
@@ -89,24 +90,12 @@ class Calibrator:
         self._serial = 0
         self._tp = engine.engine.capacity.tp
 
-    def measure(
-        self, todo: list[MeasurementPlan], progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> list[StepPoint]:
-        """The steps of ``todo`` that did what was planned; ``progress(done, total)`` after each plan."""
+    def measure(self, todo: list[MeasurementPlan]) -> list[StepPoint]:
+        """The steps of ``todo`` that did what was planned."""
         self._random.shuffle(todo)
         for _ in range(WARM_UP):
             self._run(max(todo, key=lambda plan: plan.decodes))
-        points: list[StepPoint] = []
-        for number, plan in enumerate(todo):
-            progress(number, len(todo))
-            points += self._run(plan)
-        progress(len(todo), len(todo))
-        return points
-
-    def load(self, todo: list[MeasurementPlan], enough: Callable[[], bool]) -> None:
-        """Keep the engine loaded with unmeasured plans until ``enough()``."""
-        while not enough():
-            self._run(self._random.choice(todo))
+        return [point for plan in todo for point in self._run(plan)]
 
     def _run(self, plan: MeasurementPlan) -> list[StepPoint]:
         points: list[StepPoint] = []
@@ -169,27 +158,24 @@ class Calibrator:
         return [self._random.randrange(*TOKENS) for _ in range(length)]
 
 
-def calibrate(config: EngineConfig, device: str, model: str, together: bool = False) -> Calibration:
-    """Start the engine, measure it, end it; ``together``: as in the module docstring.
+def calibrate(config: EngineConfig, device: str, model: str) -> Calibration:
+    """Measure an engine in a process with its devices and threads.
 
-    Raises `UserError` for a model folder that cannot be served.
+    Raises `UserError` for a model that cannot be served, `OperationError` when the engine fails.
     """
-    with OfflineEngine(config) as engine:
-        capacity = engine.engine.capacity
-        todo = list(plans(capacity.max_model_len, config.run.rollout.max_num_seqs, capacity.kv_tokens))
-        calibrator = Calibrator(engine, config.seed)
-        if together:
-            print(PREFIX, "up", flush=True)
-            sys.stdin.readline()
-            points = calibrator.measure(todo, lambda done, total: print(PREFIX, done, total, flush=True))
-            calibrator.load(todo, _closed)
-        else:
-            points = calibrator.measure(todo)
-    return Calibration(device=device, model=model, kv_capacity={capacity.tp: capacity.kv_tokens}, points=points)
-
-
-def _closed() -> bool:
-    return bool(select.select([sys.stdin], [], [], 0)[0]) and not sys.stdin.readline()
+    check_config(config)
+    environment = engine_environment(
+        os.environ, config.run.slurm.device, first=0, count=config.tp, threads=config.run.rollout.threads
+    )
+    with tempfile.TemporaryDirectory(prefix="libra-calibrate-") as folder:
+        settings, out = Path(folder, "config.json"), Path(folder, "steps.json")
+        settings.write_bytes(msgspec.json.encode(config))
+        command = [sys.executable, "-m", "libra_hpc.annexes.calibrate.measure_steps", settings, device, model, out]
+        done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            why = done.stderr.strip()[-QUOTED:] or "its log is empty"
+            raise OperationError(f"The engine ended with {done.returncode} before it was measured: {why}")
+        return load(out)
 
 
 def earlier(path: Path, device: str, model: str) -> Calibration:
@@ -210,26 +196,17 @@ def merged(old: Calibration, new: Calibration) -> Calibration:
     return msgspec.structs.replace(new, kv_capacity=old.kv_capacity | new.kv_capacity, points=retained + new.points)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m libra_hpc.annexes.calibrate.measure_steps")
-    parser.add_argument("--config", required=True, help="JSON file with an EngineConfig")
-    parser.add_argument("--device", required=True, help="name of the device, as the simulator will be asked for it")
-    parser.add_argument("--model", required=True, help="name of the model, likewise")
-    parser.add_argument("--out", required=True, type=Path, help="calibration file; other TP degrees in it are retained")
-    parser.add_argument(
-        "--together", action="store_true", help="speak with the process that started this one and others"
-    )
-    arguments = parser.parse_args()
-    try:
-        config, old = read_config(arguments.config), earlier(arguments.out, arguments.device, arguments.model)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    found = calibrate(config, arguments.device, arguments.model, arguments.together)
-    save(merged(old, found), arguments.out)
-    print(f"{len(found.points)} steps at tp {config.tp} -> {arguments.out}", flush=True)
-    return 0
+def main() -> None:
+    """Measure an engine here: ``CONFIG DEVICE MODEL OUT``, names as the simulator will be asked for them."""
+    settings, device, model, out = sys.argv[1:]
+    config = read_config(settings)
+    with OfflineEngine(config) as engine:
+        capacity = engine.engine.capacity
+        todo = list(plans(capacity.max_model_len, config.run.rollout.max_num_seqs, capacity.kv_tokens))
+        points = Calibrator(engine, config.seed).measure(todo)
+    found = Calibration(device=device, model=model, kv_capacity={capacity.tp: capacity.kv_tokens}, points=points)
+    save(found, out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
