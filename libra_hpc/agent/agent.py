@@ -45,15 +45,7 @@ from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.mpi_link import MpiLink, NoWorld
 from libra_hpc.mesh.rank_layout import RankLayout, check_world
 from libra_hpc.mesh.world import Endpoint, World, meet
-from libra_hpc.policies.pool.reconcile import (
-    Action,
-    Observed,
-    Reset,
-    StandbyEngines,
-    StartEngines,
-    StopTrainers,
-    reconcile,
-)
+from libra_hpc.policies.pool.reconcile import Action, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
 from libra_hpc.process.agent_folders import hold, kept_folder, own, owned, remove
 from libra_hpc.process.code_stamp import other_code
 from libra_hpc.process.dump import STRAY, dump_on_request, stray_words
@@ -134,7 +126,7 @@ class Agent(NodeAgent):
         self._rendezvous: Path | None = None
         """Train leader only: its folder of rendezvous files."""
         self.mesh.on_rejected = self._on_rejected
-        self._newest, self._observed = Layout(), Observed()
+        self._newest, self._observed = Layout(), Row()
         """The newest Layout, and what this node did to make its row true."""
         self._life, self._by_mpi, self._ended_world = 0, False, -1
         """See `Heartbeat`."""

@@ -99,7 +99,7 @@ class EvaluationNode(NodeAgent):
         self._context = AgentContext(
             rank=mesh.rank,
             layout=layout,
-            config=own.changed(rollout={"warm_start": ""}),
+            config=own,
             run=run,
             attempt=1,
             send=self._send,

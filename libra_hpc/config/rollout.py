@@ -65,9 +65,6 @@ class RolloutSection(Section, frozen=True):
     record_steps: bool = False
     """Record every engine step in the run's log folder. `libra-hpc calibrate engine --run` fits step times to these
     records."""
-    warm_start: FilePath = ""
-    """Run directory or `trajectories.jsonl` that the scheduling policy learns from before the first turn. Earlier
-    attempts of the run always count."""
     max_trajectories: Annotated[int, Meta(ge=0)] = 0
     """Most trajectories open at once; 0: (eta + 1) * prompts_per_step * group_size."""
 

@@ -99,11 +99,6 @@ def check_files(config: RunConfig) -> None:
     _raise_first(alerts_can_be_sent(config))
     with reading("run.dir", config.run.dir):
         check_run_dir(config)
-    if path := config.rollout.warm_start:
-        from libra_hpc.rollout.recovery.history import check_warm_start
-
-        with reading("rollout.warm_start", path):
-            check_warm_start(path)
     check_function("algorithm.advantage", config.algorithm.advantage, ADVANTAGES)
     check_function("algorithm.loss", config.algorithm.loss, LOSSES)
     if config.run.engine == "real":

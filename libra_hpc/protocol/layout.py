@@ -45,6 +45,7 @@ class ResumePoint(msgspec.Struct, frozen=True):
     """Checkpoint folder, empty at the beginning of a run."""
     low: int
     extra: tuple[int, ...]
+    """Prompts below ``low`` and these are trained."""
     pid: int = 0
     """Process id of rank 0's agent: distinguishes its end from that of an earlier start."""
     snapshot: str = ""
@@ -53,6 +54,9 @@ class ResumePoint(msgspec.Struct, frozen=True):
     """Step of ``checkpoint``, beside a snapshot."""
     restore: dict[int, int] = {}
     """Node of the core that lost its part of the snapshot -> node that has a copy."""
+
+    def trained(self, index: int) -> bool:
+        return index < self.low or index in self.extra
 
 
 class StopTraining(msgspec.Struct, frozen=True):

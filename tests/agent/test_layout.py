@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from libra_hpc.agent.agent import Agent
-from libra_hpc.policies.pool.reconcile import Observed
 from libra_hpc.protocol.layout import Layout, Row
 
 
@@ -39,7 +38,7 @@ class Scene:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         agent = Agent.__new__(Agent)
-        agent.rank, agent._newest, agent._observed, agent._life = 2, Layout(), Observed(), 0
+        agent.rank, agent._newest, agent._observed, agent._life = 2, Layout(), Row(), 0
         agent._by_mpi, agent.env_node = False, None
         agent.context: Any = SimpleNamespace(receivers=(), good_step=-1)
         for name in ("mesh", "train_leader", "rollout_service", "rollout_node", "train_node", "carrier"):

@@ -132,7 +132,7 @@ def test_what_a_start_does_not_go_on_with_is_left_out_by_every_reader(tmp_path: 
         (int(one.prompt_id[1:]), one.sample, one.reward)
         for one in read_trace(run.trajectories, skip_bad=True).trajectories
     ] == live
-    assert [(int(one.prompt_id[1:]), one.sample) for one in history(run.trajectories, "", "toy")] == [
+    assert [(int(one.prompt_id[1:]), one.sample) for one in history(run.trajectories, "toy")] == [
         (index, sample) for index, sample, _ in live
     ]
     assert sum("restart" in line for line in read_lines(run.trajectories)) == 2

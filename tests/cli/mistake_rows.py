@@ -188,7 +188,6 @@ REFUSED = [
 PRIVATE = [
     ("check run.toml -o model.path=secret/x", "model.path = 'secret/x': "),
     ("check run.toml -o run.dir=secret/x", "run.dir = 'secret/x': "),
-    ("check run.toml -o rollout.warm_start=secret/x", "rollout.warm_start = 'secret/x': "),
     ("check run.toml -o rollout.policy=secret/x.py:Mine", "rollout.policy = 'secret/x.py:Mine': no file 'secret/x.py'"),
     ("check run.toml -o task.name=secret/x.py:Task", "secret/x.py cannot be read (Permission denied)"),
     ("check run.toml -o planner.trace=secret/x", "planner.trace = 'secret/x': no such file"),

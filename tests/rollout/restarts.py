@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from libra_hpc.protocol.agents import Batch
-from libra_hpc.rollout.recovery.recovered import RecordedStart, TrainedPrompts, drop_reason, gather, records
+from libra_hpc.protocol.layout import ResumePoint
+from libra_hpc.rollout.recovery.recovered import RecordedStart, drop_reason, gather, records
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.state.data_order import DataOrder
 from tests.rollout.plant import Plant
@@ -27,7 +28,7 @@ async def restarted(
         order = DataOrder()
         for at in range(1, step + 1):
             order.trained((*(group.index for group in batches[at].groups), *batches[at].given_up))
-        position = TrainedPrompts(step, order.low, frozenset(order.extra))
+        position = ResumePoint(step, "", order.low, tuple(order.extra))
         recovered = gather(
             (record, drop_reason(record, start, starts, position=position, eta=eta)) for start, record in found
         )

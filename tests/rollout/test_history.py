@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.errors import UserError
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.policies.scheduling.protocol import Finished
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import Signal
-from libra_hpc.rollout.recovery.history import MAX_RECORDS, check_warm_start, history, records
+from libra_hpc.rollout.recovery.history import MAX_RECORDS, history, records
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
 from libra_hpc.traces.read import read_trace
@@ -39,7 +38,7 @@ def test_a_line_teaches_what_the_trajectory_did(tmp_path: Path) -> None:
     path = tmp_path / "trajectories.jsonl"
     originals = [trajectory_of(turns) for turns in (1, 3)]
     LineLog(path).write_all(trajectory.numbers for trajectory in originals)
-    found = history(path, "", "code")
+    found = history(path, "code")
     for read, original in zip(found, originals, strict=True):
         assert read == Finished.of(original, read.trajectory, "code")
     assert found[1].version == 2
@@ -60,37 +59,18 @@ def test_the_replay_of_a_line_gives_the_same_signals(tmp_path: Path) -> None:
     assert Finished.of(read, "r").at_signal == Finished.of(original, "r").at_signal
 
 
-def test_another_run_comes_first_and_counts_as_before_version_0(tmp_path: Path) -> None:
-    other, own = tmp_path / "other", tmp_path / "trajectories.jsonl"
-    other.mkdir()
-    for folder, turns in ((other, 3), (tmp_path, 2)):
-        LineLog(folder / "trajectories.jsonl").write_all([{"foreign": 1}, trajectory_of(turns).numbers])
-    for name in (str(other), str(other / "trajectories.jsonl")):
-        assert [(record.turns, record.version) for record in history(own, name, "code")] == [(3, 0), (2, 1)]
-    assert [record.turns for record in history(own, "", "code")] == [2]
-
-
 def test_the_newest_lines_count(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     turns = [{"new_tokens": 0, "gen_tokens": 1}]
     LineLog(path).write_all(
         {"prompt_id": str(n), "sample": 0, "prompt_tokens": 1, "turns": turns} for n in range(MAX_RECORDS + 2)
     )
-    found = [record.prompt_id for record in history(path, "", "code")]
+    found = [record.prompt_id for record in history(path, "code")]
     assert (len(found), found[0], found[-1]) == (MAX_RECORDS, "2", str(MAX_RECORDS + 1))
 
 
-def test_missing_and_foreign_files(tmp_path: Path) -> None:
-    assert history(tmp_path / "absent.jsonl", "", "code") == []
-    with pytest.raises(
-        UserError, match=r"rollout\.warm_start = .*trajectories\.jsonl does not exist; valid: a run directory, or"
-    ):
-        check_warm_start(str(tmp_path))
-    (tmp_path / "notes.txt").write_text("nothing\n")
-    with pytest.raises(
-        UserError, match=r"rollout\.warm_start = .*no line of .*notes\.txt is a trajectory with prompt_id"
-    ):
-        check_warm_start(str(tmp_path / "notes.txt"))
+def test_without_a_file_nothing_is_learned(tmp_path: Path) -> None:
+    assert history(tmp_path / "absent.jsonl", "code") == []
 
 
 def test_a_line_is_read_in_full_and_foreign_or_torn_ones_are_skipped(tmp_path: Path) -> None:

@@ -21,10 +21,11 @@ from libra_hpc.policies.learning.advantages import advantage_named
 from libra_hpc.protocol.agents import Committed
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.env import Signal
+from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trace import TurnRecord
 from libra_hpc.rollout.group_state import GroupState, batch_stats
 from libra_hpc.rollout.recovery import recovery_log
-from libra_hpc.rollout.recovery.recovered import RecordedStart, Recovered, TrainedPrompts, drop_reason
+from libra_hpc.rollout.recovery.recovered import RecordedStart, Recovered, drop_reason
 from libra_hpc.rollout.recovery.recovery_log import RETRY_S, STARTS, TRIM_S, RecoveryLog, read_segment
 from libra_hpc.rollout.trajectory import Place, Trajectory
 from tests.rollout.plant import generated
@@ -47,8 +48,8 @@ def trajectory_of(index: int, sample: int = 0, versions: Sequence[int] = (0,), f
     return trajectory
 
 
-def at(step: int, low: int = 0, *extra: int) -> TrainedPrompts:
-    return TrainedPrompts(step, low, frozenset(extra))
+def at(step: int, low: int = 0, *extra: int) -> ResumePoint:
+    return ResumePoint(step, "", low, extra)
 
 
 class Run:
@@ -58,7 +59,7 @@ class Run:
         self.folder, self.saved, self.now, self.segment_bytes = folder, at(0), 0.0, segment_bytes
         self.log: RecoveryLog
 
-    def start(self, position: TrainedPrompts | None = None, digest: str = "same", eta: int = ETA) -> Recovered:
+    def start(self, position: ResumePoint | None = None, digest: str = "same", eta: int = ETA) -> Recovered:
         self.saved = position or self.saved
         self.log = RecoveryLog(self.folder, lambda: self.saved, lambda: self.now, self.segment_bytes)
         return self.log.recover(digest, self.saved, eta)
@@ -321,7 +322,7 @@ def test_a_checkpoint_that_cannot_be_read_costs_no_record(run: Run, error: Excep
     run.start()
     run.add(trajectory_of(0), trajectory_of(1))
 
-    def unreadable() -> TrainedPrompts:
+    def unreadable() -> ResumePoint:
         raise error
 
     run.log._position = unreadable

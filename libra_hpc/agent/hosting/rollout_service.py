@@ -22,7 +22,7 @@ from libra_hpc.protocol.env import ToHost
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trace import Restart
 from libra_hpc.rollout.recovery.history import history
-from libra_hpc.rollout.recovery.recovered import Recovered, TrainedPrompts
+from libra_hpc.rollout.recovery.recovered import Recovered
 from libra_hpc.rollout.recovery.recovery_log import RecoveryLog
 from libra_hpc.rollout.rollout_leader import RolloutLeader
 from libra_hpc.rollout.run_lines import Routed, decision_line
@@ -40,10 +40,6 @@ LEARN_BATCH = 200
 """Earlier trajectories a policy learns from before the loop's other tasks run: some 10 ms."""
 SAVED_S = 30.0
 """For the newest checkpoint's data position to be readable, while records wait in memory."""
-
-
-def position(point: ResumePoint) -> TrainedPrompts:
-    return TrainedPrompts(point.step, point.low, frozenset(point.extra))
 
 
 def line(record: Trajectory | Restart) -> dict[str, Any]:
@@ -112,9 +108,7 @@ class RolloutService:
     async def _learn(self) -> None:
         context, config = self._context, self._context.config
         try:
-            records = await asyncio.to_thread(
-                history, context.run.trajectories, config.rollout.warm_start, config.task.name
-            )
+            records = await asyncio.to_thread(history, context.run.trajectories, config.task.name)
         except OSError as error:
             context.log(
                 "storage_fault",
@@ -136,15 +130,15 @@ class RolloutService:
             await asyncio.to_thread(shutil.rmtree, context.run.experience, ignore_errors=True)
             return Recovered({}, {})
         recover, eta = self._recovery_log.recover, config.algorithm.eta
-        recovered = await asyncio.to_thread(recover, digest(config), position(point), eta)
+        recovered = await asyncio.to_thread(recover, digest(config), point, eta)
         if self._recovery_log.changed:
             context.log("workload_changed")
         if recovered.groups or recovered.dropped:
             context.log("experience_kept", **recovered.event(config.algorithm.group_size))
         return recovered
 
-    def _saved(self) -> TrainedPrompts:
-        return position(patiently(lambda: saved_point(self._context.run), SAVED_S))
+    def _saved(self) -> ResumePoint:
+        return patiently(lambda: saved_point(self._context.run), SAVED_S)
 
     # --- surroundings of the leader
 

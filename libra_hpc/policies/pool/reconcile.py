@@ -42,22 +42,15 @@ class Reset(msgspec.Struct, frozen=True):
 Action = Union[StartEngines, StandbyEngines, StopTrainers, Reset]
 
 
-class Observed(msgspec.Struct, frozen=True):
-    """What a node did last."""
+def reconcile(row: Row, observed: Row, trainers: bool) -> tuple[Row, tuple[Action, ...]]:
+    """The actions that are due, in order, and the row that is true after them; ``trainers``: whether it has any.
 
-    life: int = 0
-    active: EngineKind | None = None
-    starts: int = 0
-    world: int = 0
-    """World of its trainers, also where they have ended."""
-
-
-def reconcile(row: Row, observed: Observed, trainers: bool) -> tuple[Observed, tuple[Action, ...]]:
-    """The actions that are due, in order, and what the node is after them; ``trainers``: whether it has any."""
+    ``observed``: the row that was made true last.
+    """
     actions: list[Action] = []
     if row.life > observed.life:
         actions.append(Reset())
-        observed, trainers = Observed(row.life), False
+        observed, trainers = Row(life=row.life), False
     if row.active is None:
         return observed, tuple(actions)
     if row.world > observed.world and trainers:
@@ -66,4 +59,4 @@ def reconcile(row: Row, observed: Observed, trainers: bool) -> tuple[Observed, t
         actions.append(StandbyEngines(observed.active))
     if row.starts > observed.starts:
         actions.append(StartEngines(row.active, row.world))
-    return Observed(row.life, row.active, row.starts, row.world), tuple(actions)
+    return row, tuple(actions)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from libra_hpc.protocol.codec import Codec
+from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.rollout.trajectory import Trajectory
 
 TRAINED, DAMAGED = "trained", "damaged"
@@ -34,19 +35,8 @@ class RecordedStart(msgspec.Struct, frozen=True):
     """Digest of everything that prompts and trajectories depend on."""
 
 
-class TrainedPrompts(msgspec.Struct, frozen=True):
-    """Position of the data order at a checkpoint: prompts below ``low`` and those in ``extra`` are trained."""
-
-    step: int
-    low: int
-    extra: frozenset[int]
-
-    def trained(self, index: int) -> bool:
-        return index < self.low or index in self.extra
-
-
 def drop_reason(
-    record: Trajectory, number: int, starts: Sequence[RecordedStart], *, position: TrainedPrompts, eta: int
+    record: Trajectory, number: int, starts: Sequence[RecordedStart], *, position: ResumePoint, eta: int
 ) -> str:
     """Why a record of start ``number`` (from 0) does not count for the last start (at ``position``); empty: it does."""
     if position.trained(record.index):

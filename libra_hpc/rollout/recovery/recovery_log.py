@@ -29,9 +29,10 @@ from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 from libra_hpc.protocol.agents import Committed
 from libra_hpc.protocol.codec import FrameError
+from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.rollout.trajectory import Trajectory
 
-from .recovered import DAMAGED, RecordedStart, Recovered, TrainedPrompts, drop_reason, gather, records
+from .recovered import DAMAGED, RecordedStart, Recovered, drop_reason, gather, records
 
 SEGMENT_BYTES = 64 << 20
 """Size of a full segment: few files for a large run, one for a small run."""
@@ -90,7 +91,7 @@ class RecoveryLog:
     def __init__(
         self,
         folder: Path,
-        position: Callable[[], TrainedPrompts],
+        position: Callable[[], ResumePoint],
         clock: Callable[[], float],
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
@@ -107,7 +108,7 @@ class RecoveryLog:
         self._handle: BinaryIO | None = None
         self._writing = asyncio.Lock()
 
-    def recover(self, digest: str, position: TrainedPrompts, eta: int) -> Recovered:
+    def recover(self, digest: str, position: ResumePoint, eta: int) -> Recovered:
         """Begin a start at ``position``, and read what counts for it; not for the event loop."""
         try:
             return gather(self._begin(digest, position, eta))
@@ -115,7 +116,7 @@ class RecoveryLog:
             self._give_up(error)
             return gather(())
 
-    def _begin(self, digest: str, position: TrainedPrompts, eta: int) -> Iterator[tuple[Trajectory | None, str]]:
+    def _begin(self, digest: str, position: ResumePoint, eta: int) -> Iterator[tuple[Trajectory | None, str]]:
         """Every record, oldest first, with its drop reason; None for a file that cannot be read to its end."""
         starts = self._starts = [*read_starts(self._folder), RecordedStart(position.step, digest)]
         self._number = len(starts) - 1

@@ -64,11 +64,6 @@ def layout_of(pool: Pool) -> Layout:
     return Layout(rows=rows, generation=newest.generation, members=newest.ranks, rest=pool.rests)
 
 
-def observed(row: Row) -> pure.Observed:
-    """A node that has made this row true."""
-    return pure.Observed(row.life, row.active, row.starts, row.world)
-
-
 def orders(before: Layout, after: Layout, ended: Collection[int] = ()) -> list[Any]:
     """``ended``: nodes whose trainers have just ended by themselves."""
     found: list[Any] = []
@@ -81,7 +76,7 @@ def orders(before: Layout, after: Layout, ended: Collection[int] = ()) -> list[A
         if row.drain and (row.drain, row.starts) != (was.drain, was.starts):
             found.append(DrainTurns(rank, row.drain == "abort"))
         # A node that was lost has dropped all when its row gets engines again.
-        life = pure.Observed(row.life) if row.life > was.life or was.active is None else observed(was)
+        life = Row(life=row.life) if row.life > was.life or was.active is None else was
         for action in pure.reconcile(row, life, rank not in ended and was.active is not None)[1]:
             match action:
                 case pure.StartEngines(kind=kind, world=world):

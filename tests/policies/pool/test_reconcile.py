@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from libra_hpc.policies.pool import states
-from libra_hpc.policies.pool.reconcile import (
-    Action,
-    Observed,
-    Reset,
-    StandbyEngines,
-    StartEngines,
-    StopTrainers,
-    reconcile,
-)
+from libra_hpc.policies.pool.reconcile import Action, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
 from libra_hpc.policies.pool.states import MoveOrdered, NodeState, RankBack, RankLost, advance
 from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.engine_state import EngineState
@@ -42,7 +34,7 @@ class Node:
     """An agent: its processes, and the rows that it has seen."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.number, self.observed = rank, 0, Observed()
+        self.rank, self.number, self.observed = rank, 0, Row()
         self.life = 0
         self.awake: set[str] = set()
         self.trainers = -1
@@ -243,7 +235,7 @@ def test_whatever_happens_a_core_that_is_wanted_trains_and_all_others_work(
 
 def test_a_row_that_holds_asks_for_nothing_and_one_that_was_missed_is_out_of_date() -> None:
     row = Row("rollout", "rollout", starts=1)
-    done, actions = reconcile(row, Observed(), trainers=False)
+    done, actions = reconcile(row, Row(), trainers=False)
     assert actions == (StartEngines("rollout"),)
     assert reconcile(row, done, trainers=False) == (done, ())
     # To training and back, of which the node saw nothing: its engines, which are awake, report again.
@@ -252,7 +244,8 @@ def test_a_row_that_holds_asks_for_nothing_and_one_that_was_missed_is_out_of_dat
     trains, actions = reconcile(Row("to_train", "train", starts=4, world=2), later, trainers=True)
     assert actions == (StopTrainers(), StandbyEngines("rollout"), StartEngines("train", 2))
     lost = reconcile(Row("lost", None, starts=4, world=2, life=1), trains, trainers=True)
-    assert lost == (Observed(1), (Reset(),))
-    back, actions = reconcile(Row("starting", "train", starts=5, world=2, life=1), lost[0], trainers=False)
+    assert lost == (Row(life=1), (Reset(),))
+    again = Row("starting", "train", starts=5, world=2, life=1)
+    back, actions = reconcile(again, lost[0], trainers=False)
     assert actions == (StartEngines("train", 2),)
-    assert back == Observed(1, "train", 5, 2)
+    assert back == again
