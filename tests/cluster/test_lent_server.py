@@ -105,5 +105,5 @@ def test_a_run_borrows_a_vllm_server_whose_users_get_the_same_answers(
     assert any(is_guest(int(engine[1:].partition(".")[0])) for engine in said)
     applied = [event["version"] for event in case.events("weights_applied") if is_guest(event["rank"])]
     assert len(applied) > 1, "it took new weights while it served"
-    assert applied == sorted(set(applied))
+    assert applied == sorted(applied), "once more what it had when it fell asleep"
     assert not case.events("guest_lost")
