@@ -17,7 +17,7 @@ import msgspec
 from libra_hpc.policies.serving.kv_share import KvShare, KvShareRule
 from libra_hpc.policies.serving.pauses import LONGEST_S, STAND_S, Pauses
 from libra_hpc.policies.serving.step_cost import StepWork
-from libra_hpc.policies.serving.step_gate import GateLimits, Reason, StepGate
+from libra_hpc.policies.serving.step_gate import SHARE, GateLimits, Reason, StepGate
 
 from .page import Page
 
@@ -36,7 +36,7 @@ class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The file that the server writes (`Page`)."""
     ttft_s: Positive
     """Limit for a first token."""
-    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.2
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = SHARE
     """Longest step as a share of ``ttft_s``."""
     headroom: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
     """Share of the server's KV caches below which the engine gives memory back; 0: it keeps what it has."""

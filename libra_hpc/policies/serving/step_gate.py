@@ -22,6 +22,8 @@ SILENT_S: Final = 1.0
 """Seconds, four beats of a server.  Half: closed by one that is only busy; double: a new one serves unseen as long."""
 PROBE: Final = 16
 """Tokens."""
+SHARE: Final = 0.15
+"""Half: small steps, which cost more per token; double: twice the harm."""
 
 
 class GateLimits(NamedTuple):
@@ -29,8 +31,8 @@ class GateLimits(NamedTuple):
 
     ttft_s: float
     """Limit (seconds) for a first token."""
-    share: float = 0.2
-    """Longest step as a share of ``ttft_s``.  Half: small steps, which cost more per token; double: twice the harm."""
+    share: float = SHARE
+    """Longest step as a share of ``ttft_s``."""
 
 
 class GateDecision(NamedTuple):
