@@ -200,7 +200,7 @@ RUN_FILE = [
         "run.stepz = 3: unknown key in [run]; valid: dir, engine, name, seed, share, steps, transcripts_gb (did you",
     ),
     ("slurm.tme_limit=1", "slurm.tme_limit = 1: unknown key in [slurm]; valid: account, device, executor, extra,"),
-    ("compute.pyton=x", "compute.pyton = 'x': unknown key in [compute]; valid: binds, container, env, image,"),
+    ("compute.pyton=x", "compute.pyton = 'x': unknown key in [compute]; valid: binds, cache_dir, container, env,"),
     ("components.train.node=1", "components.train.node = 1: unknown key in [components.train]; valid: account,"),
     ("components.splt=auto", "components.splt = 'auto': unknown key in [components]; valid: env, hybrid, one_node,"),
     ("model.pth=model", "model.pth = 'model': unknown key in [model]; valid: dtype, path (did you mean 'path'?)."),
