@@ -218,7 +218,9 @@ def elementwise(bench: Bench, shape: ModelShape, tokens: int) -> None:
     counted = 2 * tokens * total.numel() / (bench.hardware.peak_flops * bench.hardware.product_efficiency)
     with torch.no_grad():
         for name, add in {"added afterwards": add_afterwards, "the trainer's choice": chosen}.items():
-            bench.figures.add(f"gradient of a weight, {name}, s", bench.seconds(partial(add, both, x, total)), counted)
+            bench.figures.add(
+                f"gradient of a weight, {name}: and sum, s", bench.seconds(partial(add, both, x, total)), counted
+            )
 
 
 def layer(bench: Bench, shape: ModelShape, tokens: int) -> None:

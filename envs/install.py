@@ -16,12 +16,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # Here, as annotations below end an older one with a traceback: RHEL 8 has 3.6.
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("error: Python 3.11 or newer is needed, and %s is %d.%d." % (sys.executable, *sys.version_info[:2]))  # noqa: UP031
 
+PIPS = 2
+"""Beside the one that installs torch: each unpacks on one core."""
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 SETS: dict[str, tuple[str, ...]] = {"login": ("login", "compile"), "cpu": ("login", "cpu"), "cuda": ("login", "cuda")}
@@ -172,9 +175,12 @@ def install(target: str, folder: Path, extras: tuple[str, ...]) -> str:
     if target == "cuda":
         pip(python, "--no-compile", *pins)
     else:
-        for pin in (p for p in pins if p.endswith("+cpu")):
-            install_cpu_torch(python, pin)
-        pip(python, "--no-compile", "--no-deps", *(p for p in pins if not p.endswith("+cpu")))
+        torch, others = ([pin for pin in pins if pin.endswith("+cpu") == ours] for ours in (True, False))
+        with ThreadPoolExecutor() as pool:
+            begun = [pool.submit(install_cpu_torch, python, pin) for pin in torch]
+            begun += [pool.submit(pip, python, "--no-compile", "--no-deps", *others[n::PIPS]) for n in range(PIPS)]
+        for one in begun:
+            one.result()
     pip(python, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
     with compile_bytes(python):
         compile_scheduler(folder, names)

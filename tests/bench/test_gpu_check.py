@@ -142,11 +142,13 @@ def test_each_lever_has_a_row_beside_its_plain_form(tmp_path: Path) -> None:
     pieces.elementwise(bench, dense, 64)
     names = [figure.what for figure in figures.read()]
     assert all(figure.measured > 0 and figure.predicted > 0 for figure in figures.read())
-    plain = [name for name in names if any(form in name for form in ("plain", "one by one", "padded blocks"))]
+    plain = [
+        name for name in names if any(form in name for form in ("plain", "one by one", "padded blocks", "afterwards"))
+    ]
     for name in plain:
         lever, form = name.rpartition(":")[0].rsplit(", ", 1)
         assert name.replace(form, "the trainer's choice") in names, lever
-    assert len(plain) == 3 + 2 + 2
+    assert len(plain) == 3 + 2 + 2 + 1
     assert len(names) == 2 * len(plain) + 4
 
 
