@@ -155,6 +155,9 @@ class GuestAgent(NodeAgent):
             self._given.beat(self._engines.generated, self._engines.asleep)
         if time.time() > self._until - LEAVE_EARLY_S:
             self._leave("its time limit is near")
+        if 0 in self.mesh.unreachable():
+            # Also where its messages still come: it gives a silent guest up.
+            self._end("again", "its link to rank 0 broke")
 
     async def _outlive_coordinator(self) -> None:
         await self._watch.gone()

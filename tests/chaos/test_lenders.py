@@ -53,7 +53,7 @@ GUEST_STAYS = ("record torn", "record dated back", "lender stopped", "leader sto
 SYS_PIDFD_GETFD = 438
 FREE_S = 15.0
 """From a fault until the memory of a lender and its lease are free again."""
-ENDS = ("guest killed", "guest stopped", "lender killed", "server killed", "wrong secret")
+ENDS = ("guest killed", "guest stopped", "link cut", "lender killed", "server killed", "wrong secret")
 """Faults that end the guest, and its engine with it."""
 STOPPED_S = 12.0
 """Longer than the lender needs to see that its server is silent; shorter than the run needs to give rank 0 up."""
