@@ -18,14 +18,15 @@ pytestmark = [pytest.mark.timeout(300)]
 PLANNER, TRAIN_LEADER, HYBRID, ROLLOUT_LEADER, ROLLOUT = range(5)
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(
     ("rank", "train_nodes", "least"),
     [
         (PLANNER, 1, 8),
         # Training saves at the next step boundary; without its ranks all go back to the newest checkpoint.
-        pytest.param(TRAIN_LEADER, 1, 0, marks=pytest.mark.chaos),
-        pytest.param(TRAIN_LEADER + 1, 2, 5, marks=pytest.mark.chaos),
-        pytest.param(ROLLOUT_LEADER, 1, 8, marks=pytest.mark.chaos),
+        (TRAIN_LEADER, 1, 0),
+        (TRAIN_LEADER + 1, 2, 5),
+        (ROLLOUT_LEADER, 1, 8),
     ],
 )
 def test_a_killed_leader_or_node_of_the_core_costs_a_restart_inside_the_job(

@@ -134,7 +134,7 @@ def tensorboard(run: RunDir) -> dict[int, float]:
     return shown
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_sidecar_goes_on_and_tensorboard_has_each_step(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     run = RunDir.create(tmp_path, "t")

@@ -153,6 +153,7 @@ def test_a_foreign_offer_under_a_published_name_is_refused(chain: Chain) -> None
     assert all(message.version < 3 for node in chain.nodes for message in node.all(VersionHere))
 
 
+@pytest.mark.nightly
 def test_a_truncated_offer_is_refused_by_its_own_node_and_replaced_by_whole_tensors(chain: Chain) -> None:
     chain.write(0, -1)
     for node in chain.nodes:
