@@ -74,6 +74,7 @@ class Page:
                 continue
             written, served = min(written, slot.written), served + slot.served
             kv_use = max(kv_use, slot.kv_use)
+            # Of several processes, the one whose users wait longest beside the guest.
             alone_s, beside_s = max((alone_s, beside_s), (slot.alone_s, slot.beside_s), key=lambda one: one[::-1])
         return ServingView(closed, written if written < inf else -inf, served, kv_use, alone_s, beside_s)
 

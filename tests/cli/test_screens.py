@@ -45,7 +45,7 @@ SCREENS = [
 
 
 @pytest.fixture
-def words(site: Path, queue: Queue, cli: Cli, few_batches: None, screen: str) -> list[str]:
+def words(site: Path, queue: Queue, cli: Cli, screen: str) -> list[str]:
     """The words of a screen's command line, with the files that it needs."""
     model = model_folder(site / "policy", model_shape("qwen3-14b"))
     (site / "RUN.toml").write_text((EXAMPLES / "a800-48-qwen3-14b.toml").read_text())

@@ -31,16 +31,11 @@ class Worth(NamedTuple):
     saved_s: float
     """Over the remaining steps, until they are over."""
     needed_s: float
-    """Activation, times a margin, and the price."""
+    """The seconds of a start, times a margin, and the price."""
 
     @property
     def pays(self) -> bool:
         return self.saved_s > self.needed_s
-
-
-def worth(saved_s: float, steps_left: int, activation_s: float, margin: float, price_s: float = 0.0) -> Worth:
-    """``saved_s``: of each batch; ``activation_s``: until borrowed engines take turns; ``price_s``: beside that."""
-    return Worth(saved_s * steps_left, margin * activation_s + price_s)
 
 
 def fitting(offers: Iterable[OfferFact], most_gpus: int) -> list[OfferFact]:
@@ -67,7 +62,7 @@ def with_borrowed(
     for one in fitting([*fitting(borrow.offers, borrow.most_gpus), *spot], 0):
         margin, price_s = 1.0 if one.name in old else settings.margin, one.gpus * borrow.gpu_price_s
         saved_s = _batch_s(plays, here, nodes) - _batch_s(plays, here, nodes + one.nodes)
-        found[one.name] = worth(saved_s, snapshot.steps_left, start_s, margin, price_s)
+        found[one.name] = Worth(saved_s * snapshot.steps_left, margin * start_s + price_s)
         nodes += one.nodes * found[one.name].pays
     held = replace(
         held,

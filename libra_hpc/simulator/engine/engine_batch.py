@@ -31,8 +31,8 @@ class SimulatedBatch:
         self.fetched = 0
         """Blocks that the next step reads from host memory."""
         self._block = limits.block_size
-        self.budget = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-        """Most tokens of the next step."""
+        self._budget = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        """Most tokens of a step."""
         self._serial = 0
 
     @property
@@ -59,13 +59,13 @@ class SimulatedBatch:
                     crossing.append(request)
             else:
                 pure = False
-        if pure and len(crossing) <= cache.available and len(running) <= self.budget:
+        if pure and len(crossing) <= cache.available and len(running) <= self._budget:
             if crossing:
                 cache.take(len(crossing))
                 for request in crossing:
                     request.blocks += 1
                     request.own += 1
-            preempted, budget = False, self.budget - len(running)
+            preempted, budget = False, self._budget - len(running)
         else:
             preempted, budget = self._serve_running()
             if preempted and running and not any(request.step for request in running):
@@ -78,7 +78,7 @@ class SimulatedBatch:
     def _serve_running(self) -> tuple[bool, int]:
         """Give running requests blocks and budget; returns whether any was preempted, and the budget left."""
         cache, block, running = self._cache, self._block, self.running
-        budget, place, preempted = self.budget, 0, False
+        budget, place, preempted = self._budget, 0, False
         for request in running:
             request.step = 0
         while place < len(running) and budget > 0:
