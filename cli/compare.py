@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
 import msgspec
@@ -17,13 +16,12 @@ from libra_hpc.config.grid import short_keys
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.facts import series
 from libra_hpc.facts.columns import as_json, cell, compared
-from libra_hpc.facts.comparison import SEED, ComparedRun, Comparison, MetricCurve
+from libra_hpc.facts.comparison import SEED, Comparison, MetricCurve
 from libra_hpc.facts.comparison import compare as side_by_side
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.series import duration
 from libra_hpc.facts.status import dry_run
 from libra_hpc.facts.summary import state_text
-from libra_hpc.policies.learning.scaling import Sigmoid, fit_sigmoid
 
 from . import jobs
 from .output import busy, picture_file, print_json, print_line, print_note, show, table
@@ -36,8 +34,6 @@ LEGEND = (
 )
 """Under the table of results."""
 REWARD = "reward"
-SCALING = "{metric} = R0 + (A - R0) / (1 + (Cmid / C)^B), C in GPU hours (without GPUs: hours); median and half range"
-LEFT = {"title_justify": "left", "title_style": "dim"}
 
 RunsArgument = Annotated[
     list[str] | None, typer.Argument(metavar="RUN RUN...", help="Run folders, their names, or their job ids.")
@@ -63,10 +59,9 @@ def compare(
         comparison, curves = side_by_side(found, metric)
         known = jobs.states(found)
         states = [known[str(run.path)].state for run in found]
-    fitted = fits(comparison, curves)
     picture = draw(comparison, curves, sweep or "runs side by side", out)
     if json:
-        facts = as_facts(comparison, states, fitted)
+        facts = as_facts(comparison, states)
         print_json({"sweep": sweep or None, **facts, "picture": None if picture is None else str(picture)})
         return
     show(settings_table(comparison, states))
@@ -75,7 +70,6 @@ def compare(
     show(Text(LEGEND.format(metric=metric, declared=declared)))
     if any(len(group.members) > 1 for group in comparison.groups):
         show(seeds_table(comparison))
-    show_scaling(comparison, fitted)
     if picture is not None:
         print_line(f"picture  {picture}")
 
@@ -188,40 +182,11 @@ def seeds_table(comparison: Comparison) -> Table:
     return made
 
 
-def as_facts(
-    comparison: Comparison, states: Sequence[str], fitted: Sequence[Sequence[Sigmoid | str]]
-) -> dict[str, Any]:
+def as_facts(comparison: Comparison, states: Sequence[str]) -> dict[str, Any]:
     """All that is compared, as JSON."""
     facts: dict[str, Any] = msgspec.to_builtins(comparison)
     facts["runs"] = [as_json(run) | {"state": state} for run, state in zip(comparison.runs, states, strict=True)]
-    facts["scaling"] = [[None if isinstance(one, str) else one._asdict() for one in own] for own in fitted]
     return facts
-
-
-def fits(comparison: Comparison, curves: Sequence[MetricCurve]) -> list[list[Sigmoid | str]]:
-    """By group and member: see `fitted_curve`."""
-    return [[fitted_curve(comparison.runs[at], curves[at]) for at in group.members] for group in comparison.groups]
-
-
-def fitted_curve(run: ComparedRun, curve: MetricCurve) -> Sigmoid | str:
-    """The sigmoid of a run's metric against GPU hours, or hours where it has no GPUs; or why there is none."""
-    whole = run.gpu_hours or run.wall_s / 3600.0
-    return fit_sigmoid([whole * at / run.wall_s for at in curve.wall_s], curve.values)
-
-
-def show_scaling(comparison: Comparison, fitted: Sequence[Sequence[Sigmoid | str]]) -> None:
-    """Medians over the seeds of the fits of every setting, and half their range."""
-    made = table("setting~", "fits>", "A>", "B>", "Cmid>", title=SCALING.format(metric=comparison.metric), **LEFT)
-    for group, own in zip(comparison.groups, fitted, strict=True):
-        good = [one for one in own if isinstance(one, Sigmoid)]
-        columns = zip(*((one.asymptote, one.exponent, one.midpoint) for one in good), strict=True)
-        cells = [f"{median(column):.3g} ±{(max(column) - min(column)) / 2:.2g}" for column in columns]
-        if cells:
-            made.add_row(words(group.values) or "all runs", f"{len(good)} of {len(own)}", *cells)
-        elif own and any(comparison.runs[place].steps for place in group.members):
-            print_note(f"{words(group.values) or 'all runs'}: no sigmoid is fitted: {own[0]}")
-    if made.row_count:
-        show(made)
 
 
 def number_text(value: float | None, form: str = "") -> str:

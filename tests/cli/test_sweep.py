@@ -11,9 +11,7 @@ from libra_hpc_cli import jobs, sweep
 from rich.console import Console
 
 from libra_hpc.errors import OperationError
-from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.policies.learning.scaling import Sigmoid
 from libra_hpc.slurm.launch import Launch
 from tests.facts import synthetic
 
@@ -134,17 +132,6 @@ def test_compare_prints_differing_keys_results_and_seeds_and_draws(site: Path, a
     assert "median over seeds" in shown
     assert "train_s" in shown
     assert (site / "t.svg").exists()
-
-
-def test_compare_fits_a_sigmoid_over_seeds(site: Path, a_and_b: None, cli: Cli) -> None:
-    for name, asymptote in (("a-001", 0.6), ("b-001", 0.8)):
-        run = RunDir(site / "runs" / name)
-        begin, lines = series.events(run)[0]["t"], series.steps(run)
-        true = Sigmoid(0.1, asymptote, 2.0, (lines[-1]["t"] - begin) / 4)
-        run.metrics.write_text("\n".join(json.dumps(one | {"reward": true.at(one["t"] - begin)}) for one in lines))
-    ((first, second),) = json.loads(cli("compare", "a-001", "b-001", "--json").out)["scaling"]
-    assert [round(one["asymptote"], 2) for one in (first, second)] == [0.6, 0.8]
-    assert "0.7 ±0.1" in cli("compare", "a-001", "b-001").out
 
 
 def test_compare_of_a_sweep_without_steps_draws_no_picture(site: Path, queue: Queue, cli: Cli) -> None:
