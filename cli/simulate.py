@@ -81,9 +81,6 @@ def simulate(
     async_steps: Annotated[
         bool, typer.Option("--async-steps", help="The host forms a step while the GPU computes the one before.")
     ] = False,
-    host_kv_gb: Annotated[
-        float, typer.Option("--host-kv-gb", min=0, metavar="GIB", help="Host memory per GPU for KV caches.")
-    ] = 0.0,
     calibration: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measured step times instead of the tables.")
     ] = None,
@@ -99,7 +96,7 @@ def simulate(
     names = named_policies(policy)
     if eta and not batch_groups:
         raise UserError(f"--eta = {eta}: without --batch-groups there are no training steps to be stale against.")
-    for option, value in (("--train-s", train_s), ("--sync-s", sync_s), ("--host-kv-gb", host_kv_gb)):
+    for option, value in (("--train-s", train_s), ("--sync-s", sync_s)):
         if not math.isfinite(value):
             raise invalid(option, value, "not a finite number", "a number >= 0")
     fleet = build_engines(
@@ -112,7 +109,6 @@ def simulate(
         kv_dtype=kv_dtype,
         longest=max_context,
         async_steps=async_steps,
-        host_gb=host_kv_gb,
     )
     work = within(load(file, skip_bad, limit), max_context)
     settings = SimulationSettings(

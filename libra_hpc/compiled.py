@@ -31,7 +31,6 @@ MODULES = (
     "simulator/stretch",
     "simulator/timeline",
     "simulator/engine/cache",
-    "simulator/engine/host_cache",
     "simulator/engine/simulated_request",
     "simulator/engine/engine_batch",
     "simulator/engine/simulated_engine",

@@ -47,9 +47,6 @@ class RolloutSection(Section, frozen=True):
     async_steps: bool = False
     """Whether an engine forms a step while the GPU computes the one before, so that the GPU does not wait for the host.
     Needs ``slurm.device = "cuda"``. A prompt then joins a step later."""
-    kv_host_gb_per_gpu: Annotated[float, Meta(ge=0)] = 0.0
-    """Host memory (GiB) per GPU for KV caches that the GPU evicted. They come back over PCIe instead of being computed
-    again. Needs ``slurm.device = "cuda"``; 0: none."""
     kv_after_update: Literal["recompute", "keep"] = "recompute"
     """KV caches when an engine gets new weights. ``recompute``: all are dropped, and running turns computed again.
     ``keep``: running turns go on with theirs, and a prompt admitted later reuses none of older weights."""

@@ -42,6 +42,7 @@ REMOVED = {
     "track.prometheus_port": _METRICS,
     "track.prometheus_host": _METRICS,
     "rollout.weights_transport": "weights go by TCP",
+    "rollout.kv_host_gb_per_gpu": "set rollout.kv_dtype, or fewer GPUs for each engine",
     "rollout.warm_start": "the scheduler learns from this run alone",
 }
 """What replaces a key or section that is gone. The configuration of an older run may have it."""

@@ -27,7 +27,6 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
 from libra_hpc.gate.gated_steps import GatedSteps
-from libra_hpc.models.capacity import GIB
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.tensors import predicts_ahead
 from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, WeightsApplied, refusal
@@ -113,7 +112,6 @@ class RolloutEngine:
             tp=config.tp,
             max_model_len=self._max_model_len,
             kv_tokens=vllm_config.cache_config.kv_cache_size_tokens or 0,
-            host_kv_tokens=_host_tokens(config),
         )
         self.start_s = time.monotonic() - started
         limits = vllm_config.scheduler_config
@@ -404,12 +402,3 @@ class RolloutEngine:
     def _set_version(self, version: int) -> None:
         self._client.set_weight_version(str(version))
         self._version = version
-
-
-def _host_tokens(config: EngineConfig) -> int:
-    """Context tokens whose KV cache the host memory of the engine holds."""
-    rollout = config.run.rollout
-    if not rollout.kv_host_gb_per_gpu:
-        return 0
-    shape = model_shape(config.run.model.path).with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
-    return int(rollout.kv_host_gb_per_gpu * GIB // shape.kv_bytes_per_device(config.tp))

@@ -179,8 +179,6 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "max_num_seqs": rollout.max_num_seqs,
         "kv_cache_memory_bytes": rollout.kv_cache_mb * MIB or None,
         "kv_cache_dtype": rollout.kv_dtype,
-        # vLLM counts all devices of the engine.
-        "kv_offloading_size": rollout.kv_host_gb_per_gpu * config.tp or None,
         "max_num_batched_tokens": max(STEP_TOKENS if on_gpus else CPU_STEP_TOKENS, rollout.max_num_seqs),
         "block_size": rollout.block_size,
         "enable_prefix_caching": True,

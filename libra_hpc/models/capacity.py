@@ -6,8 +6,6 @@ Each of ``tp`` devices has ``memory * util - weights / tp - workspace`` bytes fo
 
 from __future__ import annotations
 
-import msgspec
-
 from libra_hpc.errors import invalid
 
 from .devices import Device
@@ -15,20 +13,6 @@ from .shapes import ModelShape
 
 MIB, GIB = 1 << 20, 1 << 30
 """Bytes."""
-
-
-class HostMemory(msgspec.Struct, frozen=True):
-    """Host memory of a replica for KV caches that its devices have no room for."""
-
-    tokens: int
-    tokens_s: float
-    """Tokens per second that come back over the links of all its devices."""
-
-
-def host_memory(device: Device, shape: ModelShape, tp: int, gib: float) -> HostMemory:
-    """``gib`` GiB of host memory per device."""
-    token = shape.kv_bytes_per_device(tp)
-    return HostMemory(int(gib * GIB // token), device.host_bytes_s / token)
 
 
 def kv_capacity(device: Device, shape: ModelShape, tp: int, memory_util: float = 0.9) -> int:

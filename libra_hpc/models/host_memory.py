@@ -10,7 +10,7 @@
 - Optimizer: with ``optimizer.host`` the state of a core node, and its copy where steps have several minibatches.
 - Checkpoint copy: the optimizer's state of a core node, which a thread writes, also as a snapshot.
 - Reference policy, bases of adapters: weights that each training world holds once, divided over its nodes.
-- KV tier, environments: what the run file gives them.
+- Environments: what the run file gives them.
 
 Standbys of training and of vLLM keep nothing else in host memory.
 """
@@ -51,8 +51,6 @@ class NodeWork(msgspec.Struct, frozen=True):
     """Bytes of a reference policy, of which it holds its part."""
     elastic_nodes: int = 1
     """Nodes of its world, where it trains outside the core."""
-    kv_bytes: float = 0.0
-    """For KV caches that the GPUs evicted."""
     environment_bytes: float = 0.0
 
 
@@ -78,7 +76,6 @@ class NodeMemory(MemoryTerms, frozen=True):
     checkpoint_copy: float
     reference_policy: float
     adapter_bases: float
-    kv_tier: float
     environments: float
     processes: float
 
@@ -134,7 +131,6 @@ def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
         checkpoint_copy=state,
         reference_policy=work.reference / (work.core_nodes or work.elastic_nodes),
         adapter_bases=bool(shape.lora) * shape.weight_bytes * work.trains / (work.core_nodes or work.elastic_nodes),
-        kv_tier=work.kv_bytes if work.rolls else 0.0,
         environments=work.environment_bytes,
         processes=PROCESS_BYTES,
     )

@@ -8,7 +8,7 @@ import msgspec
 
 from libra_hpc.config.node_groups import TrainWorld, core_world
 from libra_hpc.config.run import RunConfig
-from libra_hpc.models.capacity import GIB, MIB
+from libra_hpc.models.capacity import MIB
 from libra_hpc.models.host_memory import NodeWork
 from libra_hpc.models.memory import TrainLayout
 from libra_hpc.models.shapes import ModelShape, model_shape
@@ -23,7 +23,7 @@ def reference_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:
 
 
 def node_work(config: RunConfig, name: str, reference: ModelShape | None) -> NodeWork:
-    """What a node of a component does with its memory; ``kv_bytes`` are those of one GPU, ``reference`` what it has."""
+    """What a node of a component does with its memory; ``reference``: the one that it has."""
     task, environments, parts = config.task, 0.0, config.components
     copied = config.algorithm.minibatches > 1 and parts.hybrid.nodes > 0
     # The address space is a limit, far above what most tools take: it counts where the user chose it.
@@ -38,7 +38,6 @@ def node_work(config: RunConfig, name: str, reference: ModelShape | None) -> Nod
         snapshots=name == "train" and config.train.snapshot_every > 0,
         core_nodes=parts.train.nodes if name == "train" else 0,
         states=config.optimizer.host * (1 + copied),
-        kv_bytes=config.rollout.kv_host_gb_per_gpu * GIB,
         environment_bytes=environments,
     )
 

@@ -155,12 +155,9 @@ def _raise_first(found: Iterator[UserError]) -> None:
 
 
 def for_gpus_only(config: RunConfig) -> Iterator[UserError]:
-    """vLLM keeps KV caches in host memory, and schedules steps ahead, for GPUs only."""
+    """vLLM schedules steps ahead for GPUs only."""
     if config.slurm.device == "cuda" or config.run.engine == "simulated":
         return
-    if size := config.rollout.kv_host_gb_per_gpu:
-        why = 'with slurm.device = "cpu" the KV cache is in host memory already'
-        yield invalid("rollout.kv_host_gb_per_gpu", size, why, "0, or a larger rollout.kv_cache_mb")
     if config.rollout.async_steps:
         why = 'with slurm.device = "cpu" a step runs in the thread that schedules it'
         yield invalid("rollout.async_steps", True, why, ["false"])

@@ -136,8 +136,7 @@ def check_boxes(config: RunConfig, needs: Sequence[HostNeed], partitions: Sequen
 
 
 def _work(config: RunConfig, name: str, shape: ModelShape) -> NodeWork:
-    work = node_work(config, name, reference_shape(config, shape) if name != "rollout" else None)
-    return msgspec.structs.replace(work, kv_bytes=work.kv_bytes * getattr(config.components, name).gpus)
+    return node_work(config, name, reference_shape(config, shape) if name != "rollout" else None)
 
 
 def check_hosts(needs: Sequence[HostNeed]) -> list[str]:

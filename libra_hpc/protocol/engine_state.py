@@ -98,8 +98,6 @@ class EngineCapacity(msgspec.Struct, frozen=True):
     max_model_len: int
     kv_tokens: int
     """KV capacity of the replica in tokens."""
-    host_kv_tokens: int = 0
-    """Tokens of KV cache that its host memory holds."""
     warm_up: tuple[EngineStats, ...] = ()
     """Reports of the warm-up profile (`libra_hpc.engine.warm_up`), oldest first; afterwards the counters restart."""
 

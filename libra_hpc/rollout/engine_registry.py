@@ -95,7 +95,6 @@ class EngineRegistry:
             kv_capacity=capacity.kv_tokens,
             version=engine.version,
             warm_up=capacity.warm_up,
-            host_tokens=capacity.host_kv_tokens,
             borrowed=is_guest(engine.rank),
         )
 

@@ -18,7 +18,7 @@ from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.engine.stats import INTERVAL_S
 from libra_hpc.engine.warm_up import lengths
 from libra_hpc.errors import UserError
-from libra_hpc.models.capacity import HostMemory, blocks_of
+from libra_hpc.models.capacity import blocks_of
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.protocol.engine import (
     Abort,
@@ -31,7 +31,6 @@ from libra_hpc.protocol.engine import (
     refusal,
 )
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
-from libra_hpc.simulator.engine.host_cache import host_cache
 from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
 from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 from libra_hpc.simulator.settings import SimulationSettings
@@ -62,7 +61,7 @@ class _Turn:
 class SimulatedEngine:
     """One replica.  Raises `UserError` when its KV cache cannot hold a context of ``max_model_len``."""
 
-    def __init__(self, config: EngineConfig, steps: StepTimes, host: HostMemory | None = None) -> None:
+    def __init__(self, config: EngineConfig, steps: StepTimes) -> None:
         rollout, speedup = config.run.rollout, config.run.simulated.speedup
         if blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size > steps.kv_capacity:
             found = modelled(config.run, config.component)
@@ -79,17 +78,9 @@ class SimulatedEngine:
             async_steps=rollout.async_steps,
         )
         self._engine = Engine(
-            name="simulated",
-            tp=config.tp,
-            steps=steps,
-            settings=limits,
-            number=0,
-            version=config.version,
-            now=0.0,
-            host=host_cache(host, rollout.block_size),
+            name="simulated", tp=config.tp, steps=steps, settings=limits, number=0, version=config.version, now=0.0
         )
         self._steps, self._kv_tokens = steps, steps.kv_capacity
-        self._host_tokens = host.tokens if host else 0
         self._turns: dict[str, _Turn] = {}
         self._rids: dict[SimulatedRequest, str] = {}
         self._waiting: list[_Turn] = []
@@ -108,7 +99,6 @@ class SimulatedEngine:
             tp=self._config.tp,
             max_model_len=self._rollout.max_model_len,
             kv_tokens=self._kv_tokens,
-            host_kv_tokens=self._host_tokens,
             warm_up=self._warm_up(),
         )
         return EngineState(-1, "rollout", "ready", version=self._config.version, seconds=start_s, capacity=capacity)

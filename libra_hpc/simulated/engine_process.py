@@ -17,7 +17,6 @@ import msgspec
 
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.engine.stats import IDLE_INTERVAL_S
-from libra_hpc.models.capacity import host_memory
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
@@ -55,11 +54,7 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig) -> None:
     devices, calibration = found.devices or None, simulated.calibration or None
     machine = device(found.device, devices).asynchronous() if rollout.async_steps else found.device
     steps = lookup(machine, shape, config.tp, calibration, source=simulated.source, devices_file=devices)
-    host = None
-    if rollout.kv_host_gb_per_gpu:
-        gpu = device(found.device, devices)
-        host = host_memory(gpu, shape, config.tp, rollout.kv_host_gb_per_gpu)
-    engine = SimulatedEngine(config, steps, host)
+    engine = SimulatedEngine(config, steps)
     print(f"step times: {steps.source}; {steps.kv_capacity} KV tokens; 1 s here stands for {speedup:g} s", flush=True)
     wait(socket.fileno(), simulated.start_s / speedup - (time.monotonic() - begin))
     clock = Clock(speedup)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.models.capacity import HostMemory, blocks_of
+from libra_hpc.models.capacity import blocks_of
 from libra_hpc.models.devices import STEP_TOKENS
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.models.update_time import NO_UPDATE, UpdateTime
@@ -21,8 +21,6 @@ class EngineSpec(msgspec.Struct, frozen=True):
     name: str
     tp: int
     steps: StepTimes
-    host: HostMemory | None = None
-    """Host memory behind its KV cache."""
 
 
 class Colocation(msgspec.Struct, frozen=True):

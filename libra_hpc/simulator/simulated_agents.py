@@ -11,7 +11,6 @@ from libra_hpc.errors import OperationError
 from libra_hpc.models.capacity import blocks_of
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.simulator.engine.host_cache import host_cache
 from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
 from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 
@@ -55,7 +54,6 @@ class Agents:
             name=spec.name,
             tp=spec.tp,
             steps=spec.steps,
-            host=host_cache(spec.host, self._settings.block_size),
             settings=self._settings,
             number=self._count,
             version=version,
@@ -63,11 +61,7 @@ class Agents:
         )
         self.engines[spec.name] = engine
         self._board.up(
-            spec.name,
-            tp=spec.tp,
-            kv_capacity=engine.blocks * self._settings.block_size,
-            version=engine.version,
-            host_tokens=spec.host.tokens if spec.host else 0,
+            spec.name, tp=spec.tp, kv_capacity=engine.blocks * self._settings.block_size, version=engine.version
         )
         return engine
 

@@ -106,7 +106,6 @@ ON_GPU_NODES = [
     ("train.processes=9", "train.processes = 9: each of them needs a GPU, and components.train has 8 per node;"),
     ("components.split=auto; planner.trace=good.py", "planner.trace = 'good.py': line 1: not JSON ("),
     ("components.split=auto; planner.train_speed=garbage.json", "planner.train_speed = 'garbage.json': Input data was"),
-    ("rollout.kv_host_gb_per_gpu=1e9", "components.hybrid.mem = '64G': a hybrid node needs 8,589,934,596 GB of host"),
     ("rollout.kv_cache_mb=200000", "rollout.tp = 1: an engine of model needs 213 GB a GPU for its weights, its"),
     ("components.train.gpu_type=A800", "components.train.gpu_type = 'A800': nodes of partition a800 have none; valid:"),
     ("rollout.block_size=24", "rollout.block_size = 24: vLLM has other blocks; valid: multiples of 16."),

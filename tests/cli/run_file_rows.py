@@ -315,7 +315,6 @@ RUN_FILE = [
     ("rollout.max_model_len=1e6", "rollout.max_model_len = 1000000.0: wrong type; valid: an integer >= 16."),
     ("rollout.max_num_seqs=1000000000", "rollout.max_num_seqs = 1000000000: out of range; valid: an integer >= 1 and"),
     ("rollout.max_inflight=1000000000", "rollout.max_inflight = 1000000000: out of range; valid: an integer >= 1 and"),
-    ("rollout.kv_host_gb_per_gpu=8", 'rollout.kv_host_gb_per_gpu = 8.0: with slurm.device = "cpu" the KV cache is in'),
     ("rollout.kv_dtype=fp4", "rollout.kv_dtype = 'fp4': unknown value; valid: auto, fp8"),
     ("rollout.async_steps=true", 'rollout.async_steps = True: with slurm.device = "cpu" a step runs in the thread'),
     ("rollout.block_size=1", "rollout.block_size = 1: out of range; valid: an integer >= 8."),

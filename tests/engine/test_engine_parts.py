@@ -123,11 +123,6 @@ def test_zero_kv_cache_is_left_to_vllm_and_a_weight_file_replaces_the_folders() 
     assert engine_arguments(config(weights="w"))["load_format"] == "dummy"
 
 
-def test_host_memory_for_kv_caches_is_of_all_devices_of_the_engine_and_off_by_default() -> None:
-    assert engine_arguments(config(device="cuda"))["kv_offloading_size"] is None
-    assert engine_arguments(config(device="cuda", tp=4, kv_host_gb_per_gpu=32.0))["kv_offloading_size"] == 128.0
-
-
 def test_devices_differ_in_graphs_sleep_and_tokens_of_a_step_only() -> None:
     cpu, cuda = (engine_arguments(config(device=device)) for device in ("cpu", "cuda"))
     differing = {key for key in cpu if cpu[key] != cuda[key]}

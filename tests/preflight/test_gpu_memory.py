@@ -13,7 +13,7 @@ from libra_hpc.models.devices import device
 from libra_hpc.models.memory import USABLE, TrainLayout, train_memory
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.planning.initial import initial_plan
-from libra_hpc.preflight.checks import MODEL_CHECKS, problems
+from libra_hpc.preflight.checks import MODEL_CHECKS
 from libra_hpc.preflight.gpu_memory import cache_type_runs, check_cpus, check_memory
 from libra_hpc.preflight.job_checks import delta_nets_run
 
@@ -177,14 +177,6 @@ def test_a_node_with_fewer_cpus_than_gpus_is_refused(cpus: int) -> None:
         check_cpus(configured(components=small(cpus=cpus), **sections))
     for changes in ({}, {"cpus": 8}, {"cpus": 1, "nodes": 0}):
         check_cpus(configured(components=small(**changes)))
-
-
-def test_caches_in_host_memory_need_gpus() -> None:
-    rollout = {"kv_host_gb_per_gpu": 64}
-    refused = 'rollout.kv_host_gb_per_gpu = 64.0: with slurm.device = "cpu" the KV cache is in host memory already'
-    assert refused in str(next(problems(configured(rollout=rollout, slurm={"device": "cpu"}))))
-    dry = configured(rollout=rollout, slurm={"device": "cpu"}, run={"engine": "simulated"})
-    assert not any("kv_host" in str(error) for error in problems(dry))
 
 
 @pytest.mark.parametrize(

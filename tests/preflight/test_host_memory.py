@@ -50,8 +50,8 @@ def test_a_node_has_the_files_that_the_runtime_keeps() -> None:
     assert core.optimizer == 0.0
     assert node_memory(MODEL, NodeWork(core_nodes=4, states=2)).optimizer == 6 * MODEL.params
     assert trains.shared.keys() == {*WEIGHTS, "snapshots"}
-    rolls = node_memory(MODEL, NodeWork(rolls=True, engines=4, kv_bytes=5.0, environment_bytes=7.0))
-    assert rolls.terms().keys() == {*WEIGHTS, "weight staging", "kv tier", "environments", "processes"}
+    rolls = node_memory(MODEL, NodeWork(rolls=True, engines=4, environment_bytes=7.0))
+    assert rolls.terms().keys() == {*WEIGHTS, "weight staging", "environments", "processes"}
     assert rolls.weight_staging == 4 * 2 * MODEL.params, "every engine copies its weights to its GPUs from there"
 
 
@@ -87,14 +87,11 @@ def test_too_little_memory_is_refused_with_the_largest_term_and_a_way_out() -> N
     assert checked(2000.0, components=nodes("400G"), train={"snapshot_every": 0}) == []
 
 
-def test_caches_in_host_memory_and_limits_of_tools_count_on_rollout_nodes() -> None:
-    rollout, task = {"kv_host_gb_per_gpu": 64}, {"hosts": 4, "tool_processes": 16, "tool_memory_mb": 2048}
-    (train, _, last) = host_needs(configured(components=nodes(), rollout=rollout, task=task), MODEL)
-    assert "kv tier" not in train.terms
-    assert last.terms["kv tier"] == 8 * 64 * 2**30
+def test_limits_of_tools_count_on_rollout_nodes() -> None:
+    task = {"hosts": 4, "tool_processes": 16, "tool_memory_mb": 2048}
+    (train, _, last) = host_needs(configured(components=nodes(), task=task), MODEL)
+    assert "environments" not in train.terms
     assert last.terms["environments"] == 64 * 2**31
-    with pytest.raises(UserError, match=r"a rollout node needs \d+ GB of host memory \(kv tier 550\)"):
-        checked(600.0, components=nodes(hybrid=0), rollout=rollout, train={"snapshot_every": 0})
 
 
 def test_half_of_the_nodes_memory_is_assumed_for_shared_memory() -> None:

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.simulator.engine.cache import BlockCache
-from libra_hpc.simulator.engine.host_cache import HostCache
 from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
-from libra_hpc.simulator.engine.simulated_engines import build_engines
 from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 
 from .toys import Linear, engine, play, request
@@ -283,56 +281,3 @@ def test_many_names_leave_nothing_behind() -> None:
         fill(cache, f"t{i}", 4)
     assert (cache.free, cache.evictable) == (0, 8)
     assert len(cache) < 600, "names whose blocks are gone are forgotten"
-
-
-@pytest.mark.parametrize(
-    ("hosted", "between", "seconds", "fetched"),
-    [
-        # b takes the blocks of a: the device keeps 5 of 9 whole ones; the others are computed again, or they come back.
-        (False, request("b", 60, 1, prompt_tokens=0), 22 / 4, 0),
-        (True, request("b", 60, 1, prompt_tokens=0), 6 / 4 + 4 * 0.125, 16),
-        # New weights empty the host too.
-        (True, swap, 42 / 4, 0),
-    ],
-)
-def test_an_evicted_context_comes_back_in_the_time_of_a_copy(
-    hosted: bool, between: Any, seconds: float, fetched: int
-) -> None:
-    """20 blocks; 1 s a step and 1/4 s a token of a prompt; the next turn of a has 40 known tokens and 2 new ones."""
-    e = engine(Linear(80, base=1.0, prefill=0.25), host=HostCache(100, block_s=0.125) if hosted else None)
-    first, more = request("a", 38, 2, prompt_tokens=0), again("a", tokens=42, prompt_tokens=0, high=39)
-    assert play(e, (0.0, first), (50.0, between), (100.0, more))[-1] == (100.0 + 1.0 + seconds, "a")
-    assert e.counters.fetched == fetched
-    assert bool(e.counters.again.get("eviction")) is (fetched == 0)
-
-
-def beyond(host: HostCache, trajectory: str, prompt: str = "p", prompt_blocks: int = 2) -> int:
-    return host.beyond(trajectory, prompt, shared=0, own=0, prompt_blocks=prompt_blocks, most=100)
-
-
-def test_the_least_recently_used_leaves_host_memory_first() -> None:
-    host = HostCache(12, block_s=1.0)
-    host.store("a", "p", own=4, prompt_blocks=2)
-    host.store("b", "p", own=4, prompt_blocks=2)
-    assert (beyond(host, "a"), beyond(host, "b")) == (6, 6)
-    host.store("c", "p", own=3, prompt_blocks=2)
-    assert (beyond(host, "a"), beyond(host, "b"), beyond(host, "c")) == (2, 6, 5)
-    host.clear()
-    assert beyond(host, "c") == 0
-
-
-def test_a_chain_in_host_memory_is_of_no_use_without_its_prompt() -> None:
-    host = HostCache(100, block_s=1.0)
-    host.store("a", "p", own=4, prompt_blocks=2)
-    assert beyond(host, "a", "q") == 0
-    assert host.beyond("a", "q", shared=1, own=0, prompt_blocks=2, most=100) == 0
-    assert host.beyond("a", "q", shared=2, own=1, prompt_blocks=2, most=100) == 3
-    assert host.beyond("a", "p", shared=2, own=1, prompt_blocks=2, most=5) == 2
-
-
-def test_host_memory_and_links_of_all_gpus_of_an_engine_count() -> None:
-    (plain,) = build_engines("1xTP4", 4, "a800", "qwen3-14b").engines
-    (hosted,) = build_engines("1xTP4", 4, "a800", "qwen3-14b", host_gb=64.0).engines
-    # 160 KiB of keys and values a token, a quarter of them on each GPU, over 25 GB/s each.
-    assert plain.host is None
-    assert (hosted.host.tokens, round(hosted.host.tokens_s)) == (64 * 2**30 // 40_960, round(25e9 / 40_960))

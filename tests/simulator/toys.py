@@ -14,7 +14,6 @@ from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
 from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.simulator.engine.host_cache import HostCache
 from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
 from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
@@ -95,10 +94,10 @@ def exchange(leave: str, join: EngineSpec, delay_s: float) -> Callable[[Controll
     return control
 
 
-def engine(steps: StepTimes, host: HostCache | None = None, **settings: object) -> Engine:
+def engine(steps: StepTimes, **settings: object) -> Engine:
     """One engine with blocks of 4 tokens."""
     limits = SimulationSettings(**{"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64, **settings})  # type: ignore[arg-type]
-    return Engine(name="e", tp=steps.tp, steps=steps, settings=limits, number=1, version=0, now=0.0, host=host)
+    return Engine(name="e", tp=steps.tp, steps=steps, settings=limits, number=1, version=0, now=0.0)
 
 
 def request(

@@ -34,8 +34,6 @@ class EngineView:
         self.tp_class = tp_class
         self.kv_capacity = kv_capacity
         """Tokens."""
-        self.host_tokens = 0
-        """Tokens of KV cache that its host memory holds, those in its own cache among them."""
         self.cap = cap
         """Most turns in flight."""
         self.version = version
@@ -115,7 +113,6 @@ class Board:
         kv_capacity: int,
         version: int,
         warm_up: Sequence[EngineStats] = (),
-        host_tokens: int = 0,
         borrowed: bool = False,
     ) -> EngineView:
         """Add or replace an engine; ``warm_up`` are the reports of its warm-up profile, the first step costs."""
@@ -128,7 +125,7 @@ class Board:
         view = self.engines[engine] = EngineView(
             engine, tp=tp, kv_capacity=kv_capacity, cap=self.max_inflight, version=version, tp_class=tp_class
         )
-        view.host_tokens, view.borrowed = host_tokens, borrowed
+        view.borrowed = borrowed
         tp_class.members.append(view)
         for stats in warm_up:
             self._observe(view, stats, 1)

@@ -85,7 +85,7 @@ class EngineWork:
     def resize(self) -> None:
         """Read the capacity of the engine."""
         self.kv_capacity = float(max(1, self.view.kv_capacity))
-        self.cache.capacity = max(self.kv_capacity, float(self.view.host_tokens))
+        self.cache.capacity = self.kv_capacity
 
     def remove(self, placed: Placed) -> None:
         """Remove a trajectory."""

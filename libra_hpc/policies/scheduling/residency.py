@@ -11,7 +11,6 @@ and prefills it again.  So some trajectories are *resident*, and the others wait
 - An engine has no resident -> any trajectory may become one, so that none waits for ever.
 
 Contexts that fit into the cache change no decision.  A prompt counts once for all its siblings at an engine.
-Where host memory for KV caches is larger than the cache, it counts instead: an evicted context comes back by a copy.
 """
 
 from __future__ import annotations

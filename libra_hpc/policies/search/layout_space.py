@@ -160,7 +160,7 @@ class LayoutSpace:
     def _rolls_limit(self, pool: DevicePool, tp: int) -> Limit | None:
         """Why a node with engines of this degree lacks host memory."""
         work, devices = self._hosts.rolls, pool.node_devices
-        own = msgspec.structs.replace(work, kv_bytes=work.kv_bytes * devices, engines=devices // tp)
+        own = msgspec.structs.replace(work, engines=devices // tp)
         return pool.room.limit(node_memory(self._shape, own))
 
     def rest(self, have: Sequence[int], pool: int, nodes: int) -> list[int]:

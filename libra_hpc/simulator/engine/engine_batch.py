@@ -15,21 +15,16 @@ from heapq import heappop, heappush
 from libra_hpc.simulator.settings import SimulationSettings
 
 from .cache import BlockCache
-from .host_cache import HostCache
 from .simulated_request import Counters, SimulatedRequest
 
 
 class SimulatedBatch:
     """Running and waiting requests; ``running`` is in order of admission, `SimulatedRequest.step` is set by `form`."""
 
-    def __init__(
-        self, cache: BlockCache, limits: SimulationSettings, counters: Counters, host: HostCache | None = None
-    ) -> None:
+    def __init__(self, cache: BlockCache, limits: SimulationSettings, counters: Counters) -> None:
         self.running: list[SimulatedRequest] = []
         self._waiting: list[tuple[int, int, SimulatedRequest]] = []
-        self._cache, self._limits, self._counters, self._host = cache, limits, counters, host
-        self.fetched = 0
-        """Blocks that the next step reads from host memory."""
+        self._cache, self._limits, self._counters = cache, limits, counters
         self._block = limits.block_size
         self._budget = max(limits.max_num_batched_tokens, limits.max_num_seqs)
         """Most tokens of a step."""
@@ -120,26 +115,15 @@ class SimulatedBatch:
                 request.trajectory, request.prompt, request.prompt_blocks, (request.tokens - 1) // block
             )
             found = shared + own
-            fetched = 0
-            if self._host is not None:
-                fetched = self._host.beyond(
-                    request.trajectory,
-                    request.prompt,
-                    shared=shared,
-                    own=own,
-                    prompt_blocks=request.prompt_blocks,
-                    most=(request.tokens - 1) // block,
-                )
             if -(-request.tokens // block) - found > cache.available - bound:
                 break
             heappop(waiting)
             cache.bind(request.trajectory, request.prompt, own)
-            self.fetched += fetched
-            request.computed = (found + fetched) * block
+            request.computed = found * block
             self._counters.cached += request.computed
             if not request.counted:
                 request.cached = request.computed
-            if request.again == "eviction" and found + fetched >= request.high // block:
+            if request.again == "eviction" and found >= request.high // block:
                 request.again = "partial_block"
             request.step = min(request.tokens - request.computed, budget)
             request.blocks = -(-(request.computed + request.step) // block)
@@ -157,9 +141,6 @@ class SimulatedBatch:
         request.high = max(request.high, request.computed)
         own = max(0, request.computed // self._block - request.prompt_blocks)
         self._cache.release(request.trajectory, request.prompt, own, rest=request.own - own)
-        if self._host is not None:
-            whole = min(request.computed // self._block, request.prompt_blocks)
-            self._host.store(request.trajectory, request.prompt, own=own, prompt_blocks=whole)
         request.blocks = request.own = request.computed = request.step = 0
         request.decoding = False
 

@@ -19,7 +19,6 @@ from libra_hpc.simulator.timeline import Timeline
 
 from .cache import BlockCache
 from .engine_batch import SimulatedBatch
-from .host_cache import HostCache
 from .simulated_request import Counters, SimulatedRequest
 
 IDLE = math.inf
@@ -29,15 +28,7 @@ class Engine:
     """One replica; ``number`` orders engines whose steps end at the same moment."""
 
     def __init__(
-        self,
-        name: str,
-        tp: int,
-        steps: StepTimes,
-        settings: SimulationSettings,
-        number: int,
-        version: int,
-        now: float,
-        host: HostCache | None = None,
+        self, name: str, tp: int, steps: StepTimes, settings: SimulationSettings, number: int, version: int, now: float
     ) -> None:
         self.name, self.tp, self.number, self.version = name, tp, number, version
         self.up_at = now
@@ -49,8 +40,7 @@ class Engine:
         self._limits = settings
         self._block = settings.block_size
         self._cache = BlockCache(steps.kv_capacity // settings.block_size)
-        self._host = host
-        self._batch = SimulatedBatch(self._cache, settings, self.counters, host)
+        self._batch = SimulatedBatch(self._cache, settings, self.counters)
         self._aborted: list[SimulatedRequest] = []
         self._arrived: list[SimulatedRequest] = []
         self._swap: tuple[int, float] | None = None
@@ -235,21 +225,13 @@ class Engine:
         stretch = self._stretch
         if prefill:
             context = max(0, round((pairs / prefill - prefill) / 2.0))
-            stretch.begin(now, self._step_s(decodes, kv_tokens, prefill, context) + self._fetch_s())
+            stretch.begin(now, self._step_s(decodes, kv_tokens, prefill, context))
         else:
             stretch.begin(now, self._step_s(decodes, kv_tokens))
             # After a preemption, which admits nothing, the next step may admit again.
             if left > 1 and decodes == len(running) and not preempted:
                 self._extend(left, kv_tokens)
         self.next_at = stretch.end
-
-    def _fetch_s(self) -> float:
-        """Seconds for the blocks that the step reads from host memory."""
-        blocks, self._batch.fetched = self._batch.fetched, 0
-        if self._host is None or not blocks:
-            return 0.0
-        self.counters.fetched += blocks * self._block
-        return blocks * self._host.block_s
 
     def _extend(self, steps: int, kv_tokens: int) -> None:
         decodes, stretch = len(self._batch.running), self._stretch
@@ -293,8 +275,6 @@ class Engine:
         if not self._limits.keep_kv:
             self.counters.recomputed += self._batch.put_all_back("swap")
             self._cache.clear()
-            if self._host is not None:
-                self._host.clear()
         self._pause_at = now
         self.next_at = now + seconds
 

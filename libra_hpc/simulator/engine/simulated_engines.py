@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import invalid
-from libra_hpc.models.capacity import host_memory
 from libra_hpc.models.devices import device as find_device
 from libra_hpc.models.shapes import KV_ELEMENT_BYTES, model_shape
 from libra_hpc.models.step_times.lookup import lookup
@@ -72,12 +71,10 @@ def build_engines(
     kv_dtype: str = "auto",
     longest: int = 0,
     async_steps: bool = False,
-    host_gb: float = 0.0,
 ) -> SimulatedEngines:
     """Build the engines of a pattern on ``gpus`` GPUs (0: as many as the pattern has).
 
-    ``kv_dtype`` and ``async_steps``: as in the run file; ``longest``: most tokens of a context, 0: unknown;
-    ``host_gb``: GiB of host memory per GPU for KV caches.
+    ``kv_dtype`` and ``async_steps``: as in the run file; ``longest``: most tokens of a context, 0: unknown.
 
     Raises `UserError` for a pattern that does not fit, and as `lookup` does for unknown devices and models.
     """
@@ -90,7 +87,7 @@ def build_engines(
         )
     copies = gpus // size if gpus else 1
     # A model that was measured need be in no table.
-    shape = None if calibration and not host_gb else model_shape(model).with_kv(kv_dtype, longest)
+    shape = None if calibration else model_shape(model).with_kv(kv_dtype, longest)
     machine = find_device(device, devices_file).asynchronous() if async_steps else device
     engines: list[EngineSpec] = []
     sources: list[str] = []
@@ -105,12 +102,7 @@ def build_engines(
                 f"{model} does not fit {bucket.tp} x {device}: its weights leave no memory for KV cache",
                 "a larger TP degree",
             )
-        host = None
-        if shape is not None and host_gb:
-            host = host_memory(find_device(device, devices_file), shape, bucket.tp, host_gb)
-        engines += [
-            EngineSpec(f"tp{bucket.tp}-{number}", bucket.tp, steps, host) for number in range(copies * bucket.count)
-        ]
+        engines += [EngineSpec(f"tp{bucket.tp}-{number}", bucket.tp, steps) for number in range(copies * bucket.count)]
         words = steps.source.replace(f" on {bucket.tp} x {device}", "")
         if words not in sources:
             sources.append(words)

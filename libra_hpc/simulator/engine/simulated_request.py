@@ -54,8 +54,6 @@ class Counters:
         """Tokens found in the prefix cache, at every admission."""
         self.again: dict[str, int] = {}
         """Tokens out of ``prefilled`` that were computed before, by cause (`SimulatedRequest.again`)."""
-        self.fetched = 0
-        """Tokens out of ``cached`` that were read from host memory."""
         self.first_prefill = 0
         """Tokens out of ``prefilled`` at the first admission of each request, which is what live engines report."""
         self.first_cached = 0

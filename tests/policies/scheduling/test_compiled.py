@@ -55,7 +55,7 @@ from libra_hpc.simulator.simulate import simulate
 from libra_hpc.traces.generate import Dials, generate
 work = generate("r2e", Dials(trajectories=64))
 rules = SimulationSettings(batch_groups=2, eta=1, train_s=9.0, sync_s=2.0)
-engines = build_engines("2xTP1,1xTP2", 0, "a800", "qwen3-14b", host_gb=4.0).engines
+engines = build_engines("2xTP1,1xTP2", 0, "a800", "qwen3-14b").engines
 seen.update(msgspec.json.encode(simulate(work, engines, CausalMlfq(), rules)))
 modules = libra_hpc.policies.scheduling.cmlfq.remaining_work, libra_hpc.simulator.engine.simulated_engine
 compiled = all(module.__file__.endswith(".so") for module in modules)

@@ -69,10 +69,10 @@ def test_a_resident_moves_with_its_trajectory() -> None:
     assert (here.held, there.held, moved.cache) == (0, 300, there)
 
 
-def two_waiting(host_tokens: int) -> tuple[Board, Dispatcher]:
+def two_waiting() -> tuple[Board, Dispatcher]:
     """The first turns of s (500 tokens) and t (400) at an engine that holds 1,000."""
     board = board_of()
-    board.up("a", 1, CAPACITY, 0, host_tokens=host_tokens)
+    board.up("a", 1, CAPACITY, 0)
     dispatcher = Dispatcher(CausalMlfq(), board)
     for name, context in (("s", 500), ("t", 400)):
         dispatcher.ready(turn_of(name, name, context=context), 0.0)
@@ -80,7 +80,7 @@ def two_waiting(host_tokens: int) -> tuple[Board, Dispatcher]:
 
 
 def test_a_first_turn_waits_while_the_residents_are_in_tool_calls_and_starts_when_one_ends() -> None:
-    board, dispatcher = two_waiting(0)
+    board, dispatcher = two_waiting()
     assert sent(dispatcher) == ["s"]
     board.answered("a", 500)
     assert sent(dispatcher, 1.0) == [], "its context stays in the cache"
@@ -106,11 +106,6 @@ def test_nobody_overtakes_the_first_that_waits_for_room(aborted: bool, served: l
         dispatcher.finished(ended("s", "s", 100), 3.0)
     assert sent(dispatcher, 3.0) == served
     assert dispatcher.waiting_for_room == 0
-
-
-def test_host_memory_larger_than_the_cache_counts_instead_of_it() -> None:
-    for host_tokens, starts in ((0, ["s"]), (CAPACITY // 2, ["s"]), (4 * CAPACITY, ["s", "t"])):
-        assert sent(two_waiting(host_tokens)[1]) == starts
 
 
 @settings(max_examples=60, deadline=None)
