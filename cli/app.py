@@ -93,12 +93,6 @@ VERBS = {
         "run.toml --over optimizer.lr=1e-6,3e-6",
         "runs",
     ),
-    "compare": Verb(
-        "Show runs side by side: settings, reward, speed; draws compare.svg.",
-        "compare.compare",
-        "RUN OTHER --metric entropy",
-        "runs",
-    ),
     "summary": Verb(
         "Show reward, speed, moves of nodes and failures of a run; writes summary.svg.",
         "summary.summary",

@@ -22,13 +22,14 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.facts import sweep_record
 from libra_hpc.facts.rundir import RunDir, readable
+from libra_hpc.facts.series import first_and_last
 from libra_hpc.facts.sweep_record import PlannedRun, SweepMember, SweepRecord
 from libra_hpc.preflight.checked_run import CheckedRun, check
 
 from .check import load, warn
 from .config_show import OverrideOption, RunFileArgument
-from .output import busy, print_json, print_line, print_note, show, table
-from .runs import JsonOption, all_runs, job_id
+from .output import busy, print_json, print_note, show, table
+from .runs import JsonOption, all_runs, job_id, rewards
 from .submit import EngineOption, ExecutorOption, create, queue, with_options
 
 MOST_RUNS = 32
@@ -228,16 +229,16 @@ def report(name: str, members: Sequence[Member], queued: dict[str, RunDir], *, j
                 "job_id": None if run is None else job_id(run),
                 "queued_before": member.run is not None,
                 "values": member.combination.values,
+                "reward": None if run is None else first_and_last(rewards(run))[1],
             }
         )
     if json:
         print_json({"sweep": name, "runs": rows})
         return
     labels = grid.short_keys(list(members[0].combination.values))
-    shown = table("run~", "job~", *(f"{label}~" for label in labels.values()))
+    shown = table("run~", "job~", *(f"{label}~" for label in labels.values()), "reward>")
     for row, member in zip(rows, members, strict=True):
         job = "-" if row["job_id"] is None else f"{row['job_id']}{' (before)' if row['queued_before'] else ''}"
-        shown.add_row(row["run"], job, *(one.partition("=")[2] for one in member.combination.overrides))
+        reward = "-" if row["reward"] is None else f"{row['reward']:.3f}"
+        shown.add_row(row["run"], job, *(one.partition("=")[2] for one in member.combination.overrides), reward)
     show(shown)
-    if queued:
-        print_line(f"compare them: libra-hpc compare --sweep {name}")

@@ -1,13 +1,10 @@
-"""The charts of `compare`, `plan` and `simulate`."""
+"""The charts of `plan` and `simulate`."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from libra_hpc.facts.comparison import MetricCurve
-from libra_hpc.facts.series import smooth
 from libra_hpc.policies.search.run_plan import RunPlan
 from libra_hpc.simulator.result import SimulationResult
 
@@ -17,51 +14,6 @@ COLOURS = 7
 """Colours ``c0`` .. of the style sheet, distinct for colour-blind readers (Okabe and Ito)."""
 SHAPES = ("line", "broken", "dotted")
 """The next line has the next colour and the next shape: of two equal lines, both are seen."""
-MOST_LINES = COLOURS * len(SHAPES)
-"""More lines could not be distinguished: the numbers of colours and of shapes have no common divisor."""
-
-
-def draw_comparison(groups: Sequence[tuple[str, Sequence[MetricCurve]]], metric: str, title: str, out: Path) -> None:
-    """One metric over steps and over time, of groups of runs with their labels; of more than `MOST_LINES` the first.
-
-    - A run alone -> a smoothed line and the steps as points.
-    - Runs that differ in nothing but the seed -> the median of their smoothed lines, and a band from lowest to highest.
-    """
-    over: tuple[list[Line], list[Line]] = ([], [])
-    for number, (label, curves) in enumerate(groups[:MOST_LINES]):
-        style, shape = _look(number)
-        points = median_line(curves)
-        steps, wall_s, low, middle, high = zip(*points, strict=True) if points else [()] * 5
-        for lines, xs, measured in ((over[0], steps, curves[0].steps), (over[1], wall_s, curves[0].wall_s)):
-            if len(curves) > 1:
-                lines.append(Line(label, style, [*xs, *xs[::-1]], [*low, *high[::-1]], "band"))
-            else:
-                lines.append(Line(label, style, measured, curves[0].values, "points"))
-            lines.append(Line(label, style, xs, middle, shape))
-    zero = all(y >= 0 for line in over[0] for y in line.ys)
-    charts = [
-        Chart(f"{metric} over {what}", f"{len(groups)} lines.", label, metric, lines, clock=what == "time", zero=zero)
-        for what, label, lines in (("steps", "step", over[0]), ("time", "time since the job started", over[1]))
-    ]
-    draw(charts, title, out)
-
-
-def median_line(curves: Sequence[MetricCurve]) -> list[tuple[float, ...]]:
-    """Step, seconds, and lowest, median and highest smoothed value of every step that at least half of the curves have.
-
-    A step's time is the median of its times, so a slow seed does not shift the others.
-    """
-    by_step: dict[int, list[tuple[float, float]]] = {}
-    for curve in curves:
-        for step, wall_s, value in zip(curve.steps, curve.wall_s, smooth(curve.values), strict=True):
-            by_step.setdefault(step, []).append((wall_s, value))
-    points: list[tuple[float, ...]] = []
-    for step, found in sorted(by_step.items()):
-        if 2 * len(found) >= len(curves):
-            times, values = zip(*found, strict=True)
-            median = statistics.median(values)
-            points.append((step, statistics.median(times), min(values), median, max(values)))
-    return points
 
 
 def draw_scaling(points: Sequence[tuple[int, float]], knee: int | None, title: str, out: Path) -> None:

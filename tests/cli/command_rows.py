@@ -74,8 +74,6 @@ COMMANDS = [
     ("status model", "RUN = 'model': no run of that name, folder or job id below runs/"),
     ("status absent --runs nowhere", "RUN = 'absent': no run of that name, folder or job id below nowhere/; there are"),
     ("logs --attempt 0", "--attempt = '0': input should be greater than or equal to 1."),
-    ("compare", "compare needs either two or more runs or --sweep NAME, and not both."),
-    ("compare --sweep nothing", "--sweep = 'nothing': no sweep of that name has runs below runs/; there are none."),
     ("sweep run.toml", "Missing option '--over'."),
     ("sweep run.toml --over run.seed", "--over = 'run.seed': malformed; valid: section.key=value,value, for instance"),
     ("sweep run.toml --over run.seed=1,1", "--over = 'run.seed=1,1': the value 1 occurs twice."),

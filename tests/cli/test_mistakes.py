@@ -37,7 +37,7 @@ FIELD = re.compile(
 )
 """How a sentence names what has the wrong value."""
 USAGE = re.compile(
-    r"error: (No such (option|command)|Missing (option|argument)|Option '-|Got unexpected|(submit|compare) needs"
+    r"error: (No such (option|command)|Missing (option|argument)|Option '-|Got unexpected|submit needs"
     r"|There is no run|--toml and --json|-o changes)"
 )
 """How one begins where words are missing, or not known."""

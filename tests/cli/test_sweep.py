@@ -1,4 +1,4 @@
-"""sweep and compare: what is queued, what is refused, and what a second command adds."""
+"""sweep: what is queued, what is refused, and what a second command adds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 from libra_hpc_cli import jobs, sweep
-from rich.console import Console
 
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm.launch import Launch
-from tests.facts import synthetic
 
-from .conftest import Cli, Queue, one_line
+from .conftest import Cli, Queue
 
 OVER = ("--over", "optimizer.lr=1e-6,3e-6", "--over", "run.seed=0,1")
 
@@ -104,68 +102,6 @@ def test_most_runs_at_a_time_is_a_chain_of_jobs(
     assert ["#SBATCH --dependency=afterany:4711\n" in script for script in scripts] == [False, False, False, True]
     refused = cli("sweep", "run.toml", *OVER, "--most", "3", "--executor", "local", "--name", "x")
     assert (refused.code, "--most = 3: the local executor has no queue" in refused.err) == (2, True)
-
-
-def recorded(site: Path, name: str, seed: int) -> RunDir:
-    """A completed run with another seed."""
-    run = synthetic.make_run(site / "runs", name)
-    config = run.read_json(run.config)
-    config["run"]["seed"] = seed
-    run.write_json(run.config, config)
-    return run
-
-
-@pytest.fixture
-def a_and_b(site: Path) -> None:
-    recorded(site, "a", 0)
-    recorded(site, "b", 1)
-
-
-def test_compare_prints_differing_keys_results_and_seeds_and_draws(site: Path, a_and_b: None, cli: Cli) -> None:
-    printed = json.loads(cli("compare", "a-001", "b-001", "--json").out)
-    assert printed["keys"] == ["run.seed"]
-    assert [run["run"] for run in printed["runs"]] == ["a-001", "b-001"]
-    assert printed["groups"][0]["members"] == [0, 1]
-    assert "(2 seeds)</text>" in (site / printed["picture"]).read_text()
-    shown = cli("compare", "a-001", "b-001", "--metric", "train_s", "--out", "t.svg").out
-    assert "seed=1" in shown
-    assert "median over seeds" in shown
-    assert "train_s" in shown
-    assert (site / "t.svg").exists()
-
-
-def test_compare_of_a_sweep_without_steps_draws_no_picture(site: Path, queue: Queue, cli: Cli) -> None:
-    cli("sweep", "run.toml", *OVER)
-    outcome = cli("compare", "--sweep", "quick", "--json")
-    assert json.loads(outcome.out)["picture"] is None
-    assert "without steps, and so not in the picture: quick-lr1e-6.seed0-001, " in outcome.err
-    assert not (site / "compare.svg").exists()
-    assert "lr=3e-6, seed=1" in cli("compare", "--sweep", "quick").out
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("", "two or more runs or --sweep NAME"),
-        ("a-001", "two runs or more; 'a-001' is one"),
-        ("a-001 a-001", "two runs or more"),
-        ("a-001 b-01", "did you mean 'b-001'?"),
-        ("a-001 --sweep quick", "not both"),
-        ("--sweep quick", "no sweep of that name has runs below runs/; there are none"),
-        ("a-001 b-001 --metric rewad", "did you mean 'reward'?"),
-    ],
-)
-def test_a_mistake_in_compare_is_one_sentence(command: str, message: str, a_and_b: None, cli: Cli) -> None:
-    assert message in one_line(cli("compare", *command.split()))
-
-
-def test_tables_of_compare_fit_80_columns(site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libra_hpc_cli.output.console", lambda: Console(width=80))
-    recorded(site, "a-rather-long-name-of-a-run-with-lr1e-6.seed0", 0)
-    recorded(site, "b", 1)
-    shown = cli("compare", "a-rather-long-name-of-a-run-with-lr1e-6.seed0-001", "b-001").out
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "…" not in shown
 
 
 def test_the_most_runs_without_yes_are_named_in_the_help(cli: Cli) -> None:

@@ -15,12 +15,11 @@ _PAGE = """\
 
 ```
 tail -1 RUN/metrics.jsonl | python -m json.tool      # the last step
-libra-hpc compare RUN RUN --metric entropy           # a column of several runs
 grep '"kind":"engine_lost"' RUN/events.jsonl         # events of one kind
 ```
 
 `metrics.jsonl` has one line per optimizer step, `events.jsonl` one per event. Both only grow, and are readable while
-the run goes on. *Status*, *summary*, *report* and *compare* name the screens that show a number.
+the run goes on. *Status*, *summary* and *report* name the screens that show a number.
 
 This page is written by `python -m tests.docs.columns_page`.
 
@@ -80,8 +79,7 @@ def page() -> str:
 
 def _number(number: Number) -> str:
     unit = f", in {number.unit}" if number.unit else ""
-    screens = [*number.on, *(["compare"] if number.head else [])]
-    return _entry(f"`{number.name}`{unit}: {number.meaning}.", screens)
+    return _entry(f"`{number.name}`{unit}: {number.meaning}.", number.on)
 
 
 def _event(kind: EventKind) -> str:
