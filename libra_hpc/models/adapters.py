@@ -19,6 +19,7 @@ from libra_hpc.errors import invalid
 
 from .architecture import Architecture, stage_layers
 from .shapes import Lora, ModelShape
+from .supported import in_float32
 from .tensors import Entry, hf_shapes, stage_entries
 from .train_parallel import Degrees
 
@@ -51,10 +52,10 @@ def with_adapters(shape: AnyShape, rank: int, alpha: float, targets: Sequence[st
 def adapter_entries(shape: Architecture, entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """Adapters of a rank with these parameters, by Megatron-Core name: an A and a B for each adapted weight.
 
-    The parameters themselves where the model has no adapters.
+    The parameters themselves that are trained, where the model has no adapters.
     """
     if shape.lora is None:
-        return dict(entries)
+        return {name: entry for name, entry in entries.items() if not in_float32(entry.hf[0])}
     out: dict[str, Entry] = {}
     for name, entry in entries.items():
         linear, kind = name.removesuffix(".weight"), KINDS.get(name.rpartition(".linear_")[2])

@@ -229,7 +229,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def weight_bytes(self) -> int:
-        return self.params * self.dtype_bytes
+        """Bytes of all weights; biases of routers by sigmoids are in float32 whatever the others are."""
+        biases = (self.layers - self.dense_layers) * self.experts * (self.router_bias and not self.stacked_experts)
+        return self.params * self.dtype_bytes + biases * (DTYPE_BYTES["float32"] - self.dtype_bytes)
 
     def kv_bytes_per_device(self, tp: int, in_flight: int = IN_FLIGHT) -> int:
         """Bytes on each of ``tp`` devices for a token of a sequence of `longest`, its layers' states shared out.

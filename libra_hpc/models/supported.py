@@ -99,6 +99,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Each so-manyth layer has no rotary embedding unless ``no_rope_layers`` (0: none) differ; 0: all have one."""
     window_switch: bool = False
     """``use_sliding_window`` turns ``sliding_window`` on, and is off by default."""
+    float32: tuple[str, ...] = ()
+    """Ends of the names of tensors that are not trained, and in float32 whatever ``model.dtype`` is, as in both engines
+    and the files."""
     defaults: dict[str, Any] = {}
     """Values that transformers assumes for missing keys, where they differ from ours."""
 
@@ -231,6 +234,7 @@ FAMILIES: dict[str, Family] = {
         experts=True,
         shared_expert="shared_experts",
         sigmoid_router=True,
+        float32=("gate.e_score_correction_bias",),
         defaults=_GLM_MOE,
     ),
     # vLLM takes any rotary embedding for YaRN.
@@ -340,6 +344,12 @@ FAMILIES: dict[str, Family] = {
 }
 TRAINED = tuple(name for name, family in FAMILIES.items() if not family.untrained)
 """``model_type`` of the models that can be trained."""
+_FLOAT32 = tuple({end for family in FAMILIES.values() for end in family.float32})
+
+
+def in_float32(name: str) -> bool:
+    """Whether a tensor of the files is one of those that a row of `FAMILIES` has in float32, untrained."""
+    return name.endswith(_FLOAT32)
 
 
 class Refusal(msgspec.Struct, frozen=True):

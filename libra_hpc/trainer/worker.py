@@ -106,6 +106,8 @@ class Worker(WorkerLoop):
         # Weights of the model, to which adapters are added in any state.
         if engine.shape.lora or not (start_dir or engine.elastic):
             checkpoint.load_policy(engine, model_dir)
+        else:
+            checkpoint.load_untrained(engine, model_dir)
         if engine.elastic:
             engine.state.commit(NO_STEP, 0)
         elif start_dir and snapshot.holds(Path(start_dir), rank):

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import math
 import os
 import queue
 import sys
@@ -67,7 +66,7 @@ from .receiver import ArrivingImage
 from .server import CarrierServer
 from .transport.http_server import HttpServer
 from .transport.token_bucket import BandwidthPace
-from .weightfile import FLOATS, WeightFileError
+from .weightfile import WeightFileError, tensor_bytes
 from .wire import WAITING_S, Absent, Caller
 
 RETRY_S, RETRY_MAX_S = 1.0, 10.0
@@ -108,7 +107,7 @@ class CarrierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def dtype(self) -> str:
-        """Type of an element, in the words of safetensors files."""
+        """Type of the model, in the words of safetensors files."""
         return "F32" if self.simulated or self.run.model.dtype == "float32" else "BF16"
 
     @property
@@ -135,7 +134,7 @@ class NodeImage:
     @property
     def size(self) -> int:
         """Bytes of its tensors."""
-        return sum(map(math.prod, self.shapes.values())) * FLOATS[self._config.dtype]
+        return tensor_bytes(self.shapes, self._config.dtype)
 
     @property
     def version(self) -> int:

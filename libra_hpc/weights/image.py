@@ -31,7 +31,7 @@ from libra_hpc.files import write_atomic
 
 from .delta import compiled, overwrite, piece_values
 from .pieces import GAPS, VALUES, WHOLE, Buffer, Offer, WeightPiece, elements, offer_fault
-from .weightfile import FLOATS, WeightFileError, file_header
+from .weightfile import FLOATS, WeightFileError, file_header, tensor_bytes
 
 IMAGE_FILE = "image.safetensors"
 COPY_BYTES = 16 << 20
@@ -62,7 +62,7 @@ class Image:
         self._places = {name: begin for name, (begin, _) in places.items()}
         self.offset = len(header)
         """Byte where the first tensor begins."""
-        self._bytes = sum(map(math.prod, self.shapes.values())) * FLOATS[dtype]
+        self._bytes = tensor_bytes(self.shapes, dtype)
         if not self.path.exists():
             self._create(header)
         self._file = self.path.open("r+b")
@@ -70,7 +70,6 @@ class Image:
             self._file.close()
             raise WeightFileError(f"{self.path}: it is the image of another model.")
         self._memory = mmap.mmap(self._file.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self._elements = np.frombuffer(self._memory, VALUES[dtype], offset=self.offset)
 
     @property
     def version(self) -> int:
@@ -131,16 +130,17 @@ class Image:
                 raise WeightFileError(f"{offer.writer} offers version {version}: {fault}.")
         base = offers[0][0].base if offers else state.version
         if base == WHOLE:
-            found = sum(elements(piece.block) for offer, _ in offers for piece in offer.pieces)
-            if found * FLOATS[self.dtype] != self._bytes:
-                raise WeightFileError(f"Version {version} has {found:,} elements, and the model another number.")
+            pieces = [piece for offer, _ in offers for piece in offer.pieces]
+            if (found := sum(elements(piece.block) * FLOATS[piece.dtype] for piece in pieces)) != self._bytes:
+                raise WeightFileError(f"Version {version} has {found:,} bytes, and the model {self._bytes:,}.")
         elif base != state.version or state.version < state.changing < version:
             has = state.version if state.version == state.changing else f"a part of {state.changing}"
             raise WeightFileError(f"{self.path}: it has {has}, and version {version} changes {base}.")
 
     def _write(self, piece: WeightPiece, payload: Buffer) -> None:
-        _, offset, rows, cols, stride = piece.block
-        target = self._elements[self._places[piece.block.tensor] // self._elements.itemsize + offset :]
+        name, offset, rows, cols, stride = piece.block
+        begin, count = self.offset + self._places[name], math.prod(self.shapes[name])
+        target = np.frombuffer(self._memory, VALUES[piece.dtype], count, begin)[offset:]
         if piece.encoding == "dense":
             _, values = piece_values(piece, payload)
             strides = (stride * target.itemsize, target.itemsize)

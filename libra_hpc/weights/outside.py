@@ -21,6 +21,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import msgspec
@@ -38,7 +39,7 @@ from .pieces import VALUES, TensorBlock
 from .transport.http_proof import PART_BYTES, PROOF, SCHEME, VERSION, Refused, answer_proof, request_proof
 from .transport.http_server import UNREAD_S, Part
 from .transport.token_bucket import BandwidthPace
-from .weightfile import WeightFileError, file_header
+from .weightfile import WeightFileError, file_header, tensor_type
 from .wire import BLOCK_BYTES, IMAGE, WAITING_S, Absent, Caller, DamagedError, Fetch, WireError, end_idle
 
 Elements = npt.NDArray[np.generic]
@@ -98,7 +99,7 @@ class ServedWeights:
 
     def _block(self, block: TensorBlock, begin: int, end: int) -> Part:
         tensor, offset, rows, cols, stride = block
-        kind = np.dtype(VALUES[self._dtype])
+        kind = np.dtype(VALUES[tensor_type(tensor, self._dtype)])
         row = cols * kind.itemsize
         end = min(end, rows * row)
         if begin >= end:
@@ -163,33 +164,34 @@ class ImagePlaces:
 
     def __init__(self, shapes: Shapes, dtype: str, own: Blocks | None = None) -> None:
         """``own``: of an engine's rank, such as those of `engine_slices`; None: all, for a node with whole engines."""
-        self._kind, places = np.dtype(VALUES[dtype]), file_header(shapes, dtype)[1]
-        self._names, self._begins = list(places), [begin for begin, _ in places.values()]
+        self._dtype, self._places = dtype, list(file_header(shapes, dtype)[1].items())
         self._own = own or {name: [TensorBlock(name, 0, math.prod(size), 1, 1)] for name, size in shapes.items()}
 
     def pull(self, stream: HttpStream, version: int, begin: int, end: int, image: memoryview) -> int:
         """Get what is own of bytes [begin, end) at ``version`` or a newer one; returns the oldest that came."""
-        flat, versions = np.frombuffer(image, self._kind), list[int]()
-        for at, block in self._blocks(begin, end):
+        versions = list[int]()
+        for (first, last), kind, block in self._blocks(begin, end):
             found, data = stream.whole("/image?" + urlencode(block._asdict()))
             if found < version:
                 raise Absent(f"its image has version {found}")
-            _rectangle(flat[at:], block)[:] = np.frombuffer(data, self._kind).reshape(block.rows, block.cols)
+            flat = np.frombuffer(image[first:last], kind)
+            _rectangle(flat, block)[:] = np.frombuffer(data, kind).reshape(block.rows, block.cols)
             versions.append(found)
         return min(versions, default=version)
 
-    def _blocks(self, begin: int, end: int) -> Iterator[tuple[int, TensorBlock]]:
-        """Element of the image where the tensor begins, and whole rows of its blocks."""
-        for number in range(max(0, bisect.bisect_right(self._begins, begin) - 1), len(self._names)):
-            low, size = self._begins[number], self._kind.itemsize
+    def _blocks(self, begin: int, end: int) -> Iterator[tuple[tuple[int, int], np.dtype[Any], TensorBlock]]:
+        """Bytes of a tensor, their type, and whole rows of its blocks."""
+        number = bisect.bisect_right(self._places, begin, key=lambda place: place[1][0])
+        for name, (low, high) in self._places[max(0, number - 1) :]:
+            kind = np.dtype(VALUES[tensor_type(name, self._dtype)])
             if low >= end:
                 return
-            for block in self._own.get(self._names[number], ()):
-                first = max(0, ((begin - low) // size - block.offset) // block.stride)
-                last = min(block.rows, -((block.offset - (end - low) // size) // block.stride))
+            for block in self._own.get(name, ()):
+                first = max(0, ((begin - low) // kind.itemsize - block.offset) // block.stride)
+                last = min(block.rows, -((block.offset - (end - low) // kind.itemsize) // block.stride))
                 if first < last:
                     at = block.offset + first * block.stride
-                    yield low // size, block._replace(offset=at, rows=last - first)
+                    yield (low, high), kind, block._replace(offset=at, rows=last - first)
 
 
 class OutsideCaller(Caller):

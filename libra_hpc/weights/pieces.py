@@ -33,7 +33,7 @@ from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 from libra_hpc.models.tensors import Shapes
 
-from .weightfile import WeightFileError
+from .weightfile import WeightFileError, tensor_type
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
 Encoding = Literal["gap8", "gap16", "bitmap", "dense"]
@@ -215,12 +215,12 @@ def _sizes(piece: WeightPiece) -> tuple[int, int]:
 
 
 def offer_fault(offer: Offer, shapes: Shapes, dtype: str) -> str:
-    """How an offer does not fit a model with these tensors of one type, as a sentence; empty: it does."""
+    """How an offer does not fit a model in ``dtype`` with these tensors, as a sentence; empty: it does."""
     for block, found, *_ in (msgspec.structs.astuple(piece) for piece in offer.pieces):
         if block.tensor not in shapes:
             return f"{block.tensor} is no tensor of the model"
-        if found != dtype:
-            return f"{block.tensor} is {found}, expected {dtype}"
+        if found != (expected := tensor_type(block.tensor, dtype)):
+            return f"{block.tensor} is {found}, expected {expected}"
         last = block.offset + (block.rows - 1) * block.stride + block.cols
         if last > (size := math.prod(shapes[block.tensor])):
             return f"a piece of {block.tensor} ends at element {last:,} of {size:,}"

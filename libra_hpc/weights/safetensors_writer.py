@@ -26,8 +26,8 @@ def write_safetensors(
 ) -> None:
     """Write ``path`` with one tensor in memory at a time.
 
-    ``tensors`` yields each name of ``shapes`` once, in any order, all of ``dtype``.  Raises `OSError` when the file
-    system has no room for the file.
+    ``tensors`` yields each name of ``shapes`` once, in any order, with the types of a model in ``dtype``.  Raises
+    `OSError` when the file system has no room for the file.
     """
     header, places = file_header(shapes, TYPES[dtype])
     begin = len(header)

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import error_text
+from libra_hpc.models.supported import in_float32
 from libra_hpc.models.tensors import Shapes
 
 FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -39,14 +40,28 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
+def tensor_type(name: str, dtype: str) -> str:
+    """Type of a tensor of a model whose others are of ``dtype``."""
+    return "F32" if in_float32(name) else dtype
+
+
+def tensor_bytes(shapes: Shapes, dtype: str) -> int:
+    """Bytes of all tensors of a model in ``dtype``."""
+    return sum(math.prod(shape) * FLOATS[tensor_type(name, dtype)] for name, shape in shapes.items())
+
+
 def file_header(shapes: Shapes, dtype: str) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Everything before the first tensor, and between which bytes behind it each tensor of ``dtype`` lies."""
+    """Everything before the first tensor, and between which bytes behind it each tensor of a model in ``dtype`` lies.
+
+    Tensors of wider types come first, so that each begins at a multiple of its elements.
+    """
     entries: dict[str, object] = {METADATA: {"format": "pt"}}
     places: dict[str, tuple[int, int]] = {}
     end = 0
-    for name, shape in shapes.items():
-        places[name] = begin, end = end, end + math.prod(shape) * FLOATS[dtype]
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    types = {name: tensor_type(name, dtype) for name in shapes}
+    for name in sorted(shapes, key=lambda name: -FLOATS[types[name]]):
+        places[name] = begin, end = end, end + math.prod(shapes[name]) * FLOATS[types[name]]
+        entries[name] = {"dtype": types[name], "shape": list(shapes[name]), "data_offsets": [begin, end]}
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(LENGTH, "little") + text, places

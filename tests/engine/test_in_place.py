@@ -27,12 +27,22 @@ from libra_hpc.weights.blocks import Slice, engine_slices, own_slices
 from libra_hpc.weights.delta import dense, encoding_for, marked
 from libra_hpc.weights.image import Image
 from libra_hpc.weights.names import ReplicaPlace
-from libra_hpc.weights.pieces import WHOLE, TensorBlock, elements, offer_path, payload_path, read_offer, write_offer
+from libra_hpc.weights.pieces import (
+    VALUES,
+    WHOLE,
+    TensorBlock,
+    elements,
+    offer_path,
+    payload_path,
+    read_offer,
+    write_offer,
+)
+from libra_hpc.weights.weightfile import tensor_type
 from tests.trainer.support import make_model as make_trained
 
 from .engine_harness import bring, make_model
 
-Tensors = dict[str, npt.NDArray[np.int16]]
+Tensors = dict[str, npt.NDArray[np.int16 | np.int32]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -83,22 +93,24 @@ TRAINERS = (ReplicaPlace(1, 0, 1, 0), ReplicaPlace(2, 0, 1, 0), ReplicaPlace(2, 
 
 def offered(shape: Architecture, image: Image, version: int, old: Tensors, share: float, seed: int) -> VersionFiles:
     """A version in which about ``share`` of the elements of ``old`` changes, as all ranks of a trainer offer it."""
-    chance, kind = np.random.default_rng(seed), TRAINERS[0 if shape.stacked_experts else seed % len(TRAINERS)]
+    chance, layout = np.random.default_rng(seed), TRAINERS[0 if shape.stacked_experts else seed % len(TRAINERS)]
     manifests, base = [], version - 1 if version > 1 else WHOLE
-    for tp_rank, pp_rank in product(range(kind.tp), range(kind.pp)):
+    for tp_rank, pp_rank in product(range(layout.tp), range(layout.pp)):
         writer, encoded = f"t{tp_rank}.{pp_rank}", []
-        for slices in own_slices(shape, ReplicaPlace(kind.tp, tp_rank, kind.pp, pp_rank)).values():
+        for slices in own_slices(shape, ReplicaPlace(layout.tp, tp_rank, layout.pp, pp_rank)).values():
             for block, *_ in slices:
-                strides = (2 * block.stride, 2)
+                kind, size = tensor_type(block.tensor, "BF16"), old[block.tensor].itemsize
+                strides = (size * block.stride, size)
                 part = as_strided(old[block.tensor][block.offset :], (block.rows, block.cols), strides)
                 bits = chance.random(elements(block)) < share
-                if bits.any():
+                # What is in float32 does not change.
+                if bits.any() and (kind == "BF16" or base == WHOLE):
                     part[bits.reshape(part.shape)] ^= 1
                     values = np.ascontiguousarray(part).reshape(-1)
                     encoding = encoding_for(int(bits.sum()), len(bits))
                     marks = np.packbits(bits, bitorder="little")
                     encoded.append(
-                        dense(block, "BF16", values)
+                        dense(block, kind, values)
                         if encoding == "dense"
                         else marked(block, "BF16", encoding, marks, values)
                     )
@@ -109,7 +121,9 @@ def offered(shape: Architecture, image: Image, version: int, old: Tensors, share
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(("kind", "tp"), [("qwen3", 1), ("qwen3", 2), ("qwen3_moe", 2), ("gpt_oss", 1), ("olmo2", 2)])
+@pytest.mark.parametrize(
+    ("kind", "tp"), [("qwen3", 1), ("qwen3", 2), ("qwen3_moe", 2), ("gpt_oss", 1), ("olmo2", 2), ("glm4_moe", 2)]
+)
 def test_what_came_in_pieces_is_what_the_image_has(tmp_path: Path, kind: str, tp: int) -> None:
     from libra_hpc.engine.update.staging import Staging
 
@@ -117,7 +131,9 @@ def test_what_came_in_pieces_is_what_the_image_has(tmp_path: Path, kind: str, tp
     shape = read_shape(tmp_path / "model")
     (tmp_path / "node").mkdir()
     image = Image(tmp_path / "node", hf_shapes(shape), "BF16")
-    old = {name: np.zeros(math.prod(size), np.int16) for name, size in image.shapes.items()}
+    old: Tensors = {
+        name: np.zeros(math.prod(size), VALUES[tensor_type(name, "BF16")]) for name, size in image.shapes.items()
+    }
     ranks = [(_parameters(shape, tp, rank), _parameters(shape, tp, rank)) for rank in range(tp)]
     staged = [
         [Staging(m, str(tmp_path / "model"), (tp, rank), in_place=True) for m in both]

@@ -108,8 +108,10 @@ def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2, 
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        routers = (buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
-        for parameter in (*model.parameters(), *routers):
+        for router in (buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")):
+            # As in trained models; bfloat16 has few values there.
+            router.uniform_(6.8, 7.1)
+        for parameter in model.parameters():
             # Biases and norms start at 0 and 1, where a wrong mapping would not show.
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)

@@ -165,6 +165,7 @@ def test_replicas_without_optimizer_come_go_and_die_and_the_result_is_that_of_on
         pytest.param("mistral", 2, Layout(tp=2), 2, marks=pytest.mark.nightly),
         pytest.param("phi3", 3, Layout(pp=2), 1, marks=pytest.mark.nightly),
         pytest.param("glm4", 2, Layout(cp=2), 2, marks=pytest.mark.nightly),
+        pytest.param("glm4_moe", 2, Layout(dp=2, ep=2), 2, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from libra_hpc.models.architecture import Architecture
-from libra_hpc.models.supported import FAMILIES
+from libra_hpc.models.supported import FAMILIES, in_float32
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.trainer.saved.optimizer_state import Shard
 from libra_hpc.trainer.saved.weight_changes import ShardWeights, WeightChanges
@@ -33,8 +33,8 @@ from tests.weights.test_blocks import KINDS, architecture, engine_parameters, mo
 
 pytestmark = pytest.mark.slow
 
-OFTEN = ("gpt_oss", "qwen3", "qwen3_moe", "qwen3_next")
-"""Families of each change: dense, with experts, with stacked experts, with states."""
+OFTEN = ("glm4_moe", "gpt_oss", "qwen3", "qwen3_next")
+"""Families of each change: dense, with experts and tensors in float32, with stacked experts, with states."""
 
 UPDATES = 50
 WORLDS = [
@@ -76,6 +76,10 @@ def legs() -> dict[tuple[str, bool], list[ReplicaPlace]]:
 LEGS = legs()
 
 
+def kind_of(name: str) -> torch.dtype:
+    return torch.float32 if in_float32(name) else torch.bfloat16
+
+
 def cut(count: int, parts: int, part: int) -> tuple[int, int]:
     """Cuts at any element, as Megatron-Core's optimizer cuts the flat weights of a rank."""
     return count * part // parts, count * (part + 1) // parts
@@ -87,7 +91,10 @@ class Process:
     def __init__(self, shape: Architecture, place: ReplicaPlace, number: int, masters: Weights) -> None:
         self._shape, self._place = shape, place
         self._entries = own_entries(shape, place)
-        parameters = {name: torch.nn.Parameter(self._part(name, masters).bfloat16()) for name in self._entries}
+        parameters = {
+            name: torch.nn.Parameter(self._part(name, masters).to(kind_of(entry.hf[0])))
+            for name, entry in self._entries.items()
+        }
         self._shards = self._owned(parameters)
         self._optimizer = SimpleNamespace()
         changes = WeightChanges()
@@ -97,6 +104,11 @@ class Process:
         }
         changes.record(self._optimizer, cast)
         spans = {name: (shard.begin, shard.end) for name, shard in self._shards.items()}
+        spans |= {
+            name: cut(parameter.numel(), place.copies, place.copy_rank)
+            for name, parameter in parameters.items()
+            if parameter.dtype is torch.float32
+        }
         state = SimpleNamespace(shards=self._shards, spans=spans, parameters=parameters, changes=changes)
         engine = SimpleNamespace(shape=shape, split=place, state=state, device=torch.device("cpu"))
         self._offers = WeightOffers(engine, number)  # type: ignore[arg-type]
@@ -109,7 +121,11 @@ class Process:
         """Dense parameters and experts each as one flat buffer, cut over the processes with equal ones."""
         found, place = {}, self._place
         for dense in (True, False):
-            names = [name for name in parameters if (self._entries[name].expert is None) == dense]
+            names = [
+                name
+                for name, one in parameters.items()
+                if one.dtype is torch.bfloat16 and (self._entries[name].expert is None) == dense
+            ]
             copies = (place.copies, place.copy_rank) if dense else (place.expert_copies, place.expert_copy_rank)
             low, high = cut(sum(parameters[name].numel() for name in names), *copies)
             at = 0
@@ -164,7 +180,8 @@ class Run:
 
     def _changed(self) -> tuple[Weights, set[str]]:
         share, scale = self._draw.choice(((0.002, 1.0), (0.05, 1e-2), (0.4, 1e-4), (1.0, 1e-4), (1.0, 1.0)))
-        names = self._draw.sample(sorted(self.masters), max(1, len(self.masters) // 3))
+        trained = sorted(name for name in self.masters if not in_float32(name))
+        names = self._draw.sample(trained, max(1, len(trained) // 3))
         changed = dict(self.masters)
         for name in names:
             mask = torch.rand(changed[name].shape, generator=self._noise) < share
@@ -195,7 +212,9 @@ class Run:
 
 def engines(shape: Architecture, image: Weights) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Parameters of every rank of engines: name, as vLLM would load it, and from the image by the map."""
-    whole = {name: tensor.view(torch.int16).long() for name, tensor in image.items()}
+    whole = {
+        name: tensor.view(torch.int16 if tensor.itemsize == 2 else torch.int32).long() for name, tensor in image.items()
+    }
     for tp in (1, 2, 4):
         for rank in range(tp):
             expected = engine_parameters(shape, whole, tp, rank)
@@ -224,7 +243,7 @@ def _fifty_updates(run: Run, route: list[ReplicaPlace]) -> None:
         run.publish()
         held = run.held()
         for name, master in run.masters.items():
-            assert torch.equal(held[name].view(torch.int16), master.bfloat16().view(torch.int16)), (update, name)
+            assert torch.equal(held[name].view(torch.uint8), master.to(kind_of(name)).view(torch.uint8)), (update, name)
         if update + 1 in (*starts, UPDATES):
             for what, expected, found in engines(run.shape, held):
                 assert torch.equal(found, expected), what

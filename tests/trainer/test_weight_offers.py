@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from libra_hpc.config.learn import OptimizerSection
+from libra_hpc.models.supported import in_float32
 from libra_hpc.protocol.trainer import Offered, OfferFailed, OfferWeights, Saved, SaveStarted, SaveState
 from libra_hpc.trainer import device
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
@@ -69,9 +70,10 @@ class Offering:
         dtype: torch.dtype = torch.bfloat16,
         settings: OptimizerSection = SMALL_STEPS,
         rank: int = 0,
+        kind: str = "qwen3",
     ) -> None:
         """``rank``: of adapters."""
-        make_model("qwen3", base / "model")
+        make_model(kind, base / "model")
         self.base, self.node = base, {}
         self.engine: TrainEngine
         self.trainer: GrpoTrainer
@@ -97,15 +99,19 @@ class Offering:
         return offer
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "glm4_moe"])
 @pytest.mark.parametrize("rank", [0, 4], ids=["whole", "adapters"])
-def test_each_version_has_what_changed_since_the_one_before(tmp_path: Path, world: ReplicaPlace, rank: int) -> None:
-    run = Offering(tmp_path, world, rank=rank)
+def test_each_version_has_what_changed_since_the_one_before(
+    tmp_path: Path, world: ReplicaPlace, rank: int, kind: str
+) -> None:
+    run = Offering(tmp_path, world, rank=rank, kind=kind)
     assert run.publish(0).base == WHOLE
     for version in range(1, 5):
         run.train()
         offer = run.publish(version)
         assert offer.base == version - 1
         assert {piece.encoding for piece in offer.pieces} & {"gap8", "bitmap"}
+        assert {piece.dtype for piece in offer.pieces} == {"BF16"}, "what is in float32 never changes"
     assert run.publish(5).pieces == (), "nothing changed"
 
 
@@ -203,7 +209,8 @@ def test_the_cast_is_that_of_megatron(tmp_path: Path, world: ReplicaPlace) -> No
     [
         pytest.param("phi3", {}, Layout(tp=2), marks=pytest.mark.nightly),
         pytest.param("qwen2", {"tied": True, "layers": 3}, Layout(pp=2, dp=2), marks=pytest.mark.nightly),
-        ("qwen3_moe", {}, Layout(dp=2, ep=2)),
+        ("glm4_moe", {}, Layout(dp=2, ep=2)),
+        pytest.param("qwen3_moe", {}, Layout(dp=2, ep=2), marks=pytest.mark.nightly),
         pytest.param("qwen3", {}, Layout(dp=2), marks=pytest.mark.nightly),
         pytest.param("glm4", {"num_key_value_heads": 1}, Layout(tp=2, dp=2), marks=pytest.mark.nightly),
         pytest.param("qwen3_moe", {}, Layout(tp=2, dp=2, ep=2, etp=2), marks=pytest.mark.nightly),
@@ -216,7 +223,7 @@ def test_a_world_offers_each_element_once(tmp_path: Path, kind: str, keys: dict[
     replica = Replica(tmp_path, "core", tmp_path / "model", **layout._asdict(), **options)
     replica.ready()
     join_all([replica], 0, tmp_path / "meet")
-    node: Bits = {}
+    file, node = weights(tmp_path / "model" / "model.safetensors"), Bits()
     for version in range(4):
         if version:
             step_all([replica], version, 0, minibatches=2)
@@ -230,6 +237,7 @@ def test_a_world_offers_each_element_once(tmp_path: Path, kind: str, keys: dict[
             name.removeprefix("master/"): t for name, t in read_state_tensors(folder).items() if "master/" in name
         }
         held = {name: master.bfloat16().view(torch.int16).numpy() for name, master in masters.items()}
+        held |= {name: tensor for name, tensor in file.items() if in_float32(name)}
         node = node or {name: np.zeros_like(tensor) for name, tensor in held.items()}
         offers = apply([offer_path(tmp_path, version, answer.writer) for answer in answers], node)
         assert equal(node, held), version

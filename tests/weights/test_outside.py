@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import re
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
 import numpy as np
 import pytest
 
 from libra_hpc.models.architecture import architecture
+from libra_hpc.models.supported import in_float32
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.protocol.callers import PROVE_S
 from libra_hpc.protocol.carriers import CarrierReady, ImageHere, Peer, PieceRefused, Stalled, VersionHere
@@ -29,6 +29,7 @@ from libra_hpc.weights.transport import http_server
 from libra_hpc.weights.transport.http_proof import PART_BYTES, request_proof
 from libra_hpc.weights.transport.http_server import HttpServer, Part, Resources
 from libra_hpc.weights.transport.token_bucket import BURST_S, BandwidthPace, TokenBucket
+from libra_hpc.weights.weightfile import file_header, tensor_bytes
 from libra_hpc.weights.wire import BLOCK_BYTES, IMAGE, Absent, DamagedError, Fetch, WireError
 from tests.weights.chain import COLUMNS, ROWS, Chain, here, passed
 from tests.weights.nodes import SECRET as SECRET_OF_NODES
@@ -40,6 +41,7 @@ SECRET = guest_secret(SECRET_OF_NODES)
 SIZE = 4 * ROWS * COLUMNS
 MODEL = {"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
 MODEL |= {"hidden_size": 256, "head_dim": 32, "intermediate_size": 1024, "vocab_size": 4096}
+OF_EXPERTS = {"model_type": "glm4_moe", "n_routed_experts": 4, "moe_intermediate_size": 128, "num_experts_per_tok": 2}
 
 
 @pytest.fixture
@@ -132,13 +134,13 @@ def test_versions_may_move_under_a_reader(run: Run) -> None:
     assert len(run.images()) == 1
 
 
-@pytest.mark.parametrize(("tp", "rank", "share"), [(4, 1, 0.3), (2, 0, 0.52)])
+@pytest.mark.parametrize(("keys", "tp", "rank", "share"), [({}, 4, 1, 0.3), ({}, 2, 0, 0.52), (OF_EXPERTS, 2, 0, 0.52)])
 def test_a_rank_gets_its_own_part_of_an_image_alone(
-    stack: ExitStack, folder: Path, tp: int, rank: int, share: float
+    stack: ExitStack, folder: Path, keys: dict[str, Any], tp: int, rank: int, share: float
 ) -> None:
-    shape = architecture(MODEL)
+    shape = architecture(MODEL | keys)
     shapes = hf_shapes(shape)
-    values = bits(7, sum(map(math.prod, shapes.values())))
+    values = bits(7, tensor_bytes(shapes, "BF16") // 2)
     Image(folder, shapes, "BF16").fill(5, 5, memoryview(values).cast("B"))
     weights, sent = ServedWeights(folder, shapes, "BF16", OfferStore(0), b""), [0]
 
@@ -155,14 +157,14 @@ def test_a_rank_gets_its_own_part_of_an_image_alone(
         BandwidthPace(0.0),
         ImagePlaces(shapes, "BF16", own),
     )
-    got, expected, at = np.zeros_like(values), np.zeros_like(values), 0
+    got, expected = np.zeros_like(values), np.zeros_like(values)
     fetch = Fetch(5, IMAGE, 0, values.nbytes)
     caller.receive(lambda: Peer(0, (), 0), fetch, memoryview(got).cast("B"), lambda *came: None, pytest.fail)
-    for name, size in shapes.items():
+    for name, (begin, end) in file_header(shapes, "BF16")[1].items():
+        kind = np.int32 if in_float32(name) else np.int16
         for block in own.get(name, ()):
-            index = block.offset + np.arange(block.rows)[:, None] * block.stride + np.arange(block.cols) + at
-            expected[index] = values[index]
-        at += math.prod(size)
+            index = block.offset + np.arange(block.rows)[:, None] * block.stride + np.arange(block.cols)
+            expected[begin // 2 : end // 2].view(kind)[index] = values[begin // 2 : end // 2].view(kind)[index]
     assert np.array_equal(got, expected)
     assert sent[0] <= share * values.nbytes
 

@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 from libra_hpc.models.architecture import Architecture, read_shape
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.models.supported import TRAINED
+from libra_hpc.models.supported import FAMILIES, TRAINED, in_float32
 from libra_hpc.models.tensors import hf_shapes, stage_entries
 from libra_hpc.weights.names import ReplicaPlace, from_hf, to_hf
 from libra_hpc.weights.safetensors_writer import write_safetensors
+from libra_hpc.weights.weightfile import tensor_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -68,7 +69,8 @@ def test_cut_tensors_put_together_are_the_same_bits(kind: str, groups: int, tmp_
 
 
 @pytest.mark.parametrize("kind", TRAINED)
-def test_the_planner_counts_the_parameters_that_are_trained(kind: str, tmp_path: Path) -> None:
-    shape = architecture(tmp_path, kind)
-    sizes = hf_shapes(shape).values()
-    assert model_shape(tmp_path).params == sum(torch.Size(size).numel() for size in sizes)
+def test_the_planner_counts_the_parameters_and_their_bytes(kind: str, tmp_path: Path) -> None:
+    sizes, counted = hf_shapes(architecture(tmp_path, kind)), model_shape(tmp_path)
+    assert counted.params == sum(torch.Size(size).numel() for size in sizes.values())
+    assert counted.weight_bytes == tensor_bytes(sizes, "BF16")
+    assert all(in_float32(name) == name.endswith(FAMILIES[kind].float32) for name in sizes)

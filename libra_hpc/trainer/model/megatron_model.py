@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from libra_hpc.models.architecture import Architecture, stage_layers
 from libra_hpc.models.memory import Recompute
-from libra_hpc.weights.names import ReplicaPlace
+from libra_hpc.models.supported import in_float32
+from libra_hpc.weights.names import ReplicaPlace, own_entries
 
 from . import compat, context, moe
 from .attention import Kernel, rectangles
@@ -307,4 +308,9 @@ def build_model(
         for layer in model.decoder.layers:
             (recompute_selected if recompute == "selective" else recompute_all)(layer)
     # torch.nn.RMSNorm ignores the spec's params_dtype.
-    return model.to(device=device, dtype=dtype)
+    model.to(device=device, dtype=dtype)
+    for name, entry in own_entries(shape, place).items():
+        if in_float32(entry.hf[0]):
+            parameter = model.get_parameter(name).requires_grad_(False)
+            parameter.data = parameter.float()
+    return model

@@ -234,9 +234,7 @@ def _clamped(both: torch.Tensor) -> torch.Tensor:
 
 
 def add_biases(model: GPTModel) -> None:
-    """Give routers a bias for the choice of experts: a parameter without gradient, so that it is saved and sent."""
+    """Give routers a bias for the choice of experts: a parameter, so that it is loaded, saved and sent."""
     # Layers before those of experts may be dense.
     for router in [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]:
         router.expert_bias = torch.nn.Parameter(torch.zeros(router.config.num_moe_experts))
-        # Megatron-Core would make it float32, out of the buffer of parameters.
-        router._maintain_float32_expert_bias = lambda: None

@@ -7,23 +7,24 @@ state's folder: `libra_hpc.state.state_folders`; how one is written: `libra_hpc.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.models.supported import in_float32
+from libra_hpc.models.tensors import Entry, hf_shapes
 from libra_hpc.process.retry import patiently
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.state_folders import WEIGHTS_FILE
 from libra_hpc.state.store import resolve
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import from_hf, own_entries, to_hf, trained_entries
-from libra_hpc.weights.safetensors_writer import write_safetensors
+from libra_hpc.weights.safetensors_writer import TYPES, write_safetensors
+from libra_hpc.weights.weightfile import tensor_bytes
 
 from .shard_files import ShardFiles, opened
 
@@ -38,7 +39,7 @@ def write_policy(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
     """
     entries, parameters = own_entries(engine.shape, engine.split), dict(engine.named_parameters())
     shapes = hf_shapes(engine.shape)
-    folders.check_room(folder, engine.dtype.itemsize * sum(map(math.prod, shapes.values())))
+    folders.check_room(folder, tensor_bytes(shapes, TYPES[engine.dtype]))
     write_companions(model_dir, folder, engine.dtype)
     tensors = (
         pair
@@ -111,8 +112,16 @@ def load_policy(engine: TrainEngine, folder: Path) -> None:
     engine.state.commit(0, 0)
 
 
-def _load_weights(engine: TrainEngine, files: TensorFiles) -> None:
-    for name, entry in own_entries(engine.shape, engine.split).items():
+def load_untrained(engine: TrainEngine, folder: Path) -> None:
+    """Load from the model what no state has, because nothing trains it (`Family.float32`)."""
+    own = own_entries(engine.shape, engine.split)
+    if untrained := {name: entry for name, entry in own.items() if in_float32(entry.hf[0])}:
+        with TensorFiles(folder) as files:
+            _load_weights(engine, files, untrained)
+
+
+def _load_weights(engine: TrainEngine, files: TensorFiles, entries: Mapping[str, Entry] | None = None) -> None:
+    for name, entry in (entries or own_entries(engine.shape, engine.split)).items():
         engine.state.set_weight(name, from_hf(entry, files, engine.shape, engine.split))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -14,19 +15,19 @@ from libra_hpc.trainer.model.mcore import parallel_state
 
 def host_weights(parameters: Iterable[torch.nn.Parameter]) -> list[HostWeights]:
     """Move the weights of parameters to host memory; collective over the copies of each."""
-    parts: tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]] = ([], [])
+    parts: dict[tuple[bool, torch.dtype], list[torch.nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         # Megatron-Core's mark of experts that other ranks have others of.
-        parts[not getattr(parameter, "allreduce", True)].append(parameter)
+        parts[not getattr(parameter, "allreduce", True), parameter.dtype].append(parameter)
     groups = (
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_expert_data_parallel_group(),
     )
-    return [HostWeights(*one) for one in zip(parts, groups, strict=True) if one[0]]
+    return [HostWeights(own, groups[routed]) for (routed, _), own in parts.items()]
 
 
 class HostWeights:
-    """Parameters that the processes of ``group`` have in common, of which each keeps a piece."""
+    """Parameters of one type that the processes of ``group`` have in common, of which each keeps a piece."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
         self._parameters, self._group, dtype = parameters, group, parameters[0].dtype

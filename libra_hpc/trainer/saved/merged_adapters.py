@@ -29,7 +29,7 @@ from libra_hpc.trainer.model.mcore import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from libra_hpc.trainer.packed_model import PackedModel
-from libra_hpc.weights.names import from_hf, own_entries
+from libra_hpc.weights.names import ReplicaPlace, from_hf, own_entries
 
 from .host_weights import HostWeights, host_weights
 from .optimizer_state import OptimizerState
@@ -42,22 +42,20 @@ class Adapters:
         """Freeze ``model``, before anything counts what has gradients; values come with `start`."""
         self._shape, self._split, self._sizes = model.shape, model.split, adapter_shapes(model.shape)
         self.parameters: dict[str, torch.nn.Parameter] = {}
-        self.spans: dict[str, tuple[int, int]] = {}
-        """First and last element of each flattened weight for which this rank stands among its copies."""
         self._entries: dict[str, Entry] = {}
         self._linears: dict[str, Any] = {}
         """By the names of their weights."""
         self._layers: list[tuple[list[str], list[HostWeights]]] = []
+        own = own_entries(model.shape, model.split)
         if model.shape.lora is not None:
             model.module.requires_grad_(False)
-            self._add(model, own_entries(model.shape, model.split), model.shape.lora.scale)
+            self._add(model, own, model.shape.lora.scale)
+        frozen = {name: weight for name, weight in model.named_parameters().items() if not weight.requires_grad}
+        self.spans = {name: _share(model.split, own[name], weight.numel()) for name, weight in frozen.items()}
+        """First and last element of each flattened frozen weight for which this rank stands among its copies."""
 
     def _add(self, model: PackedModel, own: dict[str, Entry], scale: float) -> None:
-        split, weights = self._split, model.named_parameters()
-        dense, routed = (split.copies, split.copy_rank), (split.expert_copies, split.expert_copy_rank)
-        for name, entry in own.items():
-            (copies, rank), count = dense if entry.expert is None else routed, weights[name].numel()
-            self.spans[name] = count * rank // copies, count * (rank + 1) // copies
+        split = self._split
         self._entries = adapter_entries(self._shape, own)
         for name, entry in self._entries.items():
             owner, _, kind = name.rpartition(".")
@@ -80,7 +78,8 @@ class Adapters:
     def start(self, state: OptimizerState) -> None:
         """Take the present weights as bases; adapters are then such that nothing is added."""
         self._layers = [
-            (names, host_weights([state.parameters[name] for name in names])) for names in _by_layer(self.spans)
+            (names, host_weights([state.parameters[name] for name in names]))
+            for names in (_by_layer(self.spans) if self._shape.lora else ())
         ]
         for name, entry in self._entries.items():
             state.set_weight(name, from_hf(entry, self._first, self._shape, self._split))
@@ -119,6 +118,13 @@ class Adapters:
                     self.parameters[name].main_grad,  # type: ignore[attr-defined]
                     group=parallel_state.get_expert_tensor_parallel_group(),
                 )
+
+
+def _share(place: ReplicaPlace, entry: Entry, count: int) -> tuple[int, int]:
+    """First and last of ``count`` elements for which a rank stands among the copies of a parameter."""
+    dense, routed = (place.copies, place.copy_rank), (place.expert_copies, place.expert_copy_rank)
+    copies, rank = dense if entry.expert is None else routed
+    return count * rank // copies, count * (rank + 1) // copies
 
 
 def _by_layer(names: Iterable[str]) -> list[list[str]]:

@@ -42,9 +42,9 @@ class OptimizerState:
         frozen: Mapping[str, tuple[int, int]] | None = None,
         host: bool = False,
     ) -> None:
-        """``frozen``: parameters of which adapters are trained, in float32 whatever the weights are in; of each, first
-        and last element for which this rank stands. ``host``: the state is in host memory, but for what is trained in
-        float32; `HostedAdamW` steps it."""
+        """``frozen``: parameters that are not trained; of each, first and last element for which this rank stands.
+        Adapters, which are trained beside them, are in float32 whatever the weights are in. ``host``: the state is in
+        host memory, but for what is trained in float32; `HostedAdamW` steps it."""
         self.step = 0
         self.updates = 0
         """Optimizer updates, without skipped ones: Adam's counter."""
@@ -67,7 +67,7 @@ class OptimizerState:
         self.changes = WeightChanges()
         self.derived: Callable[[], None] = lambda: None
         """Derives weights from what is trained, where that is not the weights."""
-        self.spans = frozen or {name: (shard.begin, shard.end) for name, shard in self.shards.items()}
+        self.spans = {name: (shard.begin, shard.end) for name, shard in self.shards.items()} | dict(frozen or {})
         """First and last element of each flattened weight of which this rank offers the values."""
         if optimizer is not None:
             self._record(names, frozen or {})

@@ -60,6 +60,9 @@ class WeightOffers:
 
     def _changed(self) -> Iterator[Encoded]:
         for name, own in self._plan.items():
+            if name not in self._state.changes.shards:
+                # Nothing trains it.
+                continue
             weights = self._weights(name)
             bits, values = self._state.changes.shards[name].changed()
             begin = 0
