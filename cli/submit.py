@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import msgspec
 import typer
 
 from libra_hpc.config.learn import LoraSection
@@ -39,6 +39,8 @@ UNTIL_DONE = 1000
 
 LEAVES_S = 2.0
 """For an owner that has written the result to release the lease."""
+KEPT = (*(f"lora.{key}" for key in LoraSection.__struct_fields__), "model.dtype", "run.seed")
+"""Keys of what a checkpoint has: adapters, types of weights, a place in the data order."""
 EXECUTORS = ("auto", "slurm", "local")
 
 ENGINES = ("real", "simulated")
@@ -201,7 +203,7 @@ def check_start(config: RunConfig, before: Attempt | None, from_step: int | None
         check_step(before.run, from_step)
         refuse_if_complete(before.run, config, from_step)
         if from_step != 0 and (saved := before.run.latest_checkpoint()):
-            check_adapters(before.config.lora, config.lora, saved[0])
+            check_kept(before.config, config, saved[0])
     elif from_step is not None:
         raise invalid("--from-step", from_step, "a new run starts at step 0", "only with --resume RUN")
 
@@ -284,12 +286,12 @@ def check_step(run: RunDir, step: int | None) -> None:
         raise invalid("--from-step", step, f"{run.name} has no checkpoint of that step", valid)
 
 
-def check_adapters(saved: LoraSection, wanted: LoraSection, step: int) -> None:
-    """Raise `UserError` where the checkpoints of a run are of another ``[lora]``."""
-    for key, value in msgspec.structs.asdict(saved).items():
-        if (new := getattr(wanted, key)) != value:
-            why = f"the checkpoint of step {step} has lora.{key} = {value}"
-            raise invalid(f"lora.{key}", new, why, f"{value}, or --from-step 0")
+def check_kept(saved: RunConfig, wanted: RunConfig, step: int) -> None:
+    """Raise `UserError` for another value of a key that the checkpoints of a run depend on."""
+    for key in KEPT:
+        value, new = map(attrgetter(key), (saved, wanted))
+        if new != value:
+            raise invalid(key, new, f"the checkpoint of step {step} has {key} = {value}", f"{value}, or --from-step 0")
 
 
 def refuse_if_complete(run: RunDir, config: RunConfig, from_step: int | None = None) -> None:

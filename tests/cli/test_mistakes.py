@@ -210,10 +210,12 @@ def test_a_mistake_in_a_resume(
         ("failed", 40, ""),
         ("completed", 41, ""),
         ("failed", "41 -o lora.rank=8", "lora.rank = 8: the checkpoint of step 40 has lora.rank = 0; valid: 0, or --f"),
-        ("failed", "41 -o lora.rank=8 --from-step 0", ""),
+        ("failed", "41 -o model.dtype=float32", "model.dtype = 'float32': the checkpoint of step 40 has model.dtype ="),
+        ("failed", "41 -o run.seed=7", "run.seed = 7: the checkpoint of step 40 has run.seed = 0; valid: 0, or --from"),
+        ("failed", "41 -o lora.rank=8 -o run.seed=7 --from-step 0", ""),
     ],
 )
-def test_a_run_is_not_resumed_for_steps_that_it_has_trained_or_with_other_adapters(
+def test_a_run_is_not_resumed_for_steps_that_it_has_trained_or_with_other_keys_than_its_state(
     state: str, steps: int | str, sentence: str, submitted: RunDir, queue: Queue, cli: Cli
 ) -> None:
     folder = submitted.checkpoints / "step-000040"
