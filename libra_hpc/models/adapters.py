@@ -10,6 +10,7 @@ Gated delta nets, stacked experts, routers, norms and embeddings have none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -27,6 +28,12 @@ KINDS = {"qkv.weight": "attention", "proj.weight": "attention", "fc1.weight": "m
 """What Megatron-Core's projections belong to, by the ends of their names."""
 A, B = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of tensors, as PEFT has them."""
+
+SOON = 20
+"""Steps within which half of the elements should move: so many show whether a run learns. Half: twice the rate."""
+HALF = 1 / 360
+"""Size of a change, over that of the weight, at which bfloat16 has another number for half of the elements, where both
+are normal; for a share of 2 / pi * atan(n) at n times as much. The cosine of made and meant change is then 0.88."""
 
 AnyShape = TypeVar("AnyShape", bound=ModelShape)
 
@@ -47,6 +54,15 @@ def with_adapters(shape: AnyShape, rank: int, alpha: float, targets: Sequence[st
     if lacks := [target for target in targets if target not in known]:
         raise invalid("lora.targets", lacks[0], f"{shape.name} has no such layers that adapters fit", known)
     return msgspec.structs.replace(shape, lora=Lora(rank=rank, scale=alpha / rank, targets=tuple(targets or known)))
+
+
+def least_rate(rank: int, alpha: float) -> float:
+    """Learning rate from which on half of the elements in bfloat16 move within `SOON` steps of Adam that all agree.
+
+    B then has elements of ``SOON`` rates, and A those it starts with, of 1 / sqrt(3 * inputs). Weights are as large as
+    1 / sqrt(inputs).
+    """
+    return HALF * math.sqrt(3 * rank) / (alpha * SOON)
 
 
 def adapter_entries(shape: Architecture, entries: Mapping[str, Entry]) -> dict[str, Entry]:

@@ -32,7 +32,7 @@ from libra_hpc.slurm.writer import het_script
 from .checks import check_files, check_run
 from .gpu_memory import MemoryNeed
 from .host_memory_needs import check_boxes, check_hosts, has_hosts, host_needs, node_rooms
-from .job_checks import idle_seats
+from .job_checks import idle_seats, rounded_adapters
 from .named_files import naming
 from .task_trial import check_overlap, try_task
 
@@ -84,7 +84,7 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
             config = plan.config
         shape, gpus = check_run(config)
         trial = outcome()
-    warnings += [*trial.warnings, *gpus.warnings]
+    warnings += [*trial.warnings, *gpus.warnings, *rounded_adapters(config)]
     environment = _slurm(config, required=slurm_required)
     known: list[Partition] = []
     check_plugin(config, [] if environment is None else mpi_plugins(environment))

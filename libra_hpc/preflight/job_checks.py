@@ -19,6 +19,7 @@ import msgspec
 from libra_hpc.config.node_groups import COMPONENTS, TrainWorld, core_world, elastic_world, memory_mb, stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.models.adapters import SOON, least_rate
 from libra_hpc.models.capacity import MIB, blocks_of
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, shape_from_config
 from libra_hpc.models.supported import FAMILIES
@@ -99,6 +100,18 @@ def idle_seats(config: RunConfig) -> list[str]:
         return []
     seats = f"{env.nodes} nodes of {env.room} seats for at most {most:,} open trajectories of training"
     return [f"components.env.nodes = {env.nodes}: {seats}; {needed} would do"]
+
+
+def rounded_adapters(config: RunConfig) -> list[str]:
+    """A warning where sums of weights in bfloat16 and adapters are mostly the weights as before."""
+    lora, lr = config.lora, config.optimizer.lr
+    if not lora.rank or config.model.dtype == "float32" or lr >= (least := least_rate(lora.rank, lora.alpha)):
+        return []
+    return [
+        f"optimizer.lr = {lr:g}: adapters (lora.rank = {lora.rank}, lora.alpha = {lora.alpha:g}) move at most "
+        f"{200 / math.pi * math.atan(lr / least):.2g} % of the weights in bfloat16 within {SOON} steps; "
+        f"half from {least:.1e} on, or all with model.dtype = float32"
+    ]
 
 
 def node_folders(config: RunConfig) -> Iterator[UserError]:

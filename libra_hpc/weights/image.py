@@ -139,8 +139,9 @@ class Image:
 
     def _write(self, piece: WeightPiece, payload: Buffer) -> None:
         name, offset, rows, cols, stride = piece.block
-        begin, count = self.offset + self._places[name], math.prod(self.shapes[name])
-        target = np.frombuffer(self._memory, VALUES[piece.dtype], count, begin)[offset:]
+        target = np.frombuffer(
+            self._memory, VALUES[piece.dtype], math.prod(self.shapes[name]), self.offset + self._places[name]
+        )[offset:]
         if piece.encoding == "dense":
             _, values = piece_values(piece, payload)
             strides = (stride * target.itemsize, target.itemsize)

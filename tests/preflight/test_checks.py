@@ -19,7 +19,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import Shapes, hf_shapes
 from libra_hpc.preflight import checks
-from libra_hpc.preflight.job_checks import idle_seats
+from libra_hpc.preflight.job_checks import idle_seats, rounded_adapters
 
 MODEL = {
     "model_type": "qwen3",
@@ -129,6 +129,25 @@ def test_more_seats_than_trajectories_are_a_warning() -> None:
     assert asked(4) == [
         "components.env.nodes = 4: 4 nodes of 16 seats for at most 32 open trajectories of training; 2 would do"
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "share"),
+    [
+        (
+            {"optimizer.lr": 1e-5},
+            "15 % of the weights in bfloat16 within 20 steps; half from 4.3e-05 on, or all with m",
+        ),
+        ({"optimizer.lr": 1e-5, "lora.rank": 8, "lora.alpha": 16.0}, "15 % of the weights in bfloat16 within 20 steps"),
+        ({"optimizer.lr": 1e-6}, "1.5 % of the weights"),
+        ({"optimizer.lr": 5e-5}, ""),
+        ({"optimizer.lr": 1e-5, "model.dtype": "float32"}, ""),
+        ({"optimizer.lr": 1e-5, "lora.rank": 0}, ""),
+    ],
+)
+def test_adapters_that_bfloat16_rounds_away_are_a_warning(values: dict[str, Any], share: str) -> None:
+    found = [share in sentence for sentence in rounded_adapters(with_values(RunConfig(), {"lora.rank": 32} | values))]
+    assert found == [True] * bool(share)
 
 
 def test_nodes_of_different_degree_that_fit_are_no_problem() -> None:

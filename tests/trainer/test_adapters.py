@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.models.adapters import SOON, least_rate
 from libra_hpc.protocol.trainer import Freed, Standby
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.saved.peft_folder import PREFIX, write_peft
@@ -112,6 +113,24 @@ def test_a_run_goes_on_bit_for_bit_from_a_checkpoint_and_a_standby(
     assert all(torch.equal(start[name], weight) for name, weight in then.items())
     again.step(train_step(2, 0))
     assert all(torch.equal(start[name], weight) for name, weight in engine.named_parameters().items())
+
+
+@pytest.mark.parametrize(("rates", "share"), [(0.1, 0.06), (1.0, 0.5), (10.0, 0.94)])
+def test_half_of_the_weights_in_bfloat16_move_soon_at_the_least_rate(
+    tmp_path: Path, world: ReplicaPlace, rates: float, share: float
+) -> None:
+    make_model("qwen3", tmp_path / "model")
+    engine, _ = build(tmp_path / "model", world, torch.bfloat16, settings=adapted(4, 8.0))
+    weights = {name: weight for name, weight in engine.named_parameters().items() if name in pairs(engine)}
+    for weight in weights.values():
+        torch.nn.init.normal_(weight, 0.0, weight.shape[1] ** -0.5)
+    engine.adapters.start(engine.state)
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    for _, b in pairs(engine).values():
+        b.data = SOON * rates * least_rate(4, 8.0) * torch.randn_like(b).sign()
+    engine.state.refresh()
+    moved = torch.cat([(weight != before[name]).flatten() for name, weight in weights.items()])
+    assert float(moved.float().mean()) == pytest.approx(share, abs=0.03)
 
 
 @pytest.mark.parametrize("kind", ["phi3", "qwen2_moe", "qwen3_5_text"])

@@ -180,8 +180,9 @@ class Run:
 
     def _changed(self) -> tuple[Weights, set[str]]:
         share, scale = self._draw.choice(((0.002, 1.0), (0.05, 1e-2), (0.4, 1e-4), (1.0, 1e-4), (1.0, 1.0)))
-        trained = sorted(name for name in self.masters if not in_float32(name))
-        names = self._draw.sample(trained, max(1, len(trained) // 3))
+        names = self._draw.sample(
+            [name for name in sorted(self.masters) if not in_float32(name)], max(1, len(self.masters) // 3)
+        )
         changed = dict(self.masters)
         for name in names:
             mask = torch.rand(changed[name].shape, generator=self._noise) < share

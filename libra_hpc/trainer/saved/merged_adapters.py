@@ -50,8 +50,11 @@ class Adapters:
         if model.shape.lora is not None:
             model.module.requires_grad_(False)
             self._add(model, own, model.shape.lora.scale)
-        frozen = {name: weight for name, weight in model.named_parameters().items() if not weight.requires_grad}
-        self.spans = {name: _share(model.split, own[name], weight.numel()) for name, weight in frozen.items()}
+        self.spans = {
+            name: _share(model.split, own[name], weight.numel())
+            for name, weight in model.named_parameters().items()
+            if not weight.requires_grad
+        }
         """First and last element of each flattened frozen weight for which this rank stands among its copies."""
 
     def _add(self, model: PackedModel, own: dict[str, Entry], scale: float) -> None:
@@ -122,8 +125,8 @@ class Adapters:
 
 def _share(place: ReplicaPlace, entry: Entry, count: int) -> tuple[int, int]:
     """First and last of ``count`` elements for which a rank stands among the copies of a parameter."""
-    dense, routed = (place.copies, place.copy_rank), (place.expert_copies, place.expert_copy_rank)
-    copies, rank = dense if entry.expert is None else routed
+    routed = place.expert_copies, place.expert_copy_rank
+    copies, rank = (place.copies, place.copy_rank) if entry.expert is None else routed
     return count * rank // copies, count * (rank + 1) // copies
 
 
