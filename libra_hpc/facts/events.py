@@ -65,7 +65,7 @@ NODES = (
     _fault(
         "node_quarantined", "A node was lost, silent or wrong so often that the run goes on without it", "rank reason"
     ),
-    EventKind("layout_published", "Rank 0 published a Layout, to so many nodes each way", "number by_mpi by_stream"),
+    EventKind("layout_published", "Nodes that echoed a Layout, by the way it came", "number by_mpi by_stream"),
     EventKind("mpi_world", "MPI reaches these nodes", "members"),
     EventKind("guest_joined", "An agent joined the running job, with engines alone", "rank host pid"),
     EventKind("guest_serves", "Its engines accept turns", "rank seconds"),

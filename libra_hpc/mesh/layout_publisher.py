@@ -69,9 +69,15 @@ class Publisher:
         self._newest = Layout()
         self._ranks: Collection[int] = ()
         """Nodes that get it."""
+        self._nodes = set[int]()
+        """Those of them that echo it: neither this one nor guests."""
         self._owed: dict[int, tuple[int, float]] = {}
         """The first number that a node has not echoed, and since when."""
         self._late: set[int] = set()
+        self._echoes: dict[int, bool] = {}
+        """Nodes that have echoed the newest number, and whether MPI brought it to them."""
+        self._counted = 0
+        """Newest number whose echoes are in the event log."""
         self._whole_at, self._tried_at = time.monotonic(), float("-inf")
         """When MPI last reached all nodes, and when new processes were last started."""
         self._space: KeyValueSpace | None = None
@@ -96,19 +102,19 @@ class Publisher:
     def publish(self, layout: Layout, ranks: Collection[int]) -> None:
         """Send a Layout, or the same one again, to these nodes."""
         now, new = time.monotonic(), layout.number > self._newest.number
-        self._newest, self._ranks = layout, ranks
+        if new:
+            self._count()
+            self._echoes = {}
+        self._newest, self._ranks, self._nodes = layout, ranks, {rank for rank in ranks if 0 < rank < self._mesh.size}
         for lost in self._reached.difference(ranks):
             self.leave_out(lost)
         if self._link is not None and self._reached:
             self._waiting.append(now)
             self._link.send(sealed(self._secret, layout))
-        by_stream = [rank for rank in ranks if rank not in self._reached - self._late]
-        for rank in by_stream:
+        for rank in set(ranks).difference(self._reached - self._late):
             self._mesh.send(rank, layout)
         if new:
             self._owed = {rank: self._owed.get(rank, (layout.number, now)) for rank in self._reached}
-            counts = {"by_mpi": len(self._reached), "by_stream": len(set(by_stream) - {self._mesh.rank})}
-            self._event("layout_published", number=layout.number, **counts)
 
     def on_beat(self, rank: int, beat: Heartbeat) -> None:
         """A node shows which Layout it has, by which way, and whether its MPI process lives."""
@@ -117,10 +123,20 @@ class Publisher:
             del self._owed[rank]
             if beat.layout < self._newest.number:
                 self._owed[rank] = beat.layout + 1, time.monotonic()
-        if beat.by_mpi and beat.layout == self._newest.number:
-            self._late.discard(rank)
+        if beat.layout == self._newest.number and rank in self._nodes:
+            self._echoes[rank] = beat.by_mpi
+            if self._echoes.keys() >= self._nodes:
+                self._count()
+            if beat.by_mpi:
+                self._late.discard(rank)
         if beat.ended_world >= self._world:
             self.leave_out(rank)
+
+    def _count(self) -> None:
+        """Log by which way the newest Layout reached how many nodes, once: all have echoed it, or another follows."""
+        if self._newest.number > self._counted:
+            self._counted, ways = self._newest.number, [*self._echoes.values()]
+            self._event("layout_published", number=self._counted, by_mpi=ways.count(True), by_stream=ways.count(False))
 
     def leave_out(self, rank: int) -> None:
         """The MPI process of the node is gone, or may be."""
@@ -154,7 +170,7 @@ class Publisher:
             if rank in self._reached - self._late and now - since > ECHO_S:
                 self._late.add(rank)
                 self._mesh.send(rank, self._newest)
-        if self._reached.issuperset(rank for rank in self._ranks if 0 < rank < self._mesh.size):
+        if self._reached >= self._nodes:
             self._whole_at = now
         elif now - self._whole_at > RELINK_S and now - self._tried_at > RELINK_EVERY_S:
             self._relink(now)

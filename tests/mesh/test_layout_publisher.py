@@ -170,6 +170,9 @@ os.kill(node.pid({victim}), signal.SIGKILL)"""
     assert ways(second) == {1: "mpi", 2: "stream", 3: "stream"}
     assert ways(third) == ({1: "mpi", 2: "stream", 3: "stream"} if victim == 0 else {1: "mpi", 2: "mpi", 3: "mpi"})
     assert first["summary"] == ("by stream" if victim == 0 else "by MPI, to 1 by stream")
+    by_mpi = {1: 2, 2: 1 - (victim == 0), 3: 1 - (victim == 0)}
+    published = [fields for kind, fields in first["events"] if kind == "layout_published"]
+    assert published == [{"number": one, "by_mpi": count, "by_stream": 2 - count} for one, count in by_mpi.items()]
 
 
 def test_a_killed_agent_costs_the_others_nothing(tmp_path: Path) -> None:
