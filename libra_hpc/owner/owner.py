@@ -182,14 +182,13 @@ class RunOwner:
 
     def _finish(self, decision: OwnerDecision, ended: RanksEnded) -> int:
         """Nothing follows, or another start of the whole job."""
-        message, record = decision.message or decision.reason, ended.record
-        # Ranks that were refused a start know of no step.
-        step = (self._records.step() if record is None else record.step) or ended.step
+        message, step = decision.message or decision.reason, ended.step
+        self._records.saved_rows(step)
         self._records.result(decision.state, message, step)
         self._spot.close()
         if decision.word == "requeue":
             log_line(f"requeue: {decision.reason}")
-            self._records.requeue(decision.reason, ended.step)
+            self._records.requeue(decision.reason, step)
             self._lease.release()
             if not (refused := self._requeue()):
                 return 0

@@ -117,6 +117,15 @@ class OwnerRecords:
         except OSError as error:
             log_line(f"{path.name} cannot be written: {error}")
 
+    def saved_rows(self, step: int) -> None:
+        """Append the metrics of steps that were saved while no rank 0 lived; the checkpoint of ``step`` has them."""
+        with contextlib.suppress(OSError):
+            last = max((int(line.get("step", 0)) for line in read_lines(self._run.metrics)), default=0)
+            for row in self._run.read_json(self._run.checkpoint(step) / "state.json").get("reports", []):
+                if row["step"] > last:
+                    known = {name: value for name, value in row["metrics"].items() if value is not None}
+                    self._append(self._run.metrics, {"t": row["t"], "step": row["step"], **known})
+
     def step(self) -> int:
         """The last one that rank 0 wrote of."""
         return int(self._run.read_json(self._run.status).get("step", 0))
