@@ -419,6 +419,9 @@ class Coordinator:
             self._nodes.stop_training("recovery")
 
     def _on_step(self, report: wire.StepReport) -> None:
+        if report.step != self._step + 1:
+            # A report before it was lost with a connection. The train leader keeps both, for the next start.
+            return
         self._step = report.step
         if not self._stopping:
             self._ending.message = ""

@@ -86,6 +86,7 @@ def standing(folder: Path, version: int) -> Scene:
     """A run after step 9, whose hybrid node rolls out with the weights of ``version``."""
     scene = Scene(folder)
     scene.hello()
+    scene.coordinator._step = 7
     scene.deliver((1, EngineState(1, "train", "ready")), (1, TrainReport(joined=(MemberJoined(1, 1, 0, 0, 0.1),))))
     scene.deliver(*((rank, EngineState(rank, "rollout", "ready")) for rank in (2, 3)))
     scene.deliver(
