@@ -18,7 +18,8 @@ from libra_hpc.config.load import load_resolved, validate
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import OperationError, UserError, error_text, invalid
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.status import read_status
+from libra_hpc.facts.series import duration
+from libra_hpc.facts.status import STALE_S, read_status, write_fault
 from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.queue import query
@@ -160,6 +161,10 @@ def judge(run: RunDir, answer: JobInfo | NoAnswer, now: float) -> RunState:
     now = now if ended or records(run).settled else clock(run, now)
     known = records(run)
     found = run_state(known, answer, now)
+    age = now - known.at
+    if known.at and age > STALE_S and not found.over and (why := write_fault(run)):
+        reason = "; ".join(filter(None, [f"its status is {duration(age)} old, because {why}", found.reason]))
+        return msgspec.structs.replace(found, reason=reason)
     if found.state != "failed" or known.job is None:
         return found
     return msgspec.structs.replace(found, reason=with_cause(found.reason, run.logs(known.job.attempt)))

@@ -37,7 +37,8 @@ class Reserve:
     """A JSON file that can be replaced on a full disk, as long as it is at most ``size`` bytes.
 
     Two spare files of that size exist.  On a full disk the content goes into one of them, padded with spaces, and is
-    renamed into place.  The replaced file becomes the next spare, once it has that size too.
+    renamed into place.  The replaced file becomes the next spare, once it has that size too.  Without a spare, as on a
+    file system without hard links, it is overwritten where it has that size.
     """
 
     def __init__(self, path: Path, size: int) -> None:
@@ -55,7 +56,8 @@ class Reserve:
             write_atomic(self._path, data)
         except OSError as error:
             self.fault = f"{self._path} cannot be written: {error_text(error)}"
-            spare = next((spare for spare in self._spares if _size(spare) == self._size), None)
+            usable = (path for path in (*self._spares, self._path) if _size(path) == self._size)
+            spare = next(usable, None)
             if len(data) > self._size or spare is None:
                 raise
             self._whole = False
@@ -70,6 +72,8 @@ class Reserve:
             file.write(data.ljust(self._size))
             file.flush()
             os.fsync(file.fileno())
+        if spare == self._path:
+            return
         replaced = spare.with_name(f"{spare.name}.kept")
         if _size(self._path) == self._size:
             # Without hard links, the next spare is made once there is room.

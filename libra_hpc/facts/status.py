@@ -12,7 +12,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from libra_hpc.errors import UserError
+from libra_hpc.errors import UserError, error_text
+from libra_hpc.files import write_atomic
 from libra_hpc.protocol.agents import LenderReport
 from libra_hpc.protocol.plan import PlanDecision
 
@@ -25,6 +26,8 @@ from .rundir import RunDir, parse
 EndState = Literal["completed", "failed", "cancelled", "time_limit", "preempted", "paused"]
 FINAL: tuple[EndState, ...] = get_args(EndState)
 """States of a run that has ended."""
+STALE_S = 10.0
+"""Age of a status from which it is shown as stale: it is replaced about every second."""
 PAUSE_WORDS = {"served": "users", "closed": "its owner", "silent": "silent server", "long": "step too long"}
 """By the gate's reason, short: a line has room for two."""
 LENDER_HEADS = ("lender", "kind", "now", "mean", "turns", "tokens", "paused")
@@ -192,6 +195,20 @@ def read_status(run: RunDir, attempt: int) -> Status | None:
     except (OSError, msgspec.DecodeError):
         return None
     return status if status.attempt >= attempt else None
+
+
+def write_fault(run: RunDir) -> str:
+    """Why the status cannot be replaced now, as on a full disk or beyond a quota; empty where that is not known.
+
+    It is tried: a run that cannot write its status cannot write why, either.  Somebody else's run tells nothing.
+    """
+    probe = run.path / ".status-probe"
+    try:
+        write_atomic(probe, run.status.read_bytes())
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        return "" if isinstance(error, PermissionError) else f"{run.path} takes no writes: {error_text(error)}"
+    return ""
 
 
 def in_simulated_time(status: Status) -> Status:

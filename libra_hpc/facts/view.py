@@ -28,7 +28,18 @@ from .estimate import accuracy_line, estimate_line
 from .events import cause_of, in_words, place_of
 from .failed import failed_line
 from .series import Record, duration, first_and_last
-from .status import FINAL, LENDER_HEADS, LENDER_NUMBERS, NodeStatus, Status, as_ended, because, dry_run, lender_rows
+from .status import (
+    FINAL,
+    LENDER_HEADS,
+    LENDER_NUMBERS,
+    STALE_S,
+    NodeStatus,
+    Status,
+    as_ended,
+    because,
+    dry_run,
+    lender_rows,
+)
 from .summary import label_grid, state_text
 
 WIDTH = 100
@@ -41,8 +52,6 @@ LEAST_ROOM = 6
 BAR_WIDTH = 7
 STALE_HEARTBEAT_S = 5.0
 """Age of a heartbeat that is shown in red; one comes about every second."""
-STALE_STATUS_S = 10.0
-"""Age of status.json from which the screen shows it as stale; it is replaced about every second."""
 SHOWN_NOTICES = 3
 _SPARKS = "▁▂▃▄▅▆▇█"
 ROLE_STYLES = {
@@ -305,7 +314,7 @@ def _footer(status: Status, rows: Mapping[str, str], *, over: bool, short: bool,
     if status.message:
         grid.add_row("message", Text(status.message, style="yellow"))
     _add_warnings(grid, "lately", () if over else status.notices)
-    if not over and now - status.updated_at > STALE_STATUS_S:
+    if not over and now - status.updated_at > STALE_S:
         silent = f"no news for {duration(now - status.updated_at)}: the job may be suspended or gone"
         grid.add_row("stale", Text(silent, style="red"))
     return grid

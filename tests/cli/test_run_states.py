@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from libra_hpc_cli import jobs
 from libra_hpc_cli.follow import LONGEST_POLL_S, LOST_S, Follower
 
 from libra_hpc.errors import SlurmUnreachable
+from libra_hpc.facts import status
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.sweep_record import SweepMember, write_member
@@ -285,6 +288,24 @@ def test_a_run_whose_machine_has_another_time_lives_while_its_status_moves(
     found = jobs.judge(run, running, now + 2.0 * SILENT_S)
     assert (found.state, found.reason) == ("silent", "no status for 2:00")
     assert jobs.judge(run, NoAnswer(), now).state == "running", "without Slurm too"
+
+
+@pytest.mark.parametrize(("number", "told"), [(errno.EDQUOT, True), (errno.ENOSPC, True), (errno.EACCES, False)])
+def test_a_status_that_cannot_be_written_has_its_age_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, told: bool
+) -> None:
+    def refused(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    run, now = make_run(tmp_path), time.time()
+    write_status(run, at=now - 25.0)
+    monkeypatch.setattr(status, "write_atomic", refused)
+    found = jobs.judge(run, JobInfo("4711", JobState.RUNNING), now)
+    why = f"its status is 25 s old, because {run.path} takes no writes: {os.strerror(number)}"
+    assert (found.state, found.reason.partition("; ")[0]) == ("running", why if told else "")
+    monkeypatch.undo()
+    assert "status is" not in jobs.judge(run, JobInfo("4711", JobState.RUNNING), now).reason
+    assert not [path for path in run.path.iterdir() if "probe" in path.name]
 
 
 def test_a_dead_run_whose_clock_was_ahead_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

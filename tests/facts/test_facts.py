@@ -86,6 +86,21 @@ def test_a_full_disk_keeps_lines_in_memory_and_shows_the_status_all_the_same(
     assert all(json.loads(line) for line in run.metrics.read_bytes().splitlines()), "no torn line stays in the file"
 
 
+def test_without_hard_links_the_status_is_shown_on_a_full_disk_as_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    path = tmp_path / "status.json"
+    reserve = fact_writer.Reserve(path, 1000)
+    monkeypatch.setattr(fact_writer.os, "link", refused)
+    monkeypatch.setattr(fact_writer, "write_atomic", refused)
+    for number in range(5):
+        reserve.write(b'{"n": %d}' % number)
+        assert json.loads(path.read_bytes()) == {"n": number}
+
+
 def test_lines_wait_for_a_quota_too_and_the_fault_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fact_writer, "RETRY_S", 0.05)
     monkeypatch.setattr(fact_writer, "RETRY_MOST_S", 0.1)
