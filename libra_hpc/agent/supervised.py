@@ -23,7 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child, send_all, spawn
 from libra_hpc.process.log_limit import MOST_BYTES, cut
-from libra_hpc.process.progress import ProgressWatch, Stall, ticks
+from libra_hpc.process.progress import WAITS, ProgressWatch, Stall, ticks
 from libra_hpc.process.retry import RestartBudget
 from libra_hpc.process.visible_devices import MAX_STARTS
 from libra_hpc.protocol.agents import Fatal
@@ -165,8 +165,10 @@ class Supervised:
                 reason = f"it wrote more than {MOST_BYTES >> 20} MiB; the last part of that is in {path.name}.old"
                 self._context.log("log_cut", rank=self._context.rank, part=name, reason=reason)
 
-    def slow(self, reason: str) -> None:
-        self._context.log("slow", rank=self._context.rank, part=self.name, reason=reason)
+    def slow(self, late: Stall) -> None:
+        self._context.log(
+            "slow", rank=self._context.rank, part=self.name, reason=late.sentence, waits=late.beside == WAITS
+        )
 
     async def end_hung(self, reason: str) -> None:
         """End it with its stacks."""
@@ -300,7 +302,7 @@ class EngineNode(Supervisor, Generic[E]):
     async def check(self, now: float) -> None:
         """Log what is late and end what is stalled."""
         for late in self.progress.late(now):
-            self._having(late).slow(late.sentence)
+            self._having(late).slow(late)
         found = {self._having(stall): stall for stall in reversed(self.progress.stalled(now))}
         await asyncio.gather(*(self.stalled(engine, stall) for engine, stall in found.items()))
         for engine in self._engines.values():

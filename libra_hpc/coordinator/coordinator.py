@@ -16,7 +16,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,9 @@ class Coordinator:
                 pass  # rank 0 got it as well
             case wire.Log(kind=kind, t=t, fields=fields):
                 self._records.record(kind, t, fields)
+                if fields.get("waits") and fields["rank"] in self._context.layout.core:
+                    # One of them may not answer; trainers of the core would end at twice this time, and cost more.
+                    self._lose(self._nodes.replicas, str(fields["reason"]), node.seen)
             case wire.EngineVersion():
                 self._observations.on_version(message, node.seen)
             case wire.StepReport():
@@ -327,6 +330,10 @@ class Coordinator:
             if (lost.down and spare > 0 and self._ending.saving_for is None) or lost.rank in self._context.layout.vital:
                 self._recover(lost.rank, lost.reason)
 
+    def _lose(self, ranks: Iterable[int], reason: str, now: float) -> None:
+        for rank in ranks:
+            self._nodes.lose(LostNode(rank, reason, now - self._nodes.contacts[rank].seen), now)
+
     def _check_progress(self, now: float) -> None:
         seen, nodes, notices = self._observations, self._nodes, self._records.notices(now)
         was_late, self._late = self._late, ""
@@ -340,6 +347,7 @@ class Coordinator:
             series.column(seen.lines, "step_s")[1:],  # the first has the start of the engines in it
             nodes.droppable,
             nodes.silent_s(now),
+            nodes.replicas,
             starting=nodes.starting,
             least_s=self._least_s(),
             waits_for=waits_for(nodes.pool, seen.report, notices),
@@ -355,8 +363,7 @@ class Coordinator:
             self._ending.finished(self._step, self._repartitioner.ordered)
             self._ending.message += f"; its evaluation was given up: {rung.reason}"
             return
-        for rank in rung.ranks:
-            nodes.lose(LostNode(rank, rung.reason, now - nodes.contacts[rank].seen), now)
+        self._lose(rung.ranks, rung.reason, now)
         if rung.action == "restart":
             self._ending.fatal(rung.reason, "lost")
 

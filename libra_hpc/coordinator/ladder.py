@@ -3,8 +3,8 @@
 Every part has deadlines of its own, which end a process that hangs.  This is for what they do not see, or do not cure.
 
 1. No step for half a limit -> the status names what is waited for (`waits_for`).
-2. No progress for the row ``drop`` of `TABLE` -> the nodes that have been silent for a limit, or else those with the
-   oldest weights, are dropped, once a step, and begin as new ones.
+2. No progress for the row ``drop`` of `TABLE` -> the nodes that have been silent for a limit, else those with the
+   oldest weights, else all replicas, are dropped, once a step, and begin as new ones.
 3. For the row ``restart`` -> all ranks restart from the newest state.
 4. All of ``slurm.restarts`` are used -> the run fails with the sentence (`libra_hpc.owner.decision`).
 
@@ -52,6 +52,8 @@ class Movement(NamedTuple):
     """Step of the weights of each node that may be dropped."""
     silent_s: Mapping[int, float] = {}
     """Since the last message of each node that may be dropped."""
+    replicas: frozenset[int] = frozenset()
+    """Nodes that train with the core."""
     starting: frozenset[int] = frozenset()
     """Nodes that start or move."""
     least_s: float = 0.0
@@ -116,8 +118,9 @@ def _holding_up(run: Movement, limit_s: float) -> tuple[frozenset[int], str]:
     if silent:
         return frozenset(silent), f"it has been silent for {max(silent.values()):.0f} s"
     oldest = min(run.versions.values(), default=run.step)
-    ranks = frozenset(rank for rank, version in run.versions.items() if version == oldest < run.step)
-    return ranks, f"its weights are of step {oldest}, not {run.step}"
+    if ranks := frozenset(rank for rank, version in run.versions.items() if version == oldest < run.step):
+        return ranks, f"its weights are of step {oldest}, not {run.step}"
+    return run.replicas, "the core may wait for it"
 
 
 def waits_for(pool: states.Pool, report: RolloutReport | None, notices: Sequence[str]) -> str:

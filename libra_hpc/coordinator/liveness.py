@@ -1,7 +1,8 @@
 """Which nodes are lost: pure, from what rank 0 has got and from what the run's owner saw.
 
 - The owner saw the agent's process end -> lost at once.
-- A connection between two live nodes broke -> the one that leads nothing is lost, never rank 0.
+- A connection between two live nodes broke -> the one whose loss restarts nobody is lost, never rank 0; of two alike
+  the one with more broken connections.
 - No message for `HEARTBEAT_LOST_S`, from a leader `LEADER_LOST_S` -> lost.
 - Rank 0 itself was stopped -> the stall is discounted: messages that arrived meanwhile are read first.
 - A lost node sends again -> `Readmission` decides; it is readmitted with fresh engines (`NodePool.request_reset`).
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -72,18 +74,22 @@ def lost_nodes(
 def _cut_off(
     nodes: Mapping[int, NodeContact], own: int, leaders: Collection[int], lost: Collection[int], now: float
 ) -> list[LostNode]:
-    """The nodes to give up for a connection that broke between two that live."""
-    found = {}
-    for rank, node in nodes.items():
+    """The nodes to give up for connections that broke between two that live."""
+    broken = [
+        (peer, rank)
+        for rank, node in nodes.items()
         # What a node sent before it fell silent is out of date.
-        recent = node.beat is not None and rank not in lost and now - node.seen < BROKEN_S
-        for peer in node.beat.unreachable if node.beat is not None and recent else ():
-            if peer in lost or peer not in nodes:  # a guest
-                continue
-            other_stays = rank != own and (peer == own or (peer in leaders and rank not in leaders))
-            victim, other = (rank, peer) if other_stays else (peer, rank)
-            if nodes[victim].pid and now - nodes[victim].since >= BROKEN_S:
-                found[victim] = LostNode(victim, f"its connection to node {other} broke", now - nodes[victim].seen)
+        if node.beat is not None and rank not in lost and now - node.seen < BROKEN_S
+        for peer in node.beat.unreachable
+        if peer in nodes and peer not in lost  # no guest
+    ]
+    count = Counter(rank for ends in set(map(frozenset, broken)) for rank in ends)
+    found = dict[int, LostNode]()
+    for ends in broken:
+        # Of two alike the one that the other reports.
+        victim, other = sorted(ends, key=lambda rank: (rank == own, rank in leaders, -count[rank]))
+        if nodes[victim].pid and now - nodes[victim].since >= BROKEN_S:
+            found[victim] = LostNode(victim, f"its connection to node {other} broke", now - nodes[victim].seen)
     return list(found.values())
 
 

@@ -77,6 +77,13 @@ class NodePool:
         beats = {rank: self.contacts[rank].beat for rank in set(self.receivers).difference(self._context.layout.vital)}
         return {rank: beat.version for rank, beat in beats.items() if beat is not None}
 
+    @property
+    def replicas(self) -> frozenset[int]:
+        """Nodes that train with the core, or are about to; the run can do without them."""
+        nodes = self.pool.nodes.values() if self.pool else ()
+        ranks = frozenset(node.rank for node in nodes if node.role == "train" and node.engine_ready)
+        return ranks.difference(self._context.layout.core)
+
     def silent_s(self, now: float) -> dict[int, float]:
         """Seconds since the last message of each node that the run has, and can do without."""
         nodes = self.pool.nodes.values() if self.pool else ()

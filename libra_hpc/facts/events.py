@@ -110,7 +110,7 @@ ENGINES = (
     _fault("numbers_cut", "A task has too many numbers of its own", "reason", notice=True),
     _fault("undecodable", "A message of another node could not be read", "rank sender reason", notice=True),
     _fault("hung", "A process missed its deadline and was killed", "rank part reason", notice=True),
-    _fault("slow", "A process is slow, or near its deadline", "rank part reason", notice=True),
+    _fault("slow", "A process is slow, or near its deadline", "rank part reason waits", notice=True),
 )
 ROLLOUT = (
     EventKind("scheduler_warm_start", "The scheduler learned from trajectories of before", "trajectories"),

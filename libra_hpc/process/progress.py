@@ -32,6 +32,7 @@ LATE_SHARE = 0.5
 """Share of a limit from which a phase is late."""
 STALL_S = 1.0
 """A loop that wakes so much later than planned was stopped, or could read nothing."""
+WAITS = "; it waits for peers"
 SILENT, TURN, ABORTED = "silence", "turn", "abort of a turn"
 PEERS, DROP, RESTART = "wait for peers", "drop", "restart"
 
@@ -239,7 +240,7 @@ class ProgressWatch:
     def _too_long(self, key: Hashable, one: _Watched, now: float, share: float) -> Iterator[Stall]:
         """Its phases that last longer than that share of their limits."""
         waits = one.doing is not None and one.doing.waits
-        times, beside = (TABLE[PEERS].times, "; it waits for peers") if waits else (1.0, "")
+        times, beside = (TABLE[PEERS].times, WAITS) if waits else (1.0, "")
         for phase in one.since.keys() - one.over:
             row, usual, waited_s = TABLE.get(phase, MEASURED), self.limit(phase), now - one.since[phase]
             if row.limit == "none":

@@ -13,6 +13,7 @@ import pytest
 
 from libra_hpc.agent import supervised
 from libra_hpc.process.child import Child
+from libra_hpc.process.progress import WAITS, Stall
 from libra_hpc.protocol.agents import Fatal, Log, SnapshotPart, WeightsOffered, WeightsWanted
 from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.layout import ResumePoint
@@ -54,6 +55,7 @@ def test_a_stopped_process_is_ended_and_the_replica_counts_as_dead(here: Path) -
         assert not [log for log in scene.of(Log) if log.kind == "hung"], (
             "a process that waits reports that every second"
         )
+        scene.node._trainer.slow(Stall("t1.0", "join", 7.0, 12.0, WAITS))
         os.kill(pid, signal.SIGSTOP)
         await scene.until(lambda: scene.states("lost"))
         assert not Path(f"/proc/{pid}").exists()
@@ -63,7 +65,8 @@ def test_a_stopped_process_is_ended_and_the_replica_counts_as_dead(here: Path) -
     assert (hung.fields["rank"], hung.fields["part"]) == (1, "t1")
     reason = hung.fields["reason"]
     assert reason.startswith("t1.0: has reported nothing for 4 s (limit 4 s); its last report: join")
-    assert {log.fields["part"] for log in scene.of(Log) if log.kind == "slow"} == {"t1"}
+    slow = [(log.fields["part"], log.fields["waits"]) for log in scene.of(Log) if log.kind == "slow"]
+    assert slow == [("t1", True), ("t1", False)]
 
 
 def test_a_process_that_sigkill_does_not_end_counts_as_dead_and_is_named_as_long_as_it_lives(

@@ -155,3 +155,38 @@ def test_a_stopped_leader_costs_a_restart_and_is_ended_by_the_launcher(tmp_path:
     case.signal_agent(TRAIN_LEADER, signal.SIGSTOP)
     case.wait(lambda: case.events("recovered"), "the restart")
     sound(case)
+
+
+DEAF = """
+import asyncio, os
+from libra_hpc.mesh import links
+real = links.Seal.frame
+async def frame(self, reader, most):
+    got = await real(self, reader, most)
+    while os.path.exists({flag!r}):
+        if {closes}:
+            raise ConnectionError("deaf")
+        await asyncio.sleep(0.1)
+    return got
+links.Seal.frame = frame
+"""
+"""An agent that sends and does not hear: it closes what comes, or reads it late."""
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_deaf_replica_goes_and_the_core_trains_on(tmp_path: Path, closes: bool) -> None:
+    case, flag = Chaos(tmp_path, steps=400, hybrid_start="train"), tmp_path / "deaf"
+    case.submit(*patched(tmp_path, DEAF.format(flag=str(flag), closes=closes), HYBRID))
+    case.reach(8)
+    flag.touch()
+    case.wait(lambda: case.events("node_lost"), "the lost node")
+    before = case.steps()[-1]
+    case.wait(lambda: case.steps()[-1] > before + 2, "steps without it")
+    flag.unlink()
+    if not closes:
+        case.wait(lambda: case.events("node_returned"), "its return")
+    case.cli("cancel", str(case.run.path if case.run else ""))
+    sound(case, "cancelled")
+    assert {event["rank"] for event in case.events("node_lost")} == {HYBRID}
+    assert not case.events("recovered")

@@ -51,6 +51,13 @@ def test_a_silent_node_is_dropped_before_one_with_old_weights() -> None:
     assert dropped.ranks == (3,)
 
 
+def test_replicas_are_dropped_where_no_node_is_silent_or_old() -> None:
+    run = STANDS._replace(versions={3: 9}, replicas=frozenset({2, 4}))
+    assert [(at, *rung[:2]) for at, rung in stand(run)] == [(121, "drop", (2, 4)), (181, "restart", ())]
+    assert stand(run)[0][1].reason.endswith("; the core may wait for it")
+    assert stand(run._replace(versions={3: 8}))[0][1].ranks == (3,)
+
+
 @pytest.mark.parametrize(
     ("run", "restart_at"),
     [

@@ -11,12 +11,13 @@ import pytest
 
 from libra_hpc.agent import coordinator_watch
 from libra_hpc.agent.coordinator_watch import CoordinatorWatch
+from libra_hpc.config.load import validate
 from libra_hpc.coordinator import coordinator as module
 from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, NodeContact, discount, lost_nodes
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.policies.pool.readmission import SILENCES
-from libra_hpc.protocol.agents import Fatal, Heartbeat, StopAgent, TrainReport
+from libra_hpc.protocol.agents import Fatal, Heartbeat, Log, StopAgent, TrainReport
 from libra_hpc.protocol.engine_state import EngineKind, EngineState, StateName
 from libra_hpc.protocol.layout import Layout, StopTraining
 from libra_hpc.protocol.ranks_stop import RanksStop
@@ -225,6 +226,44 @@ def test_a_broken_connection_between_two_that_live_costs_the_one_that_leads_noth
     assert lost(1, 2, gone={2: ""}) == [(2, "its agent's process ended")]
     assert lost(1, 2, gone={2: "Slurm set node a800-3 down"}) == [(2, "Slurm set node a800-3 down")]
     assert lost(1, 2, now=1004.0) == [], "a node that was just taken back is not judged by the old connection"
+
+
+@pytest.mark.parametrize(
+    ("reports", "victims"),
+    [
+        ({0: (2,), 1: (2,), 4: (2,), 2: (4, 1, 0)}, [2]),
+        ({2: (4, 0)}, [2]),
+        ({2: (4,)}, [4]),
+        ({2: (4,), 5: (4,)}, [4]),
+        ({2: (1, 3)}, [2]),
+        ({3: (1,)}, [1]),
+        ({3: (1,), 0: (3,)}, [3]),
+        ({1: (2,), 3: (4,)}, [2, 4]),
+    ],
+    ids=["deaf", "cut off", "reported", "by two", "from leaders", "a leader", "of leaders", "two"],
+)
+def test_of_the_ends_of_broken_connections_the_cheaper_goes_and_then_the_one_with_more(
+    reports: dict[int, tuple[int, ...]], victims: list[int]
+) -> None:
+    nodes = {rank: NodeContact(1000.0) for rank in range(6)}
+    for rank, node in nodes.items():
+        node.pid, node.seen = 10 + rank, 1010.0
+        node.beat = Heartbeat(rank, "", {}, {}, 0, reports.get(rank, ()))
+    assert sorted(lost.rank for lost in lost_nodes(nodes, 0, (1, 3), {}, 1010.0)) == victims
+
+
+@pytest.mark.parametrize(("waits", "rank", "lost"), [(True, 1, True), (False, 1, False), (True, 2, False)])
+def test_a_replica_goes_before_trainers_of_the_core_that_wait_for_peers(
+    tmp_path: Path, now: list[float], waits: bool, rank: int, lost: bool
+) -> None:
+    scene = Scene(tmp_path, config=validate({"planner": {"hybrid_start": "train"}}))
+    scene.hello()
+    scene.deliver(*((one, EngineState(one, "train", "ready")) for one in (1, 2)))
+    reason = f"t{rank}.0: join has not ended after 90 s (limit 180 s); it waits for peers"
+    for _ in range(2):  # each process reports it
+        scene.deliver((rank, Log("slow", 1.0, {"rank": rank, "part": "t1", "reason": reason, "waits": waits})))
+    assert scene.asked(RankLost) == [RankLost(2)] * lost
+    assert scene.coordinator.state == "running"
 
 
 def test_a_defect_of_an_agent_or_of_rank_0_itself_asks_for_a_restart(
