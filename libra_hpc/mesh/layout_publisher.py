@@ -70,7 +70,7 @@ class Publisher:
         self._ranks: Collection[int] = ()
         """Nodes that get it."""
         self._nodes = set[int]()
-        """Those of them that echo it: neither this one nor guests."""
+        """The nodes out of these that echo it: neither this one nor guests."""
         self._owed: dict[int, tuple[int, float]] = {}
         """The first number that a node has not echoed, and since when."""
         self._late: set[int] = set()

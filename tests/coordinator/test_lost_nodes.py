@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -200,56 +199,60 @@ def test_time_in_which_rank_0_was_stopped_is_no_silence_of_others() -> None:
     assert [lost.rank for lost in lost_nodes(nodes, 0, (1,), {}, 1051.0)] == [2]
 
 
-def test_a_broken_connection_between_two_that_live_costs_the_one_that_leads_nothing() -> None:
-    nodes = {rank: NodeContact(1000.0) for rank in range(4)}
-    for rank, node in nodes.items():
-        node.pid, node.seen = 10 + rank, 1010.0
-        node.beat = Heartbeat(rank, "rollout", {}, {}, 0)
-
-    def lost(reporter: int, peer: int, **other: Any) -> list[tuple[int, str]]:
-        beats = {rank: node.beat for rank, node in nodes.items()}
-        nodes[reporter].beat = Heartbeat(reporter, "rollout", {}, {}, 0, (peer,))
-        found = lost_nodes(nodes, 0, (1,), other.get("gone", {}), other.get("now", 1010.0))
-        for rank, beat in beats.items():
-            nodes[rank].beat = beat
-        return [(silent.rank, silent.reason) for silent in found]
-
-    assert lost(1, 2) == [(2, "its connection to node 1 broke")]
-    assert lost(2, 1) == [(2, "its connection to node 1 broke")]
-    assert lost(3, 2) == [(2, "its connection to node 3 broke")]
-    assert lost(2, 0) == [(2, "its connection to node 0 broke")], "rank 0 is never given up"
-    assert lost(1, 0) == [(1, "its connection to node 0 broke")]
-    assert lost(0, 1) == [(1, "its connection to node 0 broke")], "rank 0 reports, too"
-    assert sorted(lost(1, 2, gone={3: ""})) == [(2, "its connection to node 1 broke"), (3, "its agent's process ended")]
-    assert lost(3, 2, gone={3: ""}) == [(3, "its agent's process ended")], "the last words of one that died are no news"
-    assert lost(1, 2, now=1016.0) == [], "nor are those of one that fell silent"
-    assert lost(1, 2, gone={2: ""}) == [(2, "its agent's process ended")]
-    assert lost(1, 2, gone={2: "Slurm set node a800-3 down"}) == [(2, "Slurm set node a800-3 down")]
-    assert lost(1, 2, now=1004.0) == [], "a node that was just taken back is not judged by the old connection"
+SAW = "its agent's process ended"
 
 
 @pytest.mark.parametrize(
-    ("reports", "victims"),
+    ("reports", "lost"),
     [
-        ({0: (2,), 1: (2,), 4: (2,), 2: (4, 1, 0)}, [2]),
-        ({2: (4, 0)}, [2]),
-        ({2: (4,)}, [4]),
-        ({2: (4,), 5: (4,)}, [4]),
-        ({2: (1, 3)}, [2]),
-        ({3: (1,)}, [1]),
-        ({3: (1,), 0: (3,)}, [3]),
-        ({1: (2,), 3: (4,)}, [2, 4]),
+        ({1: (2,)}, {2: 1}),
+        ({2: (1,)}, {2: 1}),
+        ({4: (2,)}, {2: 4}),
+        ({2: (0,)}, {2: 0}),
+        ({1: (0,)}, {1: 0}),
+        ({0: (1,)}, {1: 0}),
+        ({0: (2,), 1: (2,), 4: (2,), 2: (4, 1, 0)}, {2: 4}),
+        ({2: (4, 0)}, {2: 0}),
+        ({2: (4,), 5: (4,)}, {4: 5}),
+        ({2: (1, 3)}, {2: 3}),
+        ({3: (1,)}, {1: 3}),
+        ({3: (1,), 0: (3,)}, {3: 1}),
+        ({1: (2,), 3: (4,)}, {2: 1, 4: 3}),
     ],
-    ids=["deaf", "cut off", "reported", "by two", "from leaders", "a leader", "of leaders", "two"],
 )
-def test_of_the_ends_of_broken_connections_the_cheaper_goes_and_then_the_one_with_more(
-    reports: dict[int, tuple[int, ...]], victims: list[int]
+def test_of_the_ends_of_a_broken_connection_the_cheaper_goes_then_the_one_with_more_of_them(
+    reports: dict[int, tuple[int, ...]], lost: dict[int, int]
 ) -> None:
+    """Rank 0 never; 1 and 3 lead."""
+    found = {silent.rank: silent.reason for silent in lost_nodes(reporting(reports), 0, (1, 3), {}, 1010.0)}
+    assert found == {rank: f"its connection to node {other} broke" for rank, other in lost.items()}
+
+
+def reporting(reports: dict[int, tuple[int, ...]]) -> dict[int, NodeContact]:
     nodes = {rank: NodeContact(1000.0) for rank in range(6)}
     for rank, node in nodes.items():
         node.pid, node.seen = 10 + rank, 1010.0
         node.beat = Heartbeat(rank, "", {}, {}, 0, reports.get(rank, ()))
-    assert sorted(lost.rank for lost in lost_nodes(nodes, 0, (1, 3), {}, 1010.0)) == victims
+    return nodes
+
+
+@pytest.mark.parametrize(
+    ("reporter", "gone", "now", "lost"),
+    [
+        (1, {3: ""}, 1010.0, {2: "its connection to node 1 broke", 3: SAW}),
+        (3, {3: ""}, 1010.0, {3: SAW}),
+        (1, {}, 1016.0, {}),
+        (1, {2: ""}, 1010.0, {2: SAW}),
+        (1, {2: "Slurm set node a800-3 down"}, 1010.0, {2: "Slurm set node a800-3 down"}),
+        (1, {}, 1004.0, {}),
+    ],
+    ids=["two", "last words of one that died", "of one that is silent", "known", "known and down", "just taken back"],
+)
+def test_old_words_and_known_losses_say_nothing_of_a_connection(
+    reporter: int, gone: dict[int, str], now: float, lost: dict[int, str]
+) -> None:
+    found = lost_nodes(reporting({reporter: (2,)}), 0, (1,), gone, now)
+    assert {silent.rank: silent.reason for silent in found} == lost
 
 
 @pytest.mark.parametrize(("waits", "rank", "lost"), [(True, 1, True), (False, 1, False), (True, 2, False)])

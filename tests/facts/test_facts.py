@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -89,13 +90,10 @@ def test_a_full_disk_keeps_lines_in_memory_and_shows_the_status_all_the_same(
 def test_without_hard_links_the_status_is_shown_on_a_full_disk_as_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*arguments: object) -> None:
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-
     path = tmp_path / "status.json"
     reserve = fact_writer.Reserve(path, 1000)
-    monkeypatch.setattr(fact_writer.os, "link", refused)
-    monkeypatch.setattr(fact_writer, "write_atomic", refused)
+    for place in (fact_writer.os, "link"), (fact_writer, "write_atomic"):
+        monkeypatch.setattr(*place, Mock(side_effect=OSError(errno.EDQUOT, "Disk quota exceeded")))
     for number in range(5):
         reserve.write(b'{"n": %d}' % number)
         assert json.loads(path.read_bytes()) == {"n": number}
