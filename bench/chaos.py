@@ -1,28 +1,37 @@
-"""Fifty faults in one run: seconds each of them costs, and the reward against a run without faults.
+"""Fifty faults in one run: seconds each of them costs, and the reward against a run without faults.  Or a soak.
 
     python -m bench.chaos [--faults 50] [--seed 0] [--steps 800] [--executor local]      about an hour on two cores
+    python -m bench.chaos --every 15 [--seconds 600] [--seeds 3]
 
-The quickstart's run with real engines, once without faults and once with faults drawn from a seed.  A fault is injected
-when every node works again after the one before.
+- The quickstart's run with real engines, once without faults and once with faults drawn from a seed.  A fault is
+  injected when every node works again after the one before.
+- With ``--every``: a soak of simulated engines.  A fault comes every so many seconds, whatever the ones before have
+  left: the longest time without a step, and whether a saved step was lost or a step or group counted twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.harness import ROOT, median, options, policy, progress, report, submit
+from bench.harness import ROOT, Options, median, options, policy, progress, report, seeds, submit
+from libra_hpc.agent.commands import MODULES
 from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.slurm import local
+from tests.chaos.harness import PROMPTS, SIMULATED, standstill
 
 PLANNER, TRAIN, HYBRID, ROLLOUT = range(4)
 PATIENCE_S = 300.0
@@ -31,7 +40,6 @@ AT_WORK = ("train", "rollout")
 OVERRIDES = {
     "components.hybrid.nodes": 1,
     "checkpoint.every": 10,
-    "slurm.restarts": 1000,
     "deadlines.floor_s": 10.0,
     "deadlines.first_s": 90.0,
     "deadlines.restarts": 50,
@@ -41,7 +49,7 @@ OVERRIDES = {
 
 
 class Kind(NamedTuple):
-    """A kind of fault: a signal to the agent of a rank, or to its child that runs ``module``.
+    """A kind of fault: a signal to the agent of a rank, or to its child that runs one of ``modules``.
 
     ``stopped_s`` > 0: SIGCONT follows after this time.
     """
@@ -49,12 +57,13 @@ class Kind(NamedTuple):
     name: str
     weight: int
     ranks: tuple[int, ...]
-    module: str
+    modules: tuple[str, ...]
     number: signal.Signals
     stopped_s: float = 0.0
 
 
-VLLM, MEGATRON, HOST = "libra_hpc.engine", "libra_hpc.trainer.worker", "libra_hpc.host.host"
+VLLM, MEGATRON, HOST = MODULES["engine"], MODULES["trainer"], MODULES["host"]
+CARRIER = ("libra_hpc.weights.carrier",)
 KINDS = (
     Kind("vLLM engine killed", 9, (HYBRID, ROLLOUT), VLLM, number=signal.SIGKILL),
     Kind("Megatron worker killed", 8, (TRAIN,), MEGATRON, number=signal.SIGKILL),
@@ -62,12 +71,19 @@ KINDS = (
     Kind("vLLM engine hangs", 4, (HYBRID, ROLLOUT), VLLM, number=signal.SIGSTOP),
     Kind("Megatron worker hangs", 3, (TRAIN,), MEGATRON, number=signal.SIGSTOP),
     Kind("environment host hangs", 3, (ROLLOUT,), HOST, number=signal.SIGSTOP),
-    Kind("planner killed", 4, (PLANNER,), "", number=signal.SIGKILL),
-    Kind("train leader killed", 4, (TRAIN,), "", number=signal.SIGKILL),
-    Kind("rollout leader killed", 4, (ROLLOUT,), "", number=signal.SIGKILL),
-    Kind("planner stopped for 8 s", 2, (PLANNER,), "", number=signal.SIGSTOP, stopped_s=8.0),
-    Kind("hybrid node stopped for 25 s", 2, (HYBRID,), "", number=signal.SIGSTOP, stopped_s=25.0),
+    Kind("planner killed", 4, (PLANNER,), (), number=signal.SIGKILL),
+    Kind("train leader killed", 4, (TRAIN,), (), number=signal.SIGKILL),
+    Kind("rollout leader killed", 4, (ROLLOUT,), (), number=signal.SIGKILL),
+    Kind("planner stopped for 8 s", 2, (PLANNER,), (), number=signal.SIGSTOP, stopped_s=8.0),
+    Kind("hybrid node stopped for 25 s", 2, (HYBRID,), (), number=signal.SIGSTOP, stopped_s=25.0),
 )
+SOAK_KINDS = (
+    *KINDS,
+    Kind("carrier killed", 4, (TRAIN, HYBRID, ROLLOUT), CARRIER, number=signal.SIGKILL),
+    Kind("carrier hangs", 2, (TRAIN, HYBRID, ROLLOUT), CARRIER, number=signal.SIGSTOP),
+    Kind("train leader stopped for 8 s", 2, (TRAIN,), (), number=signal.SIGSTOP, stopped_s=8.0),
+)
+SOAK_COLUMNS = ["seed", "faults", "steps", "restarts", "longest gap, s", "saved steps lost", "once", "state"]
 COLUMNS = ["fault", "times", "next step, median s", "max", "full strength, median s", "max"]
 
 
@@ -79,12 +95,12 @@ class Fault(NamedTuple):
 
 
 class Victim:
-    """A run of the quickstart with real engines, in local processes."""
+    """A run of local processes."""
 
-    def __init__(self, folder: Path, model: Path, *, steps: int, seed: int, executor: str) -> None:
-        own = {"run.steps": steps, "run.seed": seed, "run.dir": f'"{folder}"', "model.path": f'"{model}"'}
-        submit(ROOT / "examples/quickstart.toml", "--executor", executor, overrides=OVERRIDES | own)
-        self.run = RunDir(folder / "quickstart-001")
+    def __init__(self, run_file: Path, folder: Path, executor: str, overrides: dict[str, Any]) -> None:
+        own = {"run.dir": f'"{folder}"', "run.name": '"chaos"', "slurm.restarts": 1000}
+        submit(run_file, "--executor", executor, overrides=overrides | own)
+        self.run = RunDir(folder / "chaos-001")
 
     def step(self) -> int:
         return max((int(line["step"]) for line in read_lines(self.run.metrics)), default=0)
@@ -98,13 +114,18 @@ class Victim:
     def agent(self, rank: int) -> int:
         return int([event["pid"] for event in self.events("agent_joined") if event["rank"] == rank][-1])
 
-    def child(self, rank: int, module: str) -> int:
-        """Process id of a child of a rank's agent, 0 without one."""
-        try:
-            children = Path(f"/proc/{self.agent(rank)}/task/{self.agent(rank)}/children").read_text().split()
-            return next((int(pid) for pid in children if module in Path(f"/proc/{pid}/cmdline").read_text()), 0)
-        except OSError:
-            return 0
+    def pid(self, kind: Kind, rank: int) -> int:
+        """Process id of a rank's agent or of its child, 0 without one."""
+        agent, modules = self.agent(rank), set(kind.modules)
+        with contextlib.suppress(OSError):
+            pids = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+            children = (int(pid) for pid in pids if modules & {*Path(f"/proc/{pid}/cmdline").read_text().split("\0")})
+            return next(children, 0) if modules else agent
+        return 0
+
+    def saved(self) -> int:
+        """Step of the newest checkpoint, 0 without one."""
+        return max((step for step, _ in self.run.complete_checkpoints()), default=0)
 
     def strong(self) -> bool:
         """Whether every node works, with every engine it should have."""
@@ -132,8 +153,7 @@ class Victim:
 
 def inject(victim: Victim, kind: Kind, rank: int) -> Fault | None:
     """Inject a fault and wait until all nodes work again; None without such a process."""
-    pid = victim.child(rank, kind.module) if kind.module else victim.agent(rank)
-    if not pid:
+    if not (pid := victim.pid(kind, rank)):
         return None
     before = victim.step()
     began, at = time.monotonic(), time.time()
@@ -172,6 +192,34 @@ def disturbed(victim: Victim, faults: int, steps: int, seed: int) -> list[Fault]
     return done
 
 
+def soaked(folder: Path, every_s: float, seconds: float, seed: int) -> dict[str, Any]:
+    """Inject a fault every so many seconds into a run, then stop it; returns what became of it."""
+    folder.mkdir(parents=True)
+    run_file, rng, role = folder / "run.toml", random.Random(seed), ("rollout", "train")[seed % 2]
+    run_file.write_text(SIMULATED.format(runs=folder, steps=10**6, hybrid=1, rollout=2, hybrid_start=role))
+    victim = Victim(run_file, folder, "local", {"run.seed": seed, "deadlines.restarts": 50})
+    victim.wait(lambda: victim.step() >= 3 and victim.strong())
+    began, faults, saved = time.monotonic(), list[str](), [0]
+    while (at := time.monotonic() - began) < seconds and not victim.over():
+        kind = rng.choices(SOAK_KINDS, [kind.weight for kind in SOAK_KINDS])[0]
+        rank = rng.choice(kind.ranks)
+        # Where a process is away, another fault is drawn.
+        if at >= len(faults) * every_s and (pid := victim.pid(kind, rank)):
+            goes_on = f" && sleep {kind.stopped_s} && kill -CONT {pid}" * (kind.stopped_s > 0.0)
+            subprocess.Popen(["sh", "-c", f"kill -{kind.number:d} {pid}{goes_on}"], stderr=subprocess.DEVNULL)
+            faults.append(kind.name)
+            progress(f"seed {seed}, {at:.0f} s, step {victim.step()}: {kind.name}, rank {rank}")
+        time.sleep(0.2)
+        saved.append(victim.saved())
+    victim.wait(lambda: victim.step() > saved[-1])
+    gap = max(standstill(victim.run), time.time() - max(row["t"] for row in read_lines(victim.run.metrics)))
+    local.cancel(victim.run)
+    victim.wait(victim.over)
+    end, lost = facts(victim), sum(max(0, before - after) for before, after in pairwise(saved))
+    once = end["steps_once"] and end["steps"] == victim.saved() and end["trained_groups"] >= PROMPTS * end["steps"]
+    return {**end, "faults": faults, "gap_s": gap, "lost": lost, "once": once}
+
+
 def facts(victim: Victim) -> dict[str, Any]:
     """Invariants at the end of a run, and the reward of its last fifth."""
     run = victim.run
@@ -196,13 +244,25 @@ def facts(victim: Victim) -> dict[str, Any]:
     }
 
 
+def soak(given: Options, folder: Path) -> None:
+    found = {seed: soaked(folder / str(seed), given.every, given.seconds, seed) for seed in seeds(given)}
+    names = ("steps", "restarts", "gap_s", "lost", "once", "state")
+    rows = [[seed, len(end["faults"]), *(end[name] for name in names)] for seed, end in found.items()]
+    notes = [f"A fault every {given.every:g} s for {given.seconds:g} s, simulated engines; the runs are in {folder}."]
+    report(given, "A soak", columns=SOAK_COLUMNS, rows=rows, notes=notes, raw=found)
+
+
 def main() -> None:
-    given = options("chaos", __doc__, faults=50, seed=0, steps=800, executor="local")
-    model, folder = policy(0), Path(tempfile.mkdtemp(prefix="libra-chaos-"))
-    run = {"steps": given.steps, "seed": given.seed, "executor": given.executor}
-    calm = Victim(folder / "calm", model, **run)
+    given = options("chaos", __doc__, faults=50, seed=0, steps=800, executor="local", every=0.0, seconds=600.0, seeds=3)
+    folder = Path(tempfile.mkdtemp(prefix="libra-chaos-"))
+    if given.every:
+        soak(given, folder)
+        return
+    quickstart = ROOT / "examples/quickstart.toml"
+    own = {"run.steps": given.steps, "run.seed": given.seed, "model.path": f'"{policy(0)}"'}
+    calm = Victim(quickstart, folder / "calm", given.executor, OVERRIDES | own)
     calm.wait(lambda: False)
-    victim = Victim(folder / "chaos", model, **run)
+    victim = Victim(quickstart, folder / "chaos", given.executor, OVERRIDES | own)
     faults = disturbed(victim, given.faults, given.steps, given.seed)
     ends = {"undisturbed": facts(calm), "disturbed": facts(victim)}
     if all(end["state"] == "completed" for end in ends.values()):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import live_kv
+from bench.chaos import soaked
 from bench.harness import WIDTH, by_turns, cells, interval, options, rate, report, seeds, spread, versus
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 
@@ -92,3 +93,13 @@ def test_equal_seeds_give_equal_work_that_every_engine_can_hold() -> None:
     turns = (TurnRecord(0, 10), TurnRecord(5, 10))
     siblings = [TrajectoryRecord("p", sample, 100, turns) for sample in (0, 1)]
     assert live_kv.held(siblings) == 150, "siblings share the prompt"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_short_soak_loses_no_saved_step_and_counts_nothing_twice(tmp_path: Path, seed: int) -> None:
+    end = soaked(tmp_path / "soak", 8.0, 80.0, seed)
+    assert (end["state"], end["lost"], end["once"]) == ("cancelled", 0, True), end
+    assert len(end["faults"]) >= 8
+    assert end["gap_s"] < 90.0, "a busy machine is no fault"
