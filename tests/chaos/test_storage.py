@@ -56,7 +56,8 @@ def test_a_disk_that_stays_full_stops_the_run_with_that_reason(tmp_path: Path, d
     case.reach(5)
     fill(disk)
     case.wait(lambda: run.result.exists(), "it ended")
-    assert run.read_json(run.result)["state"] == "failed"
+    newest = run.latest_checkpoint()
+    assert (run.read_json(run.result)["state"], run.read_json(run.result)["step"]) == ("failed", newest and newest[0])
     assert "No space left" in case.message() or "free" in case.message(), case.message()
     case.wait(lambda: case.status()["state"] == "failed", "the status of its end, which ended on a full disk")
     assert not case.events("recovered"), "a restart would find the same full disk"
