@@ -131,6 +131,7 @@ async def test_a_host_that_reports_nothing_is_slow_then_ended_and_followed(scene
         "rank": 2,
         "part": "environment host 0",
         "reason": "host0: has reported nothing for 11 s (limit 20 s); its last report: serving",
+        "waits": False,
     }
     (down,) = scene.downs
     assert down.startswith("process host0 was killed by signal 9: host0: has reported nothing for 20 s")
