@@ -2,6 +2,7 @@
 
 - `Dialect.first`: the prompt of a conversation, as the model's own template writes it.
 - `Dialect.parse`: the policy's text of one turn: text, thinking, tool calls.
+- `Dialect.stopped`: where a stop string ends it.
 - `Dialect.delta`: what follows a turn: the end of a turn that was cut, new messages, the start of the next turn.
 
 What follows is the difference of two renderings of the template around a dummy turn. Calls are read by that parser of
@@ -12,6 +13,7 @@ episode.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
@@ -119,6 +121,18 @@ class Dialect:
             raw = self._tokenizer.decode([one for one in sampled if one not in stops])
             return Reply("", calls=(ToolCall("", {}, raw, ERRORS["invalid_json"]),))
         return reply_of(found)
+
+    def stopped(self, sampled: list[int], strings: Sequence[str]) -> tuple[int, list[int], str]:
+        """Tokens of a turn up to the one that completes a stop string; those of the text before it; the string.
+
+        Without one the whole turn, twice, and an empty text; a stop token is no text. Of a token that the string splits
+        the text has a part.
+        """
+        decode, own = self._tokenizer.decode, [one for one in sampled if one not in self.stop_ids]
+        kept = bisect_left(range(len(own)), True, key=lambda n: any(one in decode(own[:n]) for one in strings))
+        text = decode(own[:kept])
+        start, string = min(((text.index(one), one) for one in strings if one in text), default=(0, ""))
+        return (kept, self._tokenizer.encode(text[:start]), string) if string else (len(sampled), sampled, "")
 
     def delta(
         self, tail: list[int], sampled: list[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]

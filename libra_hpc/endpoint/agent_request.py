@@ -35,6 +35,8 @@ class AgentRequest(msgspec.Struct, frozen=True):
     """JSON schemas in OpenAI's form."""
     max_tokens: int = 0
     """Most tokens of the turn; 0: the task's."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the turn; its answer has the text before."""
     model: str = "policy"
     stream: bool = False
 
@@ -58,6 +60,9 @@ class Answer(msgspec.Struct, frozen=True):
     """Whether the most tokens ended it."""
     prompt_tokens: int
     new_tokens: int
+    """Tokens of the turn that are kept."""
+    stop: str = ""
+    """The stop string that ended it; empty: none."""
 
     @property
     def message(self) -> Message:

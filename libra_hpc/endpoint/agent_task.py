@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,11 +184,12 @@ class AgentEpisode(Episode):
         self._turns += 1
         self._called = {one.id: one.name for one in answer.calls}
         self._context = answer.prompt_tokens + len(turn.tokens) + turn.room
+        dropped = len(turn.tokens) - answer.new_tokens
         self._answer(answer)
         placed = await self._next(self._context)
         if placed is None:
-            return await self._judged()
-        return Turn(placed.tokens, self._signals, new_sample=placed.new_sample)
+            return replace(await self._judged(), dropped=dropped)
+        return Turn(placed.tokens, self._signals, new_sample=placed.new_sample, dropped=dropped)
 
     async def truncated(self, tools: Tools) -> Turn:
         """The agent learns that its context is full, and may end."""

@@ -55,10 +55,14 @@ def answer(asked: AgentRequest, made: Answer) -> dict[str, Any]:
         "role": "assistant",
         "model": asked.model,
         "content": _blocks(made),
-        "stop_reason": "max_tokens" if made.cut else "tool_use" if made.calls else "end_turn",
-        "stop_sequence": None,
+        "stop_reason": (reason := _reason(made)),
+        "stop_sequence": made.stop if reason == "stop_sequence" else None,
         "usage": {"input_tokens": made.prompt_tokens, "output_tokens": made.new_tokens},
     }
+
+
+def _reason(made: Answer) -> str:
+    return "max_tokens" if made.cut else "tool_use" if made.calls else "stop_sequence" if made.stop else "end_turn"
 
 
 def _blocks(made: Answer) -> list[dict[str, Any]]:
@@ -74,7 +78,13 @@ def _blocks(made: Answer) -> list[dict[str, Any]]:
 
 def events(asked: AgentRequest, made: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
     whole = answer(asked, made)
-    start = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+    start = {
+        **whole,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {**whole["usage"], "output_tokens": 0},
+    }
     yield _named({"type": "message_start", "message": start})
     for place, block in enumerate(whole["content"]):
         empty, deltas = _streamed(block)
@@ -82,7 +92,7 @@ def events(asked: AgentRequest, made: Answer) -> Iterator[tuple[str, dict[str, A
         for delta in deltas:
             yield _named({"type": "content_block_delta", "index": place, "delta": delta})
         yield _named({"type": "content_block_stop", "index": place})
-    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    ended = {key: whole[key] for key in ("stop_reason", "stop_sequence")}
     yield _named({"type": "message_delta", "delta": ended, "usage": whole["usage"]})
     yield _named({"type": "message_stop"})
 

@@ -3,12 +3,16 @@
 - A request continues the *longest* sample whose messages are its prefix (role, text, arguments and ids of calls; not
   thinking) under equal tools. Only what is new is rendered; what was sampled stays as it was sampled.
 - Else it begins a sample, with a cause: `CAUSES`.
+- A stop string ends a turn with the token that completes it: this is kept and trained as sampled, what follows it is
+  dropped, and the agent reads the text before the string.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from libra_hpc.chat.dialects import TAIL, BridgeError, Dialect
 from libra_hpc.errors import UserError
@@ -42,6 +46,8 @@ class Conversation:
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
         self._samples: list[_Sample] = []
+        self._stop: tuple[str, ...] = ()
+        """Stop strings of the request that was placed last."""
         self.causes: Counter[str] = Counter()
         """How many samples began for each of `CAUSES`."""
 
@@ -70,7 +76,7 @@ class Conversation:
         else:
             self._samples.append(_Sample(whole, request.tools))
             self.causes.update([cause] if cause else [])
-        self._samples[-1].keys = request.keys
+        self._samples[-1].keys, self._stop = request.keys, request.stop
         return PlacedTurn(added if goes_on and added is not None else whole, not goes_on)
 
     def _cause(self, request: AgentRequest, best: _Sample | None) -> str:
@@ -90,12 +96,13 @@ class Conversation:
     def said(self, sampled: list[int], cut: bool, number: str) -> Answer:
         """The answer to the request that was placed last; ``number`` makes its ids."""
         sample = self._samples[-1]
-        reply = self._dialect.parse(sample.tokens[-TAIL:], sampled, sample.tools)
-        answer = answer_of(reply, number, len(sample.tokens), sampled, cut)
+        kept, shown, stop = self._dialect.stopped(sampled, self._stop)
+        reply = self._dialect.parse(sample.tokens[-TAIL:], shown, sample.tools)
+        sample.sampled = sampled[:kept]
+        answer = answer_of(reply, number, len(sample.tokens), sample.sampled, cut and not stop)
         sample.keys = [*sample.keys, identity(answer.message)]
-        sample.tokens += sampled
-        sample.sampled = sampled
-        return answer
+        sample.tokens += sample.sampled
+        return replace(answer, stop=stop)
 
     def _fitting(self, request: AgentRequest) -> list[_Sample]:
         """Samples that the messages begin with, the newest first."""

@@ -14,8 +14,6 @@ from .agent_request import AgentRequest, RequestRefused, identity
 
 NO_CHANGE: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "stop": ([],),
-    "stop_sequences": ([],),
     "logprobs": (False,),
     "logit_bias": ({},),
     "functions": ([],),
@@ -112,9 +110,18 @@ def request(
         keys=[*map(identity, first), *read[1]],
         tools=tools,
         max_tokens=limits[0] if limits else 0,
+        stop=_strings("stop" if "stop" in body else "stop_sequences", body),
         model=str(body.get("model") or "policy"),
         stream=bool(body.get("stream")),
     )
+
+
+def _strings(field: str, body: Mapping[str, Any]) -> tuple[str, ...]:
+    value = body.get(field)
+    found = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
+        raise mistake(field, value, "a text that is not empty, or a list of such")
+    return tuple(found)
 
 
 def text_of(field: str, content: Any) -> str:

@@ -58,13 +58,11 @@ def stepped(name: str, turn: Turn, max_tokens: int = 0) -> bytes:
         raise BadAnswer(f"info is {shown(turn.info)}, not a dict of numbers")
     info = {key: _number(f"info[{shown(key)}]", value) for key, value in turn.info.items()}
     reward = _number("reward", turn.reward)
-    if not turn.done:
-        tokens = _ids("tokens", turn.tokens)
-        if turn.new_sample and not tokens:
-            raise BadAnswer("tokens is empty, and a new sample needs at least one token before its first turn")
-        answer = EpisodeStepped(episode=name, tokens=tokens, signals=signals, done=False, reward=reward, info=info)
-        return _frame(msgspec.structs.replace(answer, new_sample=turn.new_sample, max_tokens=max_tokens))
-    return _frame(EpisodeStepped(episode=name, tokens=b"", signals=signals, done=True, reward=reward, info=info))
+    tokens, fresh = b"" if turn.done else _ids("tokens", turn.tokens), turn.new_sample and not turn.done
+    if fresh and not tokens:
+        raise BadAnswer("tokens is empty, and a new sample needs at least one token before its first turn")
+    answer = EpisodeStepped(name, tokens, signals, done=bool(turn.done), reward=reward, info=info, dropped=turn.dropped)
+    return _frame(msgspec.structs.replace(answer, new_sample=fresh, max_tokens=max_tokens))
 
 
 def shown(value: object) -> str:

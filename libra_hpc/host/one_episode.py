@@ -74,8 +74,9 @@ class _Played:
             info |= turn.info
             if turn.done:
                 return replace(turn, info=info)
+            kept = tokens[: len(tokens) - turn.dropped]
             self._report("new sample" if turn.new_sample else "environment", self._decode(turn.tokens))
-            context = [*turn.tokens] if turn.new_sample else [*context, *tokens, *turn.tokens]
+            context = [*turn.tokens] if turn.new_sample else [*context, *kept, *turn.tokens]
         turn = await self._called(episode.truncated)
         answers.stepped("", turn)
         return replace(turn, done=True, info={**info, **turn.info, "truncated": 1.0})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Annotated, Union
 
 import msgspec
 
@@ -97,6 +97,8 @@ class EpisodeStepped(msgspec.Struct, tag=True, frozen=True):
     """Most tokens of the next turn; 0: as before."""
     new_sample: bool = False
     """``tokens`` are the next turn's whole context: what was before is a finished sample of the trajectory."""
+    dropped: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Tokens at the end of the policy's turn that are no part of it: neither trained nor in the context."""
 
 
 class EpisodeFailed(msgspec.Struct, tag=True, frozen=True):

@@ -255,6 +255,10 @@ class Environments:
         if error := unusable_reward(message.reward, message.info):
             self._leader.failed(trajectory, "reward", error)
             return
+        if message.dropped > trajectory.turns[-1].gen_tokens:
+            self._leader.failed(trajectory, "answer", f"dropped is {message.dropped}; its turn has fewer tokens.")
+            return
+        trajectory.drop(message.dropped)
         if not trajectory.truncated:
             trajectory.add_signals(message.signals, 0.0 if message.done else message.reward)
         info = message.info | {TRUNCATED: 1.0} if trajectory.truncated else message.info

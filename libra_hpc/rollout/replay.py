@@ -51,4 +51,4 @@ class TurnReplay:
         clipped = past.truncated and self._turn == len(past.turns) - 1
         tokens = message.tokens[: self._at - start] if clipped else message.tokens
         same = tokens == past.tokens[start : self._at] and message.new_sample == following.new_sample
-        return same and not message.done
+        return same and not message.done and not message.dropped

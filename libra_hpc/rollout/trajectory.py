@@ -181,6 +181,16 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
             # The last token enters the cache only with the next one.
             self.computed = self.context_tokens - 1
 
+    def drop(self, count: int) -> None:
+        """Remove the last ``count`` tokens of its newest turn: they are neither trained nor in the context."""
+        turn, end = self.turns[-1], len(self.tokens) - TOKEN_BYTES * count
+        kept, begins = turn.gen_tokens - count, accumulate((made for _, made in turn.versions), initial=0)
+        parts = zip(turn.versions, begins, strict=False)
+        left = tuple((version, min(made, kept - at)) for (version, made), at in parts if at < kept)
+        self._change_turn(gen_tokens=kept, versions=left)
+        self.tokens, self.logprobs = self.tokens[:end], self.logprobs[:end]
+        self.computed = min(self.computed, self.context_tokens)
+
     def add_signals(self, signals: Sequence[Signal], reward: float = 0.0) -> None:
         """Record the tool calls of its newest turn, the slowest first, and the turn's own reward."""
         if not signals:

@@ -102,6 +102,9 @@ class Turn:
     tokens that were sampled in it; earlier turns in ``tokens`` are prompt there. For a template that drops old
     thinking; compaction, when `PolicyTurn.room` is short; a sub-agent's own context, and after it the caller's again.
     """
+    dropped: int = 0
+    """Tokens at the end of the policy's turn that are no part of it, as those behind a stop string: neither trained nor
+    in the context. A replay gives the turn without them, and must be answered equally, with ``dropped`` = 0."""
 
     @classmethod
     def end(cls, reward: float | Mapping[str, float], signals: Sequence[Signal] = (), **info: float) -> Turn:

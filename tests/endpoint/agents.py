@@ -97,6 +97,18 @@ async def _anthropic(row: Any, client: AsyncAnthropic) -> None:
 
 
 @by_openai
+async def stopping(row: Any, client: AsyncOpenAI) -> None:
+    """Turns that end at a string, the last one in a conversation that is another program's."""
+    messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
+    for stop in ("</code>", ["Observation:", "he"]):
+        made = await client.chat.completions.create(model="policy", messages=messages, stop=stop)
+        assert made.choices[0].finish_reason == "stop"
+        messages += [made.choices[0].message, {"role": "user", "content": f"go on, not {stop}"}]
+    assert [one.content for one in messages[1::2]] == ["<code>\nx = 1", "So t"]
+    await client.chat.completions.create(model="policy", messages=messages)
+
+
+@by_openai
 async def forgetful(row: Any, client: AsyncOpenAI) -> None:
     """A sub-agent with other tools, the caller again, a history that is cut, and then what has no room."""
 

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.endpoint.agent_task import AgentEnvironment, AgentEpisode
+from libra_hpc.protocol.codec import pack_i32, unpack_i32
+from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.tasks.base import PolicyTurn, Turn
 from libra_hpc.tasks.tokenizer import TaskTokenizer
+from tests.rollout.plant import generated
 
-Policy = Callable[[str], str]
-"""From the text of the context to that of the turn."""
+Policy = Callable[[str], str | list[int]]
+"""From the text of the context to that of the turn, or to its tokens."""
 ROOM = 4096
 
 
 class Played:
-    """``contexts``: of each turn, the tokens before it; ``turns``: what was sampled; ``end``: the last answer."""
+    """``contexts``: of each turn, the tokens before it; ``turns``: what was sampled; ``end``: the last answer;
+    ``trajectory``: what the leader has of it, and trains."""
 
     def __init__(self) -> None:
         self.contexts: list[list[int]] = []
@@ -26,6 +30,7 @@ class Played:
         self.most: list[int] = []
         self.samples = 1
         self.end: Turn
+        self.trajectory = Trajectory(index=0, sample=0)
 
     def texts(self, tokenizer: TaskTokenizer) -> list[str]:
         return [tokenizer.decode(one) for one in self.contexts]
@@ -40,23 +45,28 @@ async def play(
     tools: Any = None
     try:
         await episode.start(tools)
-        context = list(episode.prompt)
+        played.trajectory.open(episode.prompt_id, pack_i32(episode.prompt))
         while True:
             await asyncio.sleep(delay_s)
-            sampled = [*task.tokenizer.encode(policy(task.tokenizer.decode(context))), episode.stop_ids[-1]]
+            context = unpack_i32(played.trajectory.context_ids)
+            said = policy(task.tokenizer.decode(context))
+            sampled = [*task.tokenizer.encode(said), episode.stop_ids[-1]] if isinstance(said, str) else said
             cut = sampled[: min(episode.max_tokens, room - len(context))]
             played.contexts.append(context)
             played.turns.append(cut)
             played.most.append(episode.max_tokens)
-            stop = "stop" if cut == sampled else "length"
+            stop: Any = "stop" if cut[-1] in episode.stop_ids else "length"
+            played.trajectory.add_generated(generated("", cut, finish=stop), "e1")
             turn = await episode.step(PolicyTurn(cut, stop, room - len(context) - len(cut)), tools)
-            if not turn.done and not turn.new_sample and len(context) + len(cut) + len(turn.tokens) >= room:
+            played.trajectory.drop(turn.dropped)
+            full = played.trajectory.context_tokens + len(turn.tokens) >= room
+            if not turn.done and not turn.new_sample and full:
                 turn = await episode.truncated(tools)
             if turn.done:
                 played.end = turn
                 return played
             played.samples += turn.new_sample
-            context = [*turn.tokens] if turn.new_sample else [*context, *cut, *turn.tokens]
+            played.trajectory.add_environment(pack_i32(turn.tokens), turn.new_sample)
     finally:
         await episode.close("done")
 

@@ -78,8 +78,8 @@ def plain_group(group: Group) -> Group:
 
 class Plant:
     """Engines answer each turn with [7, 8, STOP]; an episode ends after ``turns`` turns with reward 1 for even
-    samples, and begins a new sample of four tokens after each ``fresh`` ones. Of prompts in ``equal`` all have 1;
-    others replace them in up to ``refill_batches`` batches a step."""
+    samples, keeps ``kept`` tokens of each, and begins a new sample of four tokens after each ``fresh`` ones. Of prompts
+    in ``equal`` all have 1; others replace them in up to ``refill_batches`` batches a step."""
 
     def __init__(
         self,
@@ -96,6 +96,7 @@ class Plant:
         hosts: int = 1,
         broken: Broken = lambda message: None,
         fresh: int = 0,
+        kept: int = 99,
         evals: Sequence[EvalPart] = (),
         equal: Collection[int] = (),
         refill_batches: int = 0,
@@ -120,7 +121,7 @@ class Plant:
         self.composed: list[tuple[int, list[Trajectory], tuple[Group, ...]]] = []
         self.ended: list[Trajectory] = []
         self.decisions: list[dict[str, Any]] = []
-        self.turns, self.version, self.tool = turns, 0, 5
+        self.turns, self.version, self.tool, self.kept = turns, 0, 5, kept
         self.steps_of: dict[str, int] = {}
         self.finished: list[str] = []
         algorithm = {
@@ -291,6 +292,7 @@ class Plant:
             reward=reward,
             info=info or {},
             new_sample=new_sample,
+            dropped=max(0, len(getattr(message, "tokens", b"")) // 4 - self.kept),
         )
         self.from_host(stepped)
 
@@ -315,7 +317,7 @@ class Plant:
                     self.steps_of[episode] += 1
                     self.end_step(message, [1, 2, int(episode.split(".")[0]) % 1000, 6], done=False, new_sample=True)
                 case StepEpisode(episode=episode, tokens=tokens):
-                    assert unpack_i32(tokens)[-1] == STOP or self.cut
+                    assert unpack_i32(tokens)[-1] == STOP or self.cut or self.kept == len(unpack_i32(tokens))
                     self.steps_of[episode] += 1
                     done = self.steps_of[episode] >= self.turns
                     prompt, sample, *_ = map(int, episode.split("."))

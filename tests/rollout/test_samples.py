@@ -22,29 +22,37 @@ MEAN = advantage_named("group_mean")
 SAID = [7, 8, STOP]
 
 
-async def test_a_trajectory_of_three_samples_is_one_reward_three_sequences_and_one_trajectory_of_the_batch() -> None:
-    plant = Plant(turns=5, fresh=2).start()
+@pytest.mark.parametrize("kept", [3, 2])
+async def test_a_trajectory_of_three_samples_is_one_reward_three_sequences_and_one_trajectory_of_the_batch(
+    kept: int,
+) -> None:
+    """Also where the environment does not keep the end of a turn."""
+    said, plant = SAID[:kept], Plant(turns=5, fresh=2, kept=kept).start()
     batch = await plant.batch()
     assert batch.stats["samples_per_trajectory"] == 3.0
-    assert (batch.stats["trajectories"], batch.stats["turns_p50"], batch.stats["gen_tokens"]) == (4.0, 5.0, 4 * 15)
-    assert (batch.stats["reward"], batch.stats["context_p50"]) == (0.5, 11.0)
+    assert (batch.stats["trajectories"], batch.stats["turns_p50"], batch.stats["gen_tokens"]) == (
+        4.0,
+        5.0,
+        4 * 5 * kept,
+    )
+    assert (batch.stats["reward"], batch.stats["context_p50"]) == (0.5, 5.0 + 2 * kept)
     for group in batch.groups:
-        first, later, last = [1, 2, group.index, *SAID, 5, *SAID], [1, 2, group.index, 6, *SAID, 5, *SAID], 7
+        first, later, last = [1, 2, group.index, *said, 5, *said], [1, 2, group.index, 6, *said, 5, *said], 4 + kept
         for number, sample in enumerate(group.samples):
             which, part = divmod(number, 3)
             assert sample.uid == f"{group.index}.{which}.{part}"
             assert sample.trajectory == f"{group.index}.{which}"
             tokens = unpack_i32(sample.tokens)
             assert tokens == (first, later, later[:last])[part]
-            assert sample.loss_mask == bytes(token in SAID for token in tokens)
+            assert sample.loss_mask == bytes(token in said for token in tokens)
             logprobs = array("f", sample.logprobs).tolist()
-            assert [value for value in logprobs if value] == [-1.0, -2.0, -3.0] * (2 if part < 2 else 1)
-            assert sample.trajectory_tokens == 15
+            assert [value for value in logprobs if value] == [-1.0, -2.0, -3.0][:kept] * (2 if part < 2 else 1)
+            assert sample.trajectory_tokens == 5 * kept
         advantages = [sample.advantage for sample in group.samples]
         assert advantages == [advantages[0]] * 3 + [-advantages[0]] * 3
         assert advantages[0] > 0.9
     record = plant.lines[0]
-    assert (record.context, record.all_tokens) == (11, 10 + 11 + 7)
+    assert (record.context, record.all_tokens) == (5 + 2 * kept, 13 + 5 * kept)
     assert [turn.new_sample for turn in plant.lines[0].turns] == [False, False, True, False, True]
 
 
@@ -77,8 +85,9 @@ def test_a_sample_that_shares_little_with_the_one_before_is_bound_to_no_engine(
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_a_lost_host_is_replayed_through_all_samples(seed: int) -> None:
-    want = (await Plant(turns=5, fresh=2).start().batch()).groups
-    pick, plant = random.Random(seed), Plant(turns=5, fresh=2).start()
+    kept = 2 + seed % 2
+    want = (await Plant(turns=5, fresh=2, kept=kept).start().batch()).groups
+    pick, plant = random.Random(seed), Plant(turns=5, fresh=2, kept=kept).start()
     for _ in range(40):
         await plant.settle()
         if pick.random() < 0.3:
@@ -86,6 +95,20 @@ async def test_a_lost_host_is_replayed_through_all_samples(seed: int) -> None:
         plant.serve(pick.randrange(3), pick)
     batch = await plant.batch()
     assert [sample for group in batch.groups for sample in group.samples] == [s for g in want for s in g.samples]
+
+
+async def test_the_end_that_an_answer_drops_is_of_the_newest_weights_and_no_longer_than_the_turn() -> None:
+    plant = await sampling(4)
+    plant.serve(1)
+    step = plant.take_step()
+    trajectory = Trajectory(index=0, sample=0)
+    trajectory.add_environment(pack_i32([1, 2]))
+    trajectory.add_generated(generated("", [5] * 5, finish="stop", versions=((0, 2), (1, 2), (2, 1))), "e1")
+    trajectory.drop(2)
+    assert (trajectory.turns[-1].versions, trajectory.computed, trajectory.sound) == (((0, 2), (1, 1)), 5, True)
+    plant.kept = -1
+    plant.end_step(step)
+    assert [one.error for one in plant.failed] == ["dropped is 4; its turn has fewer tokens."]
 
 
 async def test_a_replay_that_appends_what_was_a_new_sample_is_sampled_again() -> None:
