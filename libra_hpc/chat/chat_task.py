@@ -171,6 +171,9 @@ class ChatEpisode(Episode):
         self._box = tools
         opened = await self._made.open(self._row, tools)
         self.chat = Chat([{"role": "user", "content": opened}] if isinstance(opened, str) else list(opened))
+        if self.chat.messages and self.chat.messages[-1]["role"] == "assistant":
+            why = "its prompt ends with the assistant's answer, which the policy would read"
+            raise invalid("task.name", type(self._made).__name__, why, "a method `open` that drops it")
         self.prompt = self._dialect.first(self.chat.messages, self._environment.schemas)
         self._tail = self.prompt[-TAIL:]
 

@@ -29,7 +29,7 @@ NO_LIMIT = 2**31 - 1
 
 
 class DataTask(Task):
-    """See the module docstring; ``prompt`` is a column."""
+    """See the module docstring; ``prompt`` is a column. ``drop_answer`` leaves out an answer at its end."""
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class DataTask(Task):
         reward: str = "",
         max_tokens: int = NO_LIMIT,
         template: bool = True,
+        drop_answer: bool = False,
     ) -> None:
         super().__init__(tokenizer, seed=seed)
         if max_tokens < 1:
@@ -49,7 +50,7 @@ class DataTask(Task):
         self.reward, self.score = reward, load_function("task.reward", reward)
         if not inspect.iscoroutinefunction(self.score):
             self.tools = {"reward": self.score}
-        self._rows, self._name, self._column = open_rows(data), Path(data).stem, prompt
+        self._rows, self._name, self._column, self._drop_answer = open_rows(data), Path(data).stem, prompt, drop_answer
         self._template = ChatTemplate(tokenizer) if template and tokenizer.chat_template is not None else None
 
     def open(self, index: int, sample: int, progress: float) -> DataEpisode:
@@ -75,6 +76,10 @@ class DataTask(Task):
             return found
         if not isinstance(found, list) or not found or not all(_is_message(one) for one in found):
             raise self._bad(number, f"holds {found!r:.100}", "text, or a list of messages with role and content")
+        found = found[:-1] if self._drop_answer and found[-1]["role"] == "assistant" else found
+        if not found or found[-1]["role"] == "assistant":
+            valid = "a message of the user at the end; task.options.drop_answer = true leaves an answer out"
+            raise self._bad(number, "ends with the assistant's answer, which the policy would read", valid)
         try:
             return [one | {"content": joined(one["content"])} for one in found]
         except UserError as error:

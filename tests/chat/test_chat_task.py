@@ -296,6 +296,11 @@ def test_rows_and_prompts_are_those_of_the_run_file(tokenizer: TaskTokenizer, tm
     assert sum(reward for _, reward in found) == 2.0
     with pytest.raises(UserError, match=r"task.data = '': not given"):
         Rowed(tokenizer)
+    file.write_text(json.dumps({"ask": [{"role": "assistant", "content": "a0"}]}))
+    with pytest.raises(UserError, match=r"task.name = 'Rowed': its prompt ends with the assistant's answer"):
+        asyncio.run(
+            Rowed(tokenizer, data=str(file), prompt="ask").make({}).open(0, 0, 0.0).start(Box(random.Random(0)))
+        )
 
 
 def test_tools_that_cannot_be_described_are_a_mistake_in_one_sentence(tokenizer: TaskTokenizer) -> None:

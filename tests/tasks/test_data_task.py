@@ -43,6 +43,7 @@ def odd(row, text):
 number = 3
 """
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Count."}]
+ANSWER = {"role": "assistant", "content": "1, 2"}
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
@@ -159,6 +160,10 @@ def test_a_name_that_is_no_function_lists_those_there_are(make: Callable[..., Da
         ({"prompt": ""}, "rows.jsonl:3: task.prompt = 'prompt': the column holds ''; valid: text, or a list of mess"),
         ({"prompt": [{"content": "x"}]}, "the column holds [{'content': 'x'}]"),
         ({"prompt": []}, "the column holds []"),
+        (
+            {"prompt": [*MESSAGES, ANSWER]},
+            "ends with the assistant's answer, which the policy would read; valid: a mes",
+        ),
     ],
 )
 def test_a_bad_row_is_named_by_file_line_and_column(
@@ -181,6 +186,9 @@ def test_messages_and_text_go_through_the_policys_template(
 
     assert prompt(policy=chat_folder, prompt="chat") == "<system>Be brief.<user>Count.<assistant>"
     assert prompt(policy=chat_folder) == "<user>Hello<assistant>"
+    (place / "answered.jsonl").write_text(json.dumps({"chat": [*MESSAGES, ANSWER]}))
+    answered = {"policy": chat_folder, "prompt": "chat", "data": str(place / "answered.jsonl")}
+    assert prompt(**answered, drop_answer=True) == prompt(policy=chat_folder, prompt="chat")
     assert prompt(policy=chat_folder, template=False) == prompt() == "Hello"
     with pytest.raises(UserError, match="holds messages, and the policy has no chat template"):
         prompt(prompt="chat")
