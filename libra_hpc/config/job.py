@@ -308,6 +308,9 @@ class EnvSection(Section, frozen=True):
     ``["apptainer", "exec", "--containall", "--bind", "{root}:/work{mounts}", "--pwd", "/work", "image.sif"]``."""
     mounts: Annotated[list[str], Names("file")] = []
     """Further folders that a box can read, where they are: an agent's own environment of Python, repositories."""
+    unenforced: Literal["refuse", "accept"] = "refuse"
+    """What a request asks of a turn's form, and nothing here enforces (``response_format``, ``tool_choice``, efforts of
+    thinking): ``refuse`` it, or ``accept`` it as not given and count it (`unenforced_requests`)."""
     network: Literal["none", "host"] = "none"
     """Network of a box. The endpoint is always reached."""
     limits: LimitsSection = LimitsSection()

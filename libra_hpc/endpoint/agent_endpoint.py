@@ -11,7 +11,7 @@ import asyncio
 import json
 import secrets
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from functools import partial
 from hashlib import blake2b
@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from msgspec.structs import replace
 
-from .agent_request import AgentRequest, Answer, RequestRefused
-from .apis import APIS, Api
+from .agent_request import REFUSED, AgentRequest, Answer, RequestRefused
+from .apis import APIS, COUNT_PATH, Api
 from .fields import Histories
 
 Ask = Callable[[AgentRequest], Awaitable[Answer]]
@@ -46,6 +47,8 @@ class _Session:
         self.before = defaultdict[str, Histories](Histories)
         """By the path: each API reads items in its own way."""
         self._made: dict[bytes, asyncio.Future[Answer]] = {}
+        self.numbers = Counter[str]()
+        """The trajectory's numbers of its requests."""
         self._delivered: bytes = b""
         """The request that was answered last, for its retries."""
 
@@ -63,8 +66,9 @@ class _Session:
             self._made.pop(self._delivered, None)
         self._delivered = digest
 
-    def refused(self, digest: bytes) -> None:
+    def refused(self, digest: bytes, why: BaseException) -> None:
         self._made.pop(digest, None)
+        self.numbers["refused_requests"] += isinstance(why, RequestRefused) and why.code == REFUSED
 
 
 class AgentEndpoint:
@@ -99,8 +103,10 @@ class AgentEndpoint:
             await self._runner.cleanup()
             self.socket.unlink(missing_ok=True)
 
-    def open(self, key: str, ask: Ask) -> None:
+    def open(self, key: str, ask: Ask) -> Counter[str]:
+        """Open an episode; returns numbers of its requests, which grow."""
         self._sessions[key] = _Session(ask)
+        return self._sessions[key].numbers
 
     def close(self, key: str) -> None:
         self._sessions.pop(key, None)
@@ -127,17 +133,21 @@ class AgentEndpoint:
         session = self._sessions.get(key)  # it may have ended meanwhile, and nobody would answer
         if session is None:
             raise RequestRefused(410, "gone", "There is no such episode, or it has ended.")
-        request = api.read(_object(raw), session.before[http.path])
         digest = blake2b(raw, digest_size=16, person=http.path[-16:].encode()).digest()
-        made = session.made(digest, request, http.headers.get(RETRY, "0") != "0")
         try:
+            request = api.read(_object(raw), session.before[http.path])
+            if http.path.endswith(COUNT_PATH):
+                request = replace(request, counts=True, stream=False)
+            made = session.made(digest, request, http.headers.get(RETRY, "0") != "0")
             sent = await (_streamed if request.stream else _whole)(api, request, made, http)
-        except RequestRefused:
-            session.refused(digest)
+        except RequestRefused as why:
+            session.refused(digest, why)
             raise
         except ConnectionResetError:
             return web.Response()  # to nobody: the client has gone, and its retry gets the answer
         session.delivered(digest)
+        if late := made.exception():
+            session.refused(digest, late)  # in a stream, as its last event
         return sent
 
 

@@ -20,6 +20,8 @@ class RequestRefused(Exception):
         self.status, self.code, self.why = status, code, why
 
 
+REFUSED = "invalid_request_error"
+"""Code of a request that asks what cannot be had here; a number of the trajectory counts them."""
 CONTEXT_FULL = "context_length_exceeded"
 """Code of a request whose messages leave no room for a turn; agents that compact their history know it."""
 
@@ -35,6 +37,10 @@ class AgentRequest(msgspec.Struct, frozen=True):
     """JSON schemas in OpenAI's form."""
     max_tokens: int = 0
     """Most tokens of the turn; 0: the task's."""
+    unenforced: str = ""
+    """Why it asks for a form of the turn that nothing here enforces."""
+    counts: bool = False
+    """Whether it asks for the tokens of its context instead of a turn."""
     stop: tuple[str, ...] = ()
     """Strings that end the turn; its answer has the text before."""
     model: str = "policy"

@@ -39,7 +39,7 @@ from libra_hpc.tasks.tool_outcome import signal_of
 from libra_hpc.user_file import load_function
 
 from .agent_endpoint import AgentEndpoint
-from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused
+from .agent_request import CONTEXT_FULL, REFUSED, AgentRequest, Answer, RequestRefused
 from .conversation import Conversation, PlacedTurn
 from .forward import NOT_FOUND
 
@@ -99,7 +99,7 @@ class AgentEnvironment(Task):
     def __init__(self, made: AgentTask, rows: Rows | list[Row], provider: Provider, env: EnvSection) -> None:
         super().__init__(made.tokenizer, seed=made.seed)
         self.made, self.rows, self._name = made, rows, Path(made.data).stem
-        self._provider, self._env, self.wall_s = provider, env, env.limits.wall_s
+        self._provider, self.env, self.wall_s = provider, env, env.limits.wall_s
         self.forwarded = provider.network and env.network == "none"
         """Whether a box reaches the endpoint by its socket alone."""
         self.step_limit_s = self.wall_s + made.leave_s
@@ -122,12 +122,12 @@ class AgentEnvironment(Task):
             raise invalid("task.prompt", self.made.prompt, "the rows have no such column", list(row))
         program = next(iter(self.made.command), "")
         # A site's own box has programs of its own.
-        if not self._env.box and program and "{" not in program and shutil.which(program) is None:
+        if not self.env.box and program and "{" not in program and shutil.which(program) is None:
             raise OperationError(f"{self.made.named}: there is no program {program!r} on this machine.")
 
     def new_box(self) -> Box:
         # In the temporary folder, which the host's starter removes even when the host is killed.
-        return Box(tempfile.gettempdir(), self._provider, self._env)
+        return Box(tempfile.gettempdir(), self._provider, self.env)
 
     def report(self, ran: Ran) -> None:
         """Log how a program failed, once for each last line."""
@@ -165,7 +165,7 @@ class AgentEpisode(Episode):
     async def start(self, tools: Tools) -> None:
         await self._task.endpoint.start()
         self._box = self._task.new_box()
-        self._task.endpoint.open(self._key, self._ask)
+        self._numbers = self._task.endpoint.open(self._key, self._ask)
         self._agent = asyncio.create_task(self._work(self._box))
         self._agent.add_done_callback(lambda _: self._news.set())
         placed = await self._next(NO_LIMIT)
@@ -225,11 +225,16 @@ class AgentEpisode(Episode):
         else:
             pending.set_result(answer)
 
-    def _ask(self, request: AgentRequest) -> asyncio.Future[Answer]:
+    async def _ask(self, request: AgentRequest) -> Answer:
+        if request.unenforced and self._task.env.unenforced == "refuse":
+            raise RequestRefused(400, REFUSED, request.unenforced)
+        self._numbers["unenforced_requests"] += bool(request.unenforced)
+        if request.counts:
+            return self._conversation.counted(request)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked.append((request, answer))
         self._news.set()
-        return answer
+        return await answer
 
     async def _next(self, most: int) -> PlacedTurn | None:
         """What the agent's next request goes on with, in a context of ``most`` tokens; None when it has ended."""
@@ -311,7 +316,7 @@ class AgentEpisode(Episode):
         numbers = {"turns": self._turns, "samples": self._conversation.samples, "agent_failed": float(failed)}
         causes = {f"new_{cause}": count for cause, count in self._conversation.causes.items()}
         limit = {f"limit_{ran.limit}": 1.0} if ran.limit else {}
-        return Turn.end(found, (), **numbers, **causes, **limit)
+        return Turn.end(found, (), **numbers, **causes, **+self._numbers, **limit)
 
 
 def _coroutine(field: str, name: str) -> Callable[..., Any]:

@@ -9,17 +9,54 @@ from typing import Any
 from libra_hpc.tasks.chat_template import Message
 
 from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused
-from .fields import Histories, call, listed, mistake, refuse_changes, request, text_of, tools_of
+from .fields import (
+    FREE,
+    NEVER,
+    UNENFORCED,
+    Fields,
+    Histories,
+    Known,
+    call,
+    listed,
+    mistake,
+    request,
+    text_of,
+    tools_of,
+    unenforced,
+)
 
 LAST = ""
+FIELDS: Fields = {
+    **dict.fromkeys(("model", "messages", "system", "max_tokens", "tools", "stream", "stop_sequences", "thread"), FREE),
+    # The run's own values count, whatever a request has.
+    **dict.fromkeys(("temperature", "top_p", "top_k"), FREE),
+    # Bookkeeping, money and speed.
+    **dict.fromkeys(("metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id"), FREE),
+    **dict.fromkeys(("workspace_id", "billing_policy", "diagnostics", "fallbacks", "fallback_credit_token"), FREE),
+    **dict.fromkeys(("thinking.display", "thinking.block_binding", "tool_choice.name", "cache_salt"), FREE),
+    **dict.fromkeys(("container", "compaction"), NEVER),
+    "mcp_servers": Known(([],)),
+    "tool_choice.type": Known(("auto",), True),
+    "tool_choice.disable_parallel_tool_use": Known((False,), True),
+    "thinking.type": Known(("adaptive",), True),
+    "context_management.edits": Known(([],), True),
+    "chat_template_kwargs": Known(({},), True),
+    **dict.fromkeys(("thinking.budget_tokens", "output_config.effort", "output_config.format"), UNENFORCED),
+    **dict.fromkeys(("output_config.task_budget", "output_format"), UNENFORCED),
+}
+THREADS = "thread_unsupported_request"
+"""Code by which Anthropic's own client learns to send the whole history with each request."""
 BLOCKS = "text, tool_use, tool_result or thinking"
 
 
 def read(body: Mapping[str, Any], before: Histories) -> AgentRequest:
-    refuse_changes(body)
+    wish = unenforced(body, FIELDS)
+    if body.get("thread") is not None:
+        raise RequestRefused(400, THREADS, "thread: no history is held here; valid: null, with all messages.")
     system = text_of("system", body.get("system"))
     messages = before.read("messages", listed("messages", body.get("messages")), _add)
-    return request(body, system, messages, tools_of(body, "custom", parameters="input_schema"), "max_tokens")
+    tools = tools_of(body, "custom", parameters="input_schema")
+    return request(body, system, messages, tools, "max_tokens", unenforced=wish)
 
 
 def _add(messages: list[Message], field: str, one: Mapping[str, Any]) -> None:
@@ -49,6 +86,8 @@ def _add(messages: list[Message], field: str, one: Mapping[str, Any]) -> None:
 
 
 def answer(asked: AgentRequest, made: Answer) -> dict[str, Any]:
+    if asked.counts:
+        return {"input_tokens": made.prompt_tokens}
     return {
         "id": f"msg_{made.id}",
         "type": "message",
@@ -117,4 +156,5 @@ def error(why: RequestRefused) -> dict[str, Any]:
     # Agents look for these words before they compact their history.
     text = f"prompt is too long: {why.why}" if why.code == CONTEXT_FULL else why.why
     kind = {400: "invalid_request_error", 404: "not_found_error"}.get(why.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": text}}
+    details = {"details": {"error_code": THREADS}} if why.code == THREADS else {}
+    return {"type": "error", "error": {"type": kind, "message": text, **details}}

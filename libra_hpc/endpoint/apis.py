@@ -26,8 +26,11 @@ class Api(Protocol):
     def error(self, why: RequestRefused) -> dict[str, Any]: ...
 
 
+COUNT_PATH = "/v1/messages/count_tokens"
+"""Answers with the tokens of the context that a turn would have, without one."""
 APIS: dict[str, Api] = {
     "/v1/chat/completions": chat_completions,
     "/v1/responses": responses,
     "/v1/messages": anthropic_messages,
+    COUNT_PATH: anthropic_messages,
 }

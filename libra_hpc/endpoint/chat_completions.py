@@ -10,16 +10,54 @@ from libra_hpc.chat.dialects import message_call
 from libra_hpc.tasks.chat_template import Message
 
 from .agent_request import AgentRequest, Answer
-from .fields import Histories, call, listed, mistake, openai_error, refuse_changes, request, text_of, tools_of
+from .fields import (
+    COMMON,
+    FREE,
+    NEVER,
+    UNENFORCED,
+    Fields,
+    Histories,
+    Known,
+    call,
+    listed,
+    mistake,
+    openai_error,
+    request,
+    text_of,
+    tools_of,
+    unenforced,
+)
 
 error, LAST = openai_error, "[DONE]"
+FIELDS: Fields = {
+    **COMMON,
+    **dict.fromkeys(("messages", "max_completion_tokens", "max_tokens", "prediction", "truncation_side"), FREE),
+    **dict.fromkeys(("n", "best_of"), Known((1,))),
+    **dict.fromkeys(("logprobs", "echo", "continue_final_message", "use_beam_search"), Known((False,))),
+    **dict.fromkeys(("add_special_tokens", "return_tokens_as_token_ids", "return_token_offsets"), Known((False,))),
+    **dict.fromkeys(("return_prompt_text", "early_stopping"), Known((False,))),
+    **dict.fromkeys(("functions", "documents"), Known(([],))),
+    **dict.fromkeys(
+        ("audio", "web_search_options", "chat_template", "truncate_prompt_tokens", "allowed_token_ids"), NEVER
+    ),
+    **dict.fromkeys(("prompt_logprobs", "logprob_token_ids", "repetition_detection"), NEVER),
+    **dict.fromkeys(("min_tokens", "routed_experts_prompt_start"), Known((0,))),
+    "add_generation_prompt": Known((True,)),
+    "function_call": Known(("none",)),
+    "modalities": Known((["text"],)),
+    "response_format": Known(({"type": "text"},), True),
+    "verbosity": Known(("medium",), True),
+    **dict.fromkeys(("reasoning_effort", "thinking_token_budget"), UNENFORCED),
+    **dict.fromkeys(("guided_whitespace_pattern", "guided_decoding_backend"), UNENFORCED),
+}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read(body: Mapping[str, Any], before: Histories) -> AgentRequest:
-    refuse_changes(body)
+    wish = unenforced(body, FIELDS)
     messages = before.read("messages", listed("messages", body.get("messages")), _add)
-    return request(body, "", messages, tools_of(body, inside="function"), "max_completion_tokens", "max_tokens")
+    tools, most = tools_of(body, inside="function"), ("max_completion_tokens", "max_tokens")
+    return request(body, "", messages, tools, *most, unenforced=wish)
 
 
 def _add(messages: list[Message], field: str, one: Mapping[str, Any]) -> None:
@@ -54,8 +92,8 @@ def events(asked: AgentRequest, made: Answer) -> Iterator[tuple[str, dict[str, A
     if made.calls:
         delta["tool_calls"] = [{"index": n, **one} for n, one in enumerate(delta["tool_calls"])]
     yield "", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-    yield "", {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(made)}]}
-    yield "", {**head, "choices": [], "usage": _usage(made)}
+    # Not in a chunk of its own without choices, which clients that did not ask for it cannot read.
+    yield "", {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(made)}], "usage": _usage(made)}
 
 
 def _head(asked: AgentRequest, made: Answer) -> dict[str, Any]:

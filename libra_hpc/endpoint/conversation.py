@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from libra_hpc.chat.dialects import TAIL, BridgeError, Dialect
 from libra_hpc.errors import UserError
 
-from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused, answer_of, identity
+from .agent_request import CONTEXT_FULL, REFUSED, AgentRequest, Answer, RequestRefused, answer_of, identity
 
 CAUSES = ("rewritten", "tools", "returned", "unbridged")
 """Why a request began a sample: it changed messages that came before; its tools are others than the newest sample's (a
@@ -60,24 +60,30 @@ class Conversation:
 
         Raises `RequestRefused` when there is no room, or the template cannot write the messages, and changes nothing.
         """
-        best = max(self._fitting(request), key=lambda sample: len(sample.keys), default=None)
-        added = self._following(best, request) if best is not None else None
-        if best is not None and added is not None:
-            whole = [*best.tokens, *added]
-            cause = "" if best is self._samples[-1] else "returned"
-        else:
-            whole, cause = self._rendered(request), self._cause(request, best)
+        whole, cause = self._written(request)
         if len(whole) >= most:
             why = f"The messages have {len(whole)} tokens; the context has {most}, and a turn needs one."
             raise RequestRefused(400, CONTEXT_FULL, why)
-        goes_on = bool(self._samples) and not cause
+        goes_on, before = bool(self._samples) and not cause, 0
         if goes_on:
-            self._samples[-1].tokens = whole
+            before, self._samples[-1].tokens = len(self._samples[-1].tokens), whole
         else:
             self._samples.append(_Sample(whole, request.tools))
             self.causes.update([cause] if cause else [])
         self._samples[-1].keys, self._stop = request.keys, request.stop
-        return PlacedTurn(added if goes_on and added is not None else whole, not goes_on)
+        return PlacedTurn(whole[before:], not goes_on)
+
+    def _written(self, request: AgentRequest) -> tuple[list[int], str]:
+        """The context of a request's turn, and the cause for which it begins a sample."""
+        best = max(self._fitting(request), key=lambda sample: len(sample.keys), default=None)
+        added = self._following(best, request) if best is not None else None
+        if best is not None and added is not None:
+            return [*best.tokens, *added], "" if best is self._samples[-1] else "returned"
+        return self._rendered(request), self._cause(request, best)
+
+    def counted(self, request: AgentRequest) -> Answer:
+        """An answer without a turn: the tokens that one would follow."""
+        return Answer(request.model, "", "", (), False, len(self._written(request)[0]), 0)
 
     def _cause(self, request: AgentRequest, best: _Sample | None) -> str:
         """Why a request that no sample goes on with begins one; empty for the first."""
@@ -91,7 +97,7 @@ class Conversation:
         try:
             return self._dialect.first(request.messages, request.tools)
         except UserError as error:
-            raise RequestRefused(400, "invalid_request_error", str(error)) from error
+            raise RequestRefused(400, REFUSED, str(error)) from error
 
     def said(self, sampled: list[int], cut: bool, number: str) -> Answer:
         """The answer to the request that was placed last; ``number`` makes its ids."""

@@ -7,24 +7,51 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from libra_hpc.chat.dialects import message_call
-from libra_hpc.errors import UserError
+from libra_hpc.errors import UserError, nearest
 from libra_hpc.tasks.chat_template import Message, joined
 
-from .agent_request import AgentRequest, RequestRefused, identity
+from .agent_request import REFUSED, AgentRequest, RequestRefused, identity
 
-NO_CHANGE: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "logprobs": (False,),
-    "logit_bias": ({},),
-    "functions": ([],),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", {"type": "auto"}),
-    "previous_response_id": (),
-    "conversation": (),
-    "background": (False,),
+
+class Known(NamedTuple):
+    """A field that requests may have; one of no table is refused by its name."""
+
+    values: tuple[Any, ...] | None = None
+    """What may be given beside null; None: anything, because it is honoured or changes no turn."""
+    unenforced: bool = False
+    """Whether other values ask for a form of the turn that nothing here enforces: ``env.unenforced`` decides."""
+
+
+Fields = Mapping[str, Known]
+"""The table of one API: what is no row and an object is known by its own fields, ``object.field``."""
+
+FREE, NEVER, UNENFORCED = Known(), Known(()), Known((), True)
+COMMON: Fields = {
+    **dict.fromkeys(("model", "tools", "stream", "stop"), FREE),
+    # The run's own values count, whatever a request has.
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"), FREE),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "metadata", "service_tier", "cache_salt"), FREE),
+    # Bookkeeping, money, speed, and what media need.
+    **dict.fromkeys(("user", "safety_identifier", "store", "prompt_cache_key", "prompt_cache_options"), FREE),
+    **dict.fromkeys(("prompt_cache_retention", "priority", "request_id", "session_id", "stream_interval"), FREE),
+    **dict.fromkeys(("stream_options", "mm_processor_kwargs", "media_io_kwargs", "mm_payload"), FREE),
+    **dict.fromkeys(("return_mm_kwargs", "watermarking", "ignore_eos"), Known((False,))),
+    **dict.fromkeys(("include_stop_str_in_output", "return_token_ids"), Known((False,))),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning"), Known((True,))),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "moderation"), NEVER),
+    **dict.fromkeys(("stop_token_ids", "bad_words"), Known(([],))),
+    "logit_bias": Known(({},)),
+    "top_logprobs": Known((0,)),
+    "tool_choice": Known(("auto", {"type": "auto"}), True),
+    "parallel_tool_calls": Known((True,), True),
+    "chat_template_kwargs": Known(({},), True),
+    **dict.fromkeys(
+        ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), UNENFORCED
+    ),
 }
-"""Fields that would change a turn, and their values beside null that do not. Temperature and penalties are the run's,
-whatever a request has."""
+"""What OpenAI's two APIs and vLLM's additions to them share."""
+OF_TOOLS = ("tool_choice", "parallel_tool_calls")
+"""Fields that mean nothing without tools."""
 TEXT = ("text", "input_text", "output_text")
 
 
@@ -80,27 +107,54 @@ def _equal(before: list[dict[str, Any]], items: list[dict[str, Any]]) -> int:
 
 
 def mistake(field: str, value: Any, valid: str) -> RequestRefused:
-    return RequestRefused(400, "invalid_request_error", f"{field} = {value!r:.100}: not possible here; valid: {valid}.")
+    return RequestRefused(400, REFUSED, f"{field} = {value!r:.100}: not possible here; valid: {valid}.")
 
 
 def openai_error(why: RequestRefused) -> dict[str, Any]:
     return {"error": {"message": why.why, "type": "invalid_request_error", "code": why.code, "param": None}}
 
 
-def refuse_changes(body: Mapping[str, Any]) -> None:
-    """Raise `RequestRefused` for the first field that would change a turn."""
-    for field, same in NO_CHANGE.items():
-        if (value := body.get(field)) is not None and value not in same:
-            raise mistake(field, value, " or ".join(json.dumps(one) for one in same) or "null")
+def unenforced(body: Mapping[str, Any], fields: Fields) -> str:
+    """Why a request asks for what nothing here enforces; empty: it does not.
+
+    Raises `RequestRefused` for a field that is not known, and for a value that can never be had.
+    """
+    found = ""
+    for field, value in _given(body, fields).items():
+        if field not in fields:
+            raise RequestRefused(400, REFUSED, f"{field}: no such field is known here{nearest(field, fields)}.")
+        values, accepted = fields[field]
+        if values is not None and value not in values:
+            valid = ", ".join(("null", *map(json.dumps, values)))
+            if not accepted:
+                raise mistake(field, value, valid)
+            found = found or mistake(field, value, f"{valid}; any, where env.unenforced = 'accept' in the run file").why
+    return found
+
+
+def _given(body: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
+    """Fields that mean something here; those of an object that is no row of the table are rows themselves."""
+    given = {name: one for name, one in body.items() if one is not None and (name not in OF_TOOLS or body.get("tools"))}
+    for name in [one for one, value in given.items() if one not in fields and isinstance(value, Mapping)]:
+        given |= {f"{name}.{inner}": one for inner, one in given.pop(name).items() if one is not None}
+    return given
 
 
 def request(
-    body: Mapping[str, Any], system: str, read: tuple[list[Message], list[Any]], tools: list[dict[str, Any]], *most: str
+    body: Mapping[str, Any],
+    system: str,
+    read: tuple[list[Message], list[Any]],
+    tools: list[dict[str, Any]],
+    *most: str,
+    unenforced: str,
 ) -> AgentRequest:
     """A request of messages that were read with their keys, behind one of the system unless that is empty.
 
     ``most``: names of the field with the most tokens, the first one that the body has counts.
     """
+    last = read[0][-1]["role"] if read[0] else None
+    if last in (None, "assistant"):
+        raise mistake("the last message's role", last, "user or tool, because a turn begins with no given text")
     first: list[Message] = [{"role": "system", "content": system}] if system else []
     limits = [body[name] for name in most if body.get(name) is not None]
     if limits and not (isinstance(limits[0], int) and limits[0] >= 1):
@@ -110,17 +164,18 @@ def request(
         keys=[*map(identity, first), *read[1]],
         tools=tools,
         max_tokens=limits[0] if limits else 0,
-        stop=_strings("stop" if "stop" in body else "stop_sequences", body),
+        unenforced=unenforced,
+        stop=_stop(body),
         model=str(body.get("model") or "policy"),
         stream=bool(body.get("stream")),
     )
 
 
-def _strings(field: str, body: Mapping[str, Any]) -> tuple[str, ...]:
-    value = body.get(field)
-    found = [value] if isinstance(value, str) else [] if value is None else value
+def _stop(body: Mapping[str, Any]) -> tuple[str, ...]:
+    given = body.get("stop", body.get("stop_sequences")) or []
+    found = [given] if isinstance(given, str) else given
     if not isinstance(found, list) or not all(isinstance(one, str) and one for one in found):
-        raise mistake(field, value, "a text that is not empty, or a list of such")
+        raise mistake("stop or stop_sequences", given, "a text that is not empty, or a list of such")
     return tuple(found)
 
 
@@ -131,7 +186,7 @@ def text_of(field: str, content: Any) -> str:
     try:
         return joined(content, field, TEXT) or ""
     except UserError as error:
-        raise RequestRefused(400, "invalid_request_error", str(error)) from error
+        raise RequestRefused(400, REFUSED, str(error)) from error
 
 
 def listed(field: str, value: Any) -> list[dict[str, Any]]:

@@ -9,17 +9,48 @@ from typing import Any
 from libra_hpc.tasks.chat_template import Message
 
 from .agent_request import AgentRequest, Answer
-from .fields import Histories, call, listed, mistake, openai_error, refuse_changes, request, text_of, tools_of
+from .fields import (
+    COMMON,
+    FREE,
+    NEVER,
+    UNENFORCED,
+    Fields,
+    Histories,
+    Known,
+    call,
+    listed,
+    mistake,
+    openai_error,
+    request,
+    text_of,
+    tools_of,
+    unenforced,
+)
 
 error, LAST = openai_error, ""
+FIELDS: Fields = {
+    **COMMON,
+    **dict.fromkeys(("input", "instructions", "max_output_tokens", "max_tool_calls", "background_options"), FREE),
+    **dict.fromkeys(("reasoning.summary", "reasoning.generate_summary", "image"), FREE),
+    **dict.fromkeys(("background", "enable_response_messages"), Known((False,))),
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt", "access_programs"), NEVER),
+    "previous_input_messages": Known(([],)),
+    "include": Known(([], ["reasoning.encrypted_content"])),
+    "text.format": Known(({"type": "text"},), True),
+    "text.verbosity": Known(("medium",), True),
+    "truncation": Known(("disabled",), True),
+    "context_management": Known(([],), True),
+    **dict.fromkeys(("reasoning.effort", "reasoning.context", "reasoning.mode"), UNENFORCED),
+}
 
 
 def read(body: Mapping[str, Any], before: Histories) -> AgentRequest:
-    refuse_changes(body)
+    wish = unenforced(body, FIELDS)
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else listed("input", given)
     messages = before.read("input", items, _add)
-    return request(body, str(body.get("instructions") or ""), messages, tools_of(body), "max_output_tokens")
+    system, tools = str(body.get("instructions") or ""), tools_of(body)
+    return request(body, system, messages, tools, "max_output_tokens", unenforced=wish)
 
 
 def _add(messages: list[Message], field: str, item: Mapping[str, Any]) -> None:

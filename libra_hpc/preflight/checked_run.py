@@ -122,7 +122,8 @@ def _unboxed(config: RunConfig) -> list[str]:
     """A fact about each task of verifiers."""
     tasks = [str(one.verifiers["taskset"]) for _, one in config.task.tables.values() if one.verifiers]
     return [
-        f"programs of {one} run with your rights, in no box: of [env] they have limits.wall_s alone" for one in tasks
+        f"programs of {one} run with your rights, in no box: of [env] they have limits.wall_s and unenforced alone"
+        for one in tasks
     ]
 
 

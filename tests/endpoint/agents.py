@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -106,6 +107,25 @@ async def stopping(row: Any, client: AsyncOpenAI) -> None:
         messages += [made.choices[0].message, {"role": "user", "content": f"go on, not {stop}"}]
     assert [one.content for one in messages[1::2]] == ["<code>\nx = 1", "So t"]
     await client.chat.completions.create(model="policy", messages=messages)
+
+
+async def refused(row: Any, endpoint: Any, box: Any) -> None:
+    """A client that is refused a form, one whose thread becomes whole histories, and a count of tokens."""
+    from anthropic import AsyncAnthropic, beta_async_tool
+
+    @beta_async_tool
+    async def look(thing: str) -> str:
+        return f"a {thing}"
+
+    asked: Any = {"model": "policy", "max_tokens": 99, "messages": [{"role": "user", "content": row["prompt"]}]}
+    async with AsyncAnthropic(base_url=endpoint.url.removesuffix("/v1"), api_key=endpoint.key) as client:
+        async for made in client.beta.messages.tool_runner(**asked, tools=[look]):
+            assert made.usage.input_tokens > 0
+        counted = await client.messages.count_tokens(model="policy", messages=asked["messages"])
+        assert counted.input_tokens == (await client.messages.create(**asked)).usage.input_tokens
+    async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key) as policy:
+        with contextlib.suppress(BadRequestError):
+            await policy.responses.create(model="policy", input="x", text={"format": {"type": "json_object"}})
 
 
 @by_openai

@@ -28,10 +28,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TaskTokenizer:
     return TaskTokenizer(write_chat_folder(tmp_path_factory.mktemp("policy")))
 
 
-def task_of(tokenizer: TaskTokenizer, folder: Path, agent: str, wall_s: float = 60.0) -> AgentEnvironment:
+def task_of(
+    tokenizer: TaskTokenizer, folder: Path, agent: str, wall_s: float = 60.0, **settings: Any
+) -> AgentEnvironment:
     data = write_rows(folder, {"prompt": "What is there?"})
     task = AgentTask(tokenizer, data=data, agent=f"{AGENTS}:{agent}", reward=f"{AGENTS}:one")
-    made = task.make({"env": {"sandbox": "none", "limits": {"wall_s": wall_s}}})
+    env = {"sandbox": "none", "limits": {"wall_s": wall_s}, **settings.pop("env", {})}
+    made = task.make({"env": env, **settings})
     assert isinstance(made, AgentEnvironment)
     return made
 
@@ -119,7 +122,8 @@ async def test_episodes_share_a_server_and_no_key_opens_another(tokenizer: TaskT
 async def test_a_path_that_is_not_there_is_named_with_those_that_are() -> None:
     from aiohttp import ClientSession
 
-    valid = "POST /v1/chat/completions, POST /v1/responses, POST /v1/messages, GET /v1/models"
+    valid = "POST /v1/chat/completions, POST /v1/responses, POST /v1/messages, POST /v1/messages/count_tokens"
+    valid += ", GET /v1/models"
     endpoint = AgentEndpoint()
     await endpoint.start()
     async with ClientSession(endpoint.url) as client:
