@@ -64,6 +64,7 @@ class AgentTask(TaskMaker):
     """``task.command`` or ``task.agent``, with the other keys of its table."""
 
     leave_s = LEAVE_S
+    drops_thinking: bool
     agent: Callable[..., Any] | None
     judge: Callable[..., Any]
 
@@ -90,6 +91,7 @@ class AgentTask(TaskMaker):
 
     def make(self, settings: Mapping[str, Any]) -> Task:
         env = msgspec.convert(settings.get("env", {}), EnvSection)
+        self.drops_thinking = settings.get("thinking") == "template"
         return AgentEnvironment(self, open_rows(self.data), chosen(env), env)
 
 
@@ -148,7 +150,7 @@ class AgentEpisode(Episode):
     def __init__(self, task: AgentEnvironment, row: Row, prompt_id: str) -> None:
         self.prompt_id, self._task, self._row = prompt_id, task, row
         self.max_tokens, self.stop_ids = task.made.max_tokens, task.choice.dialect.stop_ids
-        self._conversation = Conversation(task.choice.dialect)
+        self._conversation = Conversation(task.choice.dialect, task.made.drops_thinking)
         self._key = secrets.token_hex(16)
         self._asked: deque[tuple[AgentRequest, asyncio.Future[Answer]]] = deque()
         self._news = asyncio.Event()

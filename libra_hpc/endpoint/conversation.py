@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -19,9 +20,10 @@ from libra_hpc.errors import UserError
 
 from .agent_request import CONTEXT_FULL, REFUSED, AgentRequest, Answer, RequestRefused, answer_of, identity
 
-CAUSES = ("rewritten", "tools", "returned", "unbridged")
+CAUSES = ("rewritten", "tools", "returned", "unbridged", "thinking")
 """Why a request began a sample: it changed messages that came before; its tools are others than the newest sample's (a
-sub-agent); it goes on with a sample that is not the newest; the template cannot write what follows."""
+sub-agent); it goes on with a sample that is not the newest; the template cannot write what follows; the template drops
+thinking that the context has (``chat.thinking = "template"``)."""
 
 
 class PlacedTurn(NamedTuple):
@@ -38,13 +40,15 @@ class _Sample:
         """Identity of its messages, the policy's newest included."""
         self.sampled: list[int] = []
         """Tokens of its newest turn, the last of `tokens`."""
+        self.thinking: dict[int, str] = {}
+        """What the policy thought, by the number of the message, as far as `tokens` have it."""
 
 
 class Conversation:
     """The samples of one trajectory, the newest last; pure: no clock, no I/O."""
 
-    def __init__(self, dialect: Dialect) -> None:
-        self._dialect = dialect
+    def __init__(self, dialect: Dialect, drops_thinking: bool = False) -> None:
+        self._dialect, self._drops_thinking = dialect, drops_thinking
         self._samples: list[_Sample] = []
         self._stop: tuple[str, ...] = ()
         """Stop strings of the request that was placed last."""
@@ -60,7 +64,7 @@ class Conversation:
 
         Raises `RequestRefused` when there is no room, or the template cannot write the messages, and changes nothing.
         """
-        whole, cause = self._written(request)
+        whole, cause, thinking = self._written(request)
         if len(whole) >= most:
             why = f"The messages have {len(whole)} tokens; the context has {most}, and a turn needs one."
             raise RequestRefused(400, CONTEXT_FULL, why)
@@ -70,16 +74,22 @@ class Conversation:
         else:
             self._samples.append(_Sample(whole, request.tools))
             self.causes.update([cause] if cause else [])
-        self._samples[-1].keys, self._stop = request.keys, request.stop
+        self._samples[-1].keys, self._samples[-1].thinking, self._stop = request.keys, thinking, request.stop
         return PlacedTurn(whole[before:], not goes_on)
 
-    def _written(self, request: AgentRequest) -> tuple[list[int], str]:
-        """The context of a request's turn, and the cause for which it begins a sample."""
+    def _written(self, request: AgentRequest) -> tuple[list[int], str, dict[int, str]]:
+        """The context of a request's turn, the cause for which it begins a sample, and the thinking in it."""
         best = max(self._fitting(request), key=lambda sample: len(sample.keys), default=None)
-        added = self._following(best, request) if best is not None else None
+        sent = {n: one["reasoning_content"] for n, one in enumerate(request.messages) if one.get("reasoning_content")}
+        before = kept = best.thinking if best is not None else sent
+        if self._drops_thinking and before:
+            with suppress(UserError):  # it refuses what the policy wrote: the context grows as it is
+                kept = {n: before[n] for n in self._dialect.keeps(request.messages, request.tools, [*before])}
+        added = self._following(best, request) if best is not None and kept == before else None
         if best is not None and added is not None:
-            return [*best.tokens, *added], "" if best is self._samples[-1] else "returned"
-        return self._rendered(request), self._cause(request, best)
+            return [*best.tokens, *added], "" if best is self._samples[-1] else "returned", kept
+        cause = self._cause(request, best) if best is None or kept == before else "thinking"
+        return self._rendered(request, kept), cause, kept
 
     def counted(self, request: AgentRequest) -> Answer:
         """An answer without a turn: the tokens that one would follow."""
@@ -93,9 +103,13 @@ class Conversation:
             return ""
         return "rewritten" if self._samples[-1].tools == request.tools else "tools"
 
-    def _rendered(self, request: AgentRequest) -> list[int]:
+    def _rendered(self, request: AgentRequest, thinking: dict[int, str]) -> list[int]:
+        written = [
+            one | ({"reasoning_content": thinking[n]} if n in thinking else {})
+            for n, one in enumerate(request.messages)
+        ]
         try:
-            return self._dialect.first(request.messages, request.tools)
+            return self._dialect.first(written, request.tools)
         except UserError as error:
             raise RequestRefused(400, REFUSED, str(error)) from error
 
@@ -106,6 +120,8 @@ class Conversation:
         reply = self._dialect.parse(sample.tokens[-TAIL:], shown, sample.tools)
         sample.sampled = sampled[:kept]
         answer = answer_of(reply, number, len(sample.tokens), sample.sampled, cut and not stop)
+        if reply.thinking and self._drops_thinking:
+            sample.thinking = sample.thinking | {len(sample.keys): reply.thinking}
         sample.keys = [*sample.keys, identity(answer.message)]
         sample.tokens += sample.sampled
         return replace(answer, stop=stop)

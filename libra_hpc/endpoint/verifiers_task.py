@@ -62,7 +62,7 @@ class VerifiersTask(AgentTask):
 
     def make(self, settings: Mapping[str, Any]) -> Task:
         env = msgspec.convert(settings.get("env", {}), EnvSection)
-        self.taskset["wall_s"] = env.limits.wall_s
+        self.taskset["wall_s"], self.drops_thinking = env.limits.wall_s, settings.get("thinking") == "template"
         self.process = VerifiersProcess(self.taskset)
         env = replace(env, limits=replace(env.limits, wall_s=env.limits.wall_s + SCORE_S))
         return AgentEnvironment(self, [{"index": index} for index in range(self.process.tasks)], none, env)

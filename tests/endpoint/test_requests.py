@@ -145,3 +145,20 @@ async def test_refused_requests_are_counted_and_a_thread_becomes_whole_histories
     numbers = {name: value for name, value in played.end.info.items() if "request" in name or name == "agent_failed"}
     assert numbers == {"agent_failed": 0, column: 1}
     assert tokenizer.decode(played.contexts[1]).count("train") == 2, "the call and its result"
+
+
+async def test_thinking_that_the_template_drops_begins_a_sample_and_no_other(
+    tokenizer: TaskTokenizer, tmp_path: Path
+) -> None:
+    said = [f"<think>\nhm {n}\n</think>\n\n{call('look', thing=n)}" for n in ("a", "b")]
+    said += ["<think>\nhm c\n</think>\n\nSeen.", "Done."]
+    shown = {"template": [0, 1, 2, 0], "keep": [0, 1, 2, 3]}
+    for thinking, marks in shown.items():
+        turns = iter(said).__next__
+        task = task_of(tokenizer, tmp_path, "completions", thinking=thinking)
+        played = await play(task, lambda context, say=turns: say())
+        assert [one.count("<think>") for one in played.texts(tokenizer)] == marks, "tools' results keep it"
+        parts = [played.turns] if thinking == "keep" else [played.turns[:3], played.turns[3:]]
+        assert played.end.info.get("new_thinking", 0) == len(parts) - 1
+        samples = played.trajectory.samples_for_training(1.0)
+        assert [sum(one.loss_mask) for one in samples] == [sum(map(len, part)) for part in parts]
