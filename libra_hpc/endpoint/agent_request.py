@@ -45,6 +45,8 @@ class AgentRequest(msgspec.Struct, frozen=True):
     """Strings that end the turn; its answer has the text before."""
     model: str = "policy"
     stream: bool = False
+    stream_usage: bool = False
+    """Whether a stream of chat completions ends with the numbers of tokens."""
 
 
 class AnsweredCall(msgspec.Struct, frozen=True):

@@ -92,8 +92,9 @@ def events(asked: AgentRequest, made: Answer) -> Iterator[tuple[str, dict[str, A
     if made.calls:
         delta["tool_calls"] = [{"index": n, **one} for n, one in enumerate(delta["tool_calls"])]
     yield "", {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-    # Not in a chunk of its own without choices, which clients that did not ask for it cannot read.
-    yield "", {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(made)}], "usage": _usage(made)}
+    yield "", {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": _finish(made)}]}
+    if asked.stream_usage:  # a client that did not ask for a chunk without choices may not read it
+        yield "", {**head, "choices": [], "usage": _usage(made)}
 
 
 def _head(asked: AgentRequest, made: Answer) -> dict[str, Any]:

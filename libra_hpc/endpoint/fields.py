@@ -34,7 +34,8 @@ COMMON: Fields = {
     # Bookkeeping, money, speed, and what media need.
     **dict.fromkeys(("user", "safety_identifier", "store", "prompt_cache_key", "prompt_cache_options"), FREE),
     **dict.fromkeys(("prompt_cache_retention", "priority", "request_id", "session_id", "stream_interval"), FREE),
-    **dict.fromkeys(("stream_options", "mm_processor_kwargs", "media_io_kwargs", "mm_payload"), FREE),
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "mm_payload", "stream_options.include_usage"), FREE),
+    **dict.fromkeys(("stream_options.include_obfuscation", "stream_options.continuous_usage_stats"), FREE),
     **dict.fromkeys(("return_mm_kwargs", "watermarking", "ignore_eos"), Known((False,))),
     **dict.fromkeys(("include_stop_str_in_output", "return_token_ids"), Known((False,))),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "include_reasoning"), Known((True,))),
@@ -168,6 +169,7 @@ def request(
         stop=_stop(body),
         model=str(body.get("model") or "policy"),
         stream=bool(body.get("stream")),
+        stream_usage=bool((body.get("stream_options") or {}).get("include_usage")),
     )
 
 

@@ -40,8 +40,9 @@ async def _completions(row: Any, client: AsyncOpenAI, stream: bool = False) -> N
     for _ in range(TURNS):
         asked: Any = {"model": "policy", "messages": messages, "tools": TOOLS}
         if stream:
-            async with client.chat.completions.stream(**asked) as events:
-                made = (await events.get_final_completion()).choices[0].message
+            async with client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as events:
+                made = (final := await events.get_final_completion()).choices[0].message
+            assert final.usage, "it was asked for"
         else:
             made = (await client.chat.completions.create(**asked)).choices[0].message
         messages.append(made.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))
