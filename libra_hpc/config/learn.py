@@ -185,7 +185,7 @@ class ChatSection(Section, frozen=True):
 
     thinking: Literal["keep", "template"] = "keep"
     """``keep``: what the policy thought stays in the context, so a trajectory is one sequence. ``template``: where the
-    model's own template drops old thinking, the next turn's context is rendered again: a trajectory is several."""
+    model's template drops old thinking, the next context is rendered again, an agent's too: it is several."""
     max_bad_calls: Annotated[int, Meta(ge=0)] = 3
     """Tool calls of one episode that reach no tool, past which it ends: unknown name, bad JSON, wrong arguments."""
 

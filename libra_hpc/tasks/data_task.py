@@ -78,8 +78,8 @@ class DataTask(Task):
             raise self._bad(number, f"holds {found!r:.100}", "text, or a list of messages with role and content")
         found = found[:-1] if self._drop_answer and found[-1]["role"] == "assistant" else found
         if not found or found[-1]["role"] == "assistant":
-            valid = "a message of the user at the end; task.options.drop_answer = true leaves an answer out"
-            raise self._bad(number, "ends with the assistant's answer, which the policy would read", valid)
+            why = "ends with the assistant's answer, which the policy would read"
+            raise self._bad(number, why, "a message of the user at the end; task.options.drop_answer = true drops it")
         try:
             return [one | {"content": joined(one["content"])} for one in found]
         except UserError as error:

@@ -123,7 +123,9 @@ async def refused(row: Any, endpoint: Any, box: Any) -> None:
         async for made in client.beta.messages.tool_runner(**asked, tools=[look]):
             assert made.usage.input_tokens > 0
         counted = await client.messages.count_tokens(model="policy", messages=asked["messages"])
-        assert counted.input_tokens == (await client.messages.create(**asked)).usage.input_tokens
+        made = await client.messages.create(**asked, stop_sequences=["s."])
+        assert (counted.input_tokens, made.content[0].text) == (made.usage.input_tokens, "Ye")
+        assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "s.")
     async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key) as policy:
         with contextlib.suppress(BadRequestError):
             await policy.responses.create(model="policy", input="x", text={"format": {"type": "json_object"}})

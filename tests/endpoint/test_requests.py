@@ -37,7 +37,8 @@ def test_a_turn_ends_with_the_token_that_completes_a_stop_string(tokenizer: Task
     assert found == [tokenizer.encode(text[: text.index(stop)]), stop]
     assert [stop in tokenizer.decode(sampled[:count]) for count in (kept - 1, kept)] == [False, True]
     assert dialect.stopped(sampled[:kept], [stop]) == (kept, *found), "what was kept is answered equally"
-    assert dialect.stopped(sampled, ["never said"]) == (len(sampled), sampled, "")
+    ended = [*sampled, *dialect.stop_ids[:1]]
+    assert dialect.stopped(ended, ["never said", "<|"]) == (len(ended), ended, "")
 
 
 async def test_of_a_turn_with_a_stop_string_what_was_kept_is_trained_and_goes_on(
