@@ -187,3 +187,7 @@ async def answer_file(row: Any, box: Any) -> dict[str, float]:
     """What the agent's program left, and what ``tests`` say, which the agent could not see."""
     left = (await box.run("cat answer.txt; ls /tests", mount={"/tests": row["tests"]})).output
     return {"reward": float("42" in left and "hidden" in left)}
+
+
+async def found_a_key(row: Any, box: Any) -> float:
+    return float(await box.read("answer.txt") == b"It is a key.")
