@@ -48,6 +48,7 @@ from libra_hpc.protocol.env import (
     StepEpisode,
     ToHost,
     TruncateEpisode,
+    TurnUnwanted,
     from_host,
     to_host,
 )
@@ -185,6 +186,7 @@ class Host(asyncio.Protocol):
             return
         try:
             episode = self._task.open(message.index, message.sample, message.progress)
+            episode.unwanted = partial(self._send, from_host.frame(TurnUnwanted(name)))
         except BaseException as error:
             self._raised(name, error)
             return

@@ -113,6 +113,12 @@ class EpisodeFailed(msgspec.Struct, tag=True, frozen=True):
     """
 
 
+class TurnUnwanted(msgspec.Struct, tag=True, frozen=True):
+    """Nobody waits any more for the turn that an engine has: what there is of it goes to the episode."""
+
+    episode: str
+
+
 class ChatChoice(msgspec.Struct, frozen=True):
     """How the policy's chat is written, and how that was found."""
 
@@ -142,7 +148,7 @@ class HostReady(msgspec.Struct, tag=True, frozen=True):
 
 
 ToHost = Union[OpenEpisode, StepEpisode, TruncateEpisode, CloseEpisode]
-FromHost = Union[HostReady, Doing, EpisodeOpened, EpisodeStepped, EpisodeFailed]
+FromHost = Union[HostReady, Doing, EpisodeOpened, EpisodeStepped, EpisodeFailed, TurnUnwanted]
 
 to_host: Codec[ToHost] = Codec(ToHost)
 from_host: Codec[FromHost] = Codec(FromHost)

@@ -25,7 +25,7 @@ from libra_hpc.policies.scheduling.staleness import StalenessGate
 from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, GroupDone, RolloutReport
 from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
-from libra_hpc.protocol.env import EVALUATIONS, HostReady
+from libra_hpc.protocol.env import EVALUATIONS, HostReady, TurnUnwanted
 from libra_hpc.protocol.plan import TrajectoryFact
 
 from .attempts import ERROR_CHARS, Attempts
@@ -159,7 +159,10 @@ class RolloutLeader:
     # --- environment hosts
 
     def on_host(self, host: int, message: Any) -> None:
-        self._environments.on_message(host, message)
+        if isinstance(message, TurnUnwanted):
+            self._turns.shorten(message.episode, host)
+        else:
+            self._environments.on_message(host, message)
         if isinstance(message, HostReady):
             self.schedule_pass()
 

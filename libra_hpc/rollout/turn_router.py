@@ -125,6 +125,14 @@ class TurnRouter:
     def _abort(self, engine: str, rid: str) -> None:
         self._around.send(self.engines.engines[engine].rank, Turns(((engine, Abort(rid)),)))
 
+    def shorten(self, episode: str, host: int) -> None:
+        """End a turn that nobody waits for with the tokens that it has, or its first one."""
+        trajectory = self._episodes.get(episode)
+        if trajectory is not None and trajectory.host == host and trajectory.place in ("waiting", "engine"):
+            trajectory.max_tokens = trajectory.turns[-1].gen_tokens + 1
+            if trajectory.place == "engine":
+                self._abort(trajectory.engine, self.engines.request(trajectory.engine, episode))
+
     def drop(self, trajectory: Trajectory, now: float) -> None:
         """Abort the turns of an attempt that is over; answers to them find nothing."""
         for name, rid in self.engines.drop(trajectory):

@@ -125,6 +125,9 @@ class Episode(ABC):
     """Most generated tokens of the next turn; a step may change it."""
     stop_ids: tuple[int, ...]
     """Token ids that end a turn; they are part of it."""
+    unwanted: Callable[[], object] = staticmethod(lambda: None)
+    """The host's, to be called when nobody waits any more for the turn that was asked for: its engine stops, and `step`
+    gets what there is of it."""
 
     async def start(self, tools: Tools) -> None:
         """Await what takes time before the first turn: a container, a first request. Limits are those of `step`."""
@@ -184,4 +187,5 @@ class TaskMaker(ABC):
 
     @abstractmethod
     def make(self, settings: Mapping[str, Any]) -> Task:
-        """``settings`` is the run file's ``[chat]`` table, and its ``[env]`` table by that name."""
+        """``settings`` is the run file's ``[chat]`` table, its ``[env]`` table by that name, and most tokens of a
+        ``context``."""

@@ -123,6 +123,7 @@ class MixedEpisode(Episode):
 
     def __init__(self, episode: Episode, before: str) -> None:
         self._episode, self._before = episode, before
+        episode.unwanted = lambda: self.unwanted()
         self._copy()
 
     def _copy(self) -> None:

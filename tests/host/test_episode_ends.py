@@ -17,6 +17,7 @@ from libra_hpc.protocol.env import (
     OpenEpisode,
     StepEpisode,
     TruncateEpisode,
+    TurnUnwanted,
 )
 from tests.host.leader import ANSWER_S, ROOM, Leader, host_settings
 
@@ -118,3 +119,10 @@ def test_a_leader_that_is_gone_at_any_point_leaves_no_episode_open(
     began = {line.split()[0] for line in lines if line.endswith("open")}
     ended = Counter(line.split()[0] for line in lines.elements() if not line.endswith("open"))
     assert ended == Counter(dict.fromkeys(began, 1))
+
+
+def test_a_turn_that_nobody_waits_for_is_reported(keychain_folder: Path) -> None:
+    with Leader(host_settings(task=KEPT.replace("Kept", "Fragile"), model=str(keychain_folder))) as leader:
+        leader.open("e")
+        assert isinstance(leader.step("e", [19]), EpisodeStepped)
+        assert leader.expect(TurnUnwanted).episode == "e"

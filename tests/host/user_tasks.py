@@ -61,6 +61,8 @@ class Scripted(Episode):
             sys.exit(3)
         if turn.tokens[0] == 16:
             raise BaseException("no")
+        if turn.tokens[0] == 19:
+            asyncio.get_running_loop().call_later(0.1, self.unwanted)
         if turn.tokens[0] == 18:
             os.fork()
         if turn.tokens[0] == 17:

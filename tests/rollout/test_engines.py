@@ -12,6 +12,8 @@ from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.agents import Batch, Committed, Turns, TurnsDrained, WrongEngine
 from libra_hpc.protocol.codec import pack_f32, unpack_i32
+from libra_hpc.protocol.engine import Abort
+from libra_hpc.protocol.env import TurnUnwanted
 from libra_hpc.protocol.trainer import ENGINES
 from tests.rollout.plant import STOP, Emptiest, Plant, engine_stats, sampling
 
@@ -282,3 +284,23 @@ async def test_no_two_engines_that_are_here_have_one_number() -> None:
     for gone in range(2 * ENGINES):
         engines.numbers[f"gone-{gone}"] = number = engines._free_number()
         assert number in {*range(2, ENGINES)} - here
+
+
+@pytest.mark.parametrize("partial", [[7, 8], []])
+async def test_a_turn_that_nobody_waits_for_is_aborted_and_goes_to_its_environment(partial: list[int]) -> None:
+    plant = await sampling(4, turns=2)
+    engine, request = plant.inbox[0]
+    episode = request.rid.split(":")[0]
+    for _ in range(2):
+        plant.from_host(TurnUnwanted(episode))
+    assert plant.aborts == [(engine, Abort(request.rid))] * 2
+    plant.answer(engine, request, partial, "abort")
+    await asyncio.sleep(0)
+    if not partial:
+        ((again, short),) = [(e, r) for e, r in plant.inbox if r.rid.split(":")[0] == episode]
+        assert short.max_tokens == 1
+        plant.answer(again, short, [7], "length")
+    step = plant.take_step()
+    plant.from_host(TurnUnwanted(episode))
+    assert (step.episode, unpack_i32(step.tokens)) == (episode, partial or [7])
+    assert len(plant.aborts) == 2, "only a turn at an engine can be aborted"
