@@ -91,8 +91,9 @@ class Dialect:
         marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
         self._marks = [ABSENT if (one := tokenizer.id_of(mark)) is None else one for mark in marks]
 
-    def first(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        return self._tokenizer.encode(self.template.render(messages, tools))
+    def first(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], most: int | None = None) -> list[int]:
+        """``most``: as of `TaskTokenizer.encode`."""
+        return self._tokenizer.encode(self.template.render(messages, tools), most)
 
     def keeps(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], thinking: Sequence[int]) -> list[int]:
         """Return the numbers out of ``thinking`` whose messages still show their thinking in the template."""
@@ -135,11 +136,17 @@ class Dialect:
         return (kept, self._tokenizer.encode(text[:start]), string) if string else (len(sampled), sampled, "")
 
     def delta(
-        self, tail: list[int], sampled: list[int], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+        self,
+        tail: list[int],
+        sampled: list[int],
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        *,
+        most: int | None = None,
     ) -> list[int]:
         text = self.delta_text([{"role": "user", "content": "x"}], messages, tools)
         ended = sampled[-1:] and sampled[-1] in self.stop_ids
-        return self._tokenizer.encode(text if ended else self._end + text)
+        return self._tokenizer.encode(text if ended else self._end + text, most)
 
     def delta_text(
         self, before: Sequence[Message], messages: Sequence[Message], tools: Sequence[dict[str, Any]]

@@ -44,7 +44,10 @@ def made_from(config: RunConfig) -> dict[str, Any]:
 def task_of(config: RunConfig, tokenizer: TaskTokenizer) -> Task:
     """The task that hosts of a run serve; raises `UserError` for bad names or options."""
     task = config.task
-    chat = msgspec.to_builtins(config.chat) | {"env": msgspec.to_builtins(config.env)}
+    chat = msgspec.to_builtins(config.chat) | {
+        "env": msgspec.to_builtins(config.env),
+        "context": config.rollout.max_model_len,
+    }
     return build_task(task.host_task, task.arguments, config.run.seed, tokenizer, chat=chat)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,6 +17,12 @@ from libra_hpc.errors import invalid
 CUT = "\U0010fffe"
 """Stands in text where `TaskTokenizer.encode` cuts it: in a control token's name that is no control token. Unicode
 assigns no character to it."""
+PIECE = 1 << 16
+"""Characters of a piece of a text that may be too long."""
+# A pool of threads is of no use for one text at a time.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+SPARSE = 8
+"""Characters for each token beyond which a text may be too long: of prose a token has four or five."""
 
 
 class TaskTokenizer:
@@ -88,11 +95,27 @@ class TaskTokenizer:
         token = self.special_tokens.get(name)
         return None if token is None else self.id_of(token)
 
-    def encode(self, text: str) -> list[int]:
+    @cached_property
+    def longest(self) -> int:
+        """Most bytes of JSON that one token stands for: a line's end or a quote has two a byte."""
+        return 2 * max(map(len, self._tokenizer.get_vocab()))
+
+    def encode(self, text: str, most: int | None = None) -> list[int]:
         """Ids of ``text``, in which names of control tokens are those tokens, unless `as_text` has cut them. Half a
-        surrogate pair, which JSON may have, is a question mark."""
+        surrogate pair, which JSON may have, is a question mark.
+
+        Of a long text those of its first pieces, which may split words, if they are more than twice ``most``.
+        """
+        if most is not None and len(text) > SPARSE * most:
+            begun = list[int]()
+            for at in range(0, len(text), PIECE):
+                begun += self.encode(text[at : at + PIECE])
+                if len(begun) > 2 * most:
+                    return begun
         parts = text.encode(errors="replace").decode().split(CUT)
-        return [one for part in parts for one in self._tokenizer.encode(part, add_special_tokens=False).ids]
+        # It alone lets other threads run meanwhile, and takes an eighth of the memory.
+        made = self._tokenizer.encode_batch_fast(parts, add_special_tokens=False)
+        return [one for part in made for one in part.ids]
 
     def as_text(self, text: str) -> str:
         """``text`` for `encode` without control tokens: what stands in a message cannot end it."""
