@@ -293,7 +293,8 @@ class LimitsSection(Section, frozen=True):
     processes: Annotated[int, Meta(ge=0)] = 256
     """Processes at once."""
     wall_s: Annotated[Seconds, Meta(gt=0)] = 3600.0
-    """Length of an agent's work; then it is ended, and the reward is asked."""
+    """An agent's own time, without its waits for turns, up to ten times as long; then it is ended, and the reward is
+    asked."""
 
 
 class EnvSection(Section, frozen=True):

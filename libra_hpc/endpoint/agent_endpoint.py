@@ -1,8 +1,10 @@
 """The HTTP server of a host: every episode is an endpoint of its own, found by its key.
 
-The key comes as a bearer token, ``x-api-key``, ``X-Session-ID``, or first in the path. Equal bodies in flight get one
-answer, and so does the retry of a request whose client had gone. A client waits as long as its turn takes; a stream
-gets a comment every `KEEP_ALIVE_S`. An unknown or ended key is 410.
+The key comes as a bearer token, ``x-api-key``, ``X-Session-ID``, or first in the path. An unknown or ended key is 410.
+
+- Each request is a turn. One marked as a retry, or equal to one whose client has gone, joins that one.
+- The client of a turn has gone for `RETRY_S` -> the turn is given up.
+- A client waits as long as its turn takes; a stream gets a comment every `KEEP_ALIVE_S`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import json
 import secrets
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -25,50 +28,95 @@ from .agent_request import REFUSED, AgentRequest, Answer, RequestRefused
 from .apis import APIS, COUNT_PATH, Api
 from .fields import Histories
 
-Ask = Callable[[AgentRequest], Awaitable[Answer]]
-"""Gets a request and returns its turn; raises `RequestRefused`."""
-
 KEEP_ALIVE_S = 10.0
 """Seconds between two signs of life of a stream that waits."""
+RETRY_S = 10.0
+"""Seconds for the retry of a request whose client has gone. Half: SDKs wait up to 8 s; double: engines work longer for
+nobody."""
 LARGEST = 1 << 28
 """Bytes of a body."""
-RETRY = "x-stainless-retry-count"
-"""Header in which the SDKs of OpenAI and Anthropic count their retries."""
+RETRY, IDEMPOTENT = "x-stainless-retry-count", "Idempotency-Key"
+"""Headers in which the SDKs of OpenAI and Anthropic count their retries, and in which others name a request."""
 MODELS_PATH = "/v1/models"
 PATHS = ", ".join([*(f"POST {path}" for path in APIS), f"GET {MODELS_PATH}"])
 MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "libra-hpc"}]}
 
 
-class _Session:
-    """One episode's requests, by a digest of their bodies: those in flight, and those nobody has read."""
+class Asked:
+    """A request in line for a turn."""
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, request: AgentRequest, body: bytes, key: str = "") -> None:
+        self.request, self.key, self.size = request, key, len(body)
+        self.digest = blake2b(body, digest_size=16).digest()
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        """Cancelled when it is given up, refused when the episode ends."""
+        self.clients, self.read = 0, False
+        """Clients that wait for it; whether one has got it."""
+
+    @property
+    def left(self) -> bool:
+        """Whether its clients have gone without it."""
+        return not (self.clients or self.read)
+
+
+class _Session:
+    """One episode's requests: those in line, those that nobody has read, and the one that was read last."""
+
+    def __init__(self, ask: Callable[[Asked], object], waits: Callable[[bool], object]) -> None:
+        self._ask, self._waits = ask, waits
         self.before = defaultdict[str, Histories](Histories)
         """By the path: each API reads items in its own way."""
-        self._made: dict[bytes, asyncio.Future[Answer]] = {}
+        self._known: list[Asked] = []
         self.numbers = Counter[str]()
         """The trajectory's numbers of its requests."""
-        self._delivered: bytes = b""
-        """The request that was answered last, for its retries."""
 
-    def made(self, digest: bytes, request: AgentRequest, retry: bool) -> asyncio.Future[Answer]:
-        known = self._made.get(digest)
-        if known is not None and (retry or digest != self._delivered):
-            return known
-        made = self._made[digest] = asyncio.ensure_future(self._ask(request))
-        # An answer that nobody reads any more is no error.
-        made.add_done_callback(lambda one: one.cancelled() or one.exception())
-        return made
+    def join(self, new: Asked, retry: bool) -> Asked:
+        """The request that this one repeats, or else itself."""
+        same = [
+            one
+            for one in self._known
+            if one.digest == new.digest and (one.left or (one.key == new.key if new.key else retry))
+        ]
+        if same:
+            return min(same, key=lambda one: (one.key != new.key, not one.left))
+        self._known.append(new)
+        # What nobody reads any more is no error.
+        new.answer.add_done_callback(lambda one: self.changed(one.cancelled() or one.exception()))
+        try:
+            self._ask(new)
+        except RequestRefused as why:
+            new.answer.set_exception(why)
+        return new
 
-    def delivered(self, digest: bytes) -> None:
-        if self._delivered != digest:
-            self._made.pop(self._delivered, None)
-        self._delivered = digest
+    @contextmanager
+    def client(self, asked: Asked) -> Iterator[None]:
+        """Context of a client of a request: left without an exception, it has read the answer."""
+        asked.clients += 1
+        self.changed()
+        try:
+            yield
+            self._known = [one for one in self._known if not one.read or one is asked]
+            asked.read = True
+        finally:
+            asked.clients -= 1
+            if asked.left:
+                asyncio.get_running_loop().call_later(RETRY_S, self._give_up, asked)
+            self.changed()
 
-    def refused(self, digest: bytes, why: BaseException) -> None:
-        self._made.pop(digest, None)
+    def _give_up(self, asked: Asked) -> None:
+        if asked.left:
+            asked.answer.cancel()
+            self._known = [one for one in self._known if one is not asked]
+
+    def changed(self, why: object = None) -> None:
+        """Who waits may have changed, or a request was refused."""
         self.numbers["refused_requests"] += isinstance(why, RequestRefused) and why.code == REFUSED
+        self._waits(any(one.clients and not one.answer.done() for one in self._known))
+
+    def close(self) -> None:
+        for one in self._known:
+            if not one.answer.done():
+                one.answer.set_exception(RequestRefused(410, "gone", "The episode has ended."))
 
 
 class AgentEndpoint:
@@ -91,7 +139,8 @@ class AgentEndpoint:
     async def _start(self) -> None:
         request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=LARGEST)
         # Without aiohttp's applications, whose routes and signals take a tenth of a request.
-        self._runner = web.ServerRunner(web.Server(self._handle, request_factory=request, access_log=None))
+        server = web.Server(self._handle, request_factory=request, access_log=None, handler_cancellation=True)
+        self._runner = web.ServerRunner(server)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -103,13 +152,18 @@ class AgentEndpoint:
             await self._runner.cleanup()
             self.socket.unlink(missing_ok=True)
 
-    def open(self, key: str, ask: Ask) -> Counter[str]:
-        """Open an episode; returns numbers of its requests, which grow."""
-        self._sessions[key] = _Session(ask)
+    def open(self, key: str, ask: Callable[[Asked], object], waits: Callable[[bool], object]) -> Counter[str]:
+        """Open an episode; returns numbers of its requests, which grow.
+
+        ``ask`` gets each request; ``waits`` whether a client waits for a turn, whenever that may have changed.
+        """
+        self._sessions[key] = _Session(ask, waits)
         return self._sessions[key].numbers
 
     def close(self, key: str) -> None:
-        self._sessions.pop(key, None)
+        """No turn can be asked any more, and those in line are refused."""
+        if (session := self._sessions.pop(key, None)) is not None:
+            session.close()
 
     async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
         key, mark, rest = http.path.partition("/v1/")
@@ -126,29 +180,30 @@ class AgentEndpoint:
             return web.json_response(api.error(why), status=why.status)
 
     async def _answered(self, api: Api, key: str, http: web.BaseRequest) -> web.StreamResponse:
+        session = self._sessions.get(key)
+        asked = await self._read(api, session, http) if session is not None else None
+        if session is None or asked is None or self._sessions.get(key) is not session:  # it may have ended meanwhile
+            raise RequestRefused(410, "gone", "There is no such episode, or it has ended.")
+        request, asked = asked.request, session.join(asked, http.headers.get(RETRY, "0") != "0")
+        try:
+            with session.client(asked):
+                return await (_streamed if request.stream else _whole)(api, request, asked.answer, http)
+        except ConnectionResetError:
+            return web.Response()  # to nobody: the client has gone, and its retry gets the answer
+
+    async def _read(self, api: Api, session: _Session, http: web.BaseRequest) -> Asked:
         if http.headers.get("Expect", "").lower() == "100-continue":
             # curl waits a second for it, other clients for ever.
             await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        raw = await http.read() if key in self._sessions else b""
-        session = self._sessions.get(key)  # it may have ended meanwhile, and nobody would answer
-        if session is None:
-            raise RequestRefused(410, "gone", "There is no such episode, or it has ended.")
-        digest = blake2b(raw, digest_size=16, person=http.path[-16:].encode()).digest()
         try:
+            raw = await http.read()
             request = api.read(_object(raw), session.before[http.path])
-            if http.path.endswith(COUNT_PATH):
-                request = replace(request, counts=True, stream=False)
-            made = session.made(digest, request, http.headers.get(RETRY, "0") != "0")
-            sent = await (_streamed if request.stream else _whole)(api, request, made, http)
-        except RequestRefused as why:
-            session.refused(digest, why)
+        except RequestRefused as refused:
+            session.changed(refused)
             raise
-        except ConnectionResetError:
-            return web.Response()  # to nobody: the client has gone, and its retry gets the answer
-        session.delivered(digest)
-        if late := made.exception():
-            session.refused(digest, late)  # in a stream, as its last event
-        return sent
+        if http.path.endswith(COUNT_PATH):
+            request = replace(request, counts=True, stream=False)
+        return Asked(request, http.path.encode() + raw, http.headers.get(IDEMPOTENT, ""))
 
 
 def _key(http: web.BaseRequest) -> str:

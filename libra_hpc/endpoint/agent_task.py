@@ -38,7 +38,8 @@ from libra_hpc.tasks.tokenizer import TaskTokenizer
 from libra_hpc.tasks.tool_outcome import signal_of
 from libra_hpc.user_file import load_function
 
-from .agent_endpoint import AgentEndpoint
+from .agent_clock import AgentClock
+from .agent_endpoint import AgentEndpoint, Asked
 from .agent_request import CONTEXT_FULL, REFUSED, AgentRequest, Answer, RequestRefused
 from .conversation import Conversation, PlacedTurn
 from .forward import NOT_FOUND
@@ -50,6 +51,8 @@ LEAVE_S = 30.0
 FORWARD = "/run/forward.py"
 LINES = 20
 """Lines of a failed program's output in the log of the host."""
+LOOK_S = 0.05
+"""Seconds between two looks for the retry of a request whose client has gone."""
 
 
 class Address(NamedTuple):
@@ -152,27 +155,32 @@ class AgentEpisode(Episode):
         self.max_tokens, self.stop_ids = task.made.max_tokens, task.choice.dialect.stop_ids
         self._conversation = Conversation(task.choice.dialect, task.made.drops_thinking)
         self._key = secrets.token_hex(16)
-        self._asked: deque[tuple[AgentRequest, asyncio.Future[Answer]]] = deque()
+        self._asked: deque[Asked] = deque()
         self._news = asyncio.Event()
         """Set by a request, and by the agent's end."""
-        self._pending: asyncio.Future[Answer] | None = None
-        """The answer that the agent waits for."""
+        self._pending: Asked | None = None
+        """The request that gets the next turn."""
         self._turns, self._context = 0, 0
         self._answered_at = 0.0
         self._called: dict[str, str] = {}
         """Names of the tools of the last turn, by the call's id."""
         self._box: Box | None = None
         self._agent: asyncio.Task[Ran] | None = None
+        self._limit = ""
+        """The limit that ended it from outside."""
 
     async def start(self, tools: Tools) -> None:
         await self._task.endpoint.start()
         self._box = self._task.new_box()
-        self._numbers = self._task.endpoint.open(self._key, self._ask)
+        loop = asyncio.get_running_loop()
+        self._clock = AgentClock(self._task.wall_s, loop.time())
+        self._timer = loop.call_later(self._task.wall_s, self._end_agent, "time")
         self._agent = asyncio.create_task(self._work(self._box))
-        self._agent.add_done_callback(lambda _: self._news.set())
+        self._agent.add_done_callback(self._ended)
+        self._numbers = self._task.endpoint.open(self._key, self._ask, self._waits)
         placed = await self._next(NO_LIMIT)
         if placed is None:
-            raise self._silent(self._agent.result())
+            raise self._silent(self._ran())
         self.prompt = placed.tokens
 
     def _silent(self, ran: Ran) -> Exception:
@@ -182,11 +190,20 @@ class AgentEpisode(Episode):
         return OperationError(f"{why}.") if ran.exit_code == NOT_FOUND else RuntimeError(why)
 
     async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
+        assert self._pending is not None
         answer = self._conversation.said(turn.tokens, turn.stop == "length", f"{self._turns:06d}")
         self._turns += 1
         self._called = {one.id: one.name for one in answer.calls}
         self._context = answer.prompt_tokens + len(turn.tokens) + turn.room
         dropped = len(turn.tokens) - answer.new_tokens
+        asked = self._pending
+        # The retry of a request whose client has gone may come; a replay has no tokens of a turn that nobody read.
+        while (asked.left or not turn.tokens) and not asked.answer.done():
+            await asyncio.sleep(LOOK_S)
+        if asked.answer.done():
+            self._conversation.unread()
+            dropped = len(turn.tokens)
+            self._numbers["unread_turns"] += 1
         self._answer(answer)
         placed = await self._next(self._context)
         if placed is None:
@@ -205,38 +222,50 @@ class AgentEpisode(Episode):
         return await self._judged()
 
     async def close(self, why: Why) -> None:
-        self._task.endpoint.close(self._key)
         self._end_agent()
-        self._answer(_gone())
-        while self._asked:
-            self._asked.popleft()[1].set_exception(_gone())
+        self._task.endpoint.close(self._key)
         if self._box is not None:
             await self._box.close()
 
-    def _end_agent(self) -> None:
+    def _end_agent(self, limit: str = "context") -> None:
         if self._agent is not None:
+            self._limit = self._limit or limit
             self._agent.cancel()
+
+    def _ended(self, agent: asyncio.Task[Ran]) -> None:
+        """What outlives the agent, such as a thread of a coroutine, gets no turn."""
+        self._task.endpoint.close(self._key)
+        self._waits(False)
+        self._news.set()
+
+    def _ran(self) -> Ran:
+        """How the agent ended."""
+        assert self._agent is not None
+        return Ran(1, "", self._limit) if self._agent.cancelled() else self._agent.result()
+
+    def _waits(self, waits: bool) -> None:
+        """The agent's clock stands from now on, or goes on."""
+        self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        if self._agent is not None and not self._agent.done():
+            self._timer = loop.call_later(self._clock.left(loop.time(), waits), self._end_agent, "time")
 
     def _answer(self, answer: Answer | RequestRefused) -> None:
         pending, self._pending = self._pending, None
         self._answered_at = time.perf_counter()
-        if pending is None or pending.done():
+        if pending is None or pending.answer.done():
             return
         if isinstance(answer, RequestRefused):
-            pending.set_exception(answer)
+            pending.answer.set_exception(answer)
         else:
-            pending.set_result(answer)
+            pending.answer.set_result(answer)
 
-    async def _ask(self, request: AgentRequest) -> Answer:
-        if request.unenforced and self._task.env.unenforced == "refuse":
-            raise RequestRefused(400, REFUSED, request.unenforced)
-        self._numbers["unenforced_requests"] += bool(request.unenforced)
-        if request.counts:
-            return self._conversation.counted(request)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._asked.append((request, answer))
+    def _ask(self, asked: Asked) -> None:
+        if asked.request.unenforced and self._task.env.unenforced == "refuse":
+            raise RequestRefused(400, REFUSED, asked.request.unenforced)
+        self._numbers["unenforced_requests"] += bool(asked.request.unenforced)
+        self._asked.append(asked)
         self._news.set()
-        return await answer
 
     async def _next(self, most: int) -> PlacedTurn | None:
         """What the agent's next request goes on with, in a context of ``most`` tokens; None when it has ended."""
@@ -246,12 +275,19 @@ class AgentEpisode(Episode):
                 self._news.clear()
                 await self._news.wait()
                 continue
-            request, self._pending = self._asked.popleft()
+            asked = self._pending = self._asked.popleft()
+            request = asked.request
+            if asked.answer.done():
+                continue
             try:
+                if request.counts:
+                    self._answer(self._conversation.counted(request, most))
+                    continue
                 placed = self._conversation.place(request, most)
             except RequestRefused as why:
                 self._answer(why)
                 continue
+            asked.answer.add_done_callback(lambda one: (one.cancelled() or one.exception()) and self.unwanted())
             self.max_tokens = min(request.max_tokens or NO_LIMIT, self._task.made.max_tokens)
             self._signals = self._signals_of(request, len(placed.tokens))
             return placed
@@ -272,10 +308,7 @@ class AgentEpisode(Episode):
         if task.made.agent is None:
             return await self._program(box)
         try:
-            async with asyncio.timeout(task.wall_s):
-                await task.made.agent(self._row, Address(url, self._key), box)
-        except TimeoutError:
-            return Ran(1, "", "time")
+            await task.made.agent(self._row, Address(url, self._key), box)
         except OperationError:
             raise
         except Exception as error:
@@ -296,14 +329,14 @@ class AgentEpisode(Episode):
             "ANTHROPIC_BASE_URL": url,
             "ANTHROPIC_API_KEY": self._key,
         }
-        return await box.run(command, timeout_s=task.wall_s, env=env, mount=mount, socket=socket)
+        return await box.run(command, timeout_s=0.0, env=env, mount=mount, socket=socket)
 
     async def _judged(self) -> Turn:
         """The end: nothing of the agent runs any more when the reward is asked."""
         assert self._box is not None
         assert self._agent is not None
         await asyncio.wait({self._agent})
-        ran = Ran(1, "", "context") if self._agent.cancelled() else self._agent.result()
+        ran = self._ran()
         await self._box.end_processes()
         failed = ran.exit_code != 0 and not ran.limit
         if failed:
@@ -330,7 +363,3 @@ def _coroutine(field: str, name: str) -> Callable[..., Any]:
 
 def _ending(ran: Ran) -> str:
     return f"its limit of {ran.limit}" if ran.limit else f"exit code {ran.exit_code}"
-
-
-def _gone() -> RequestRefused:
-    return RequestRefused(410, "gone", "The episode has ended.")

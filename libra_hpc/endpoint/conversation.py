@@ -64,9 +64,9 @@ class Conversation:
 
         Raises `RequestRefused` when there is no room, or the template cannot write the messages, and changes nothing.
         """
-        whole, cause, thinking = self._written(request)
+        whole, cause, thinking = self._written(request, most)
         if len(whole) >= most:
-            why = f"The messages have {len(whole)} tokens; the context has {most}, and a turn needs one."
+            why = f"The messages have {len(whole)} tokens or more; the context has {most}, and a turn needs one."
             raise RequestRefused(400, CONTEXT_FULL, why)
         goes_on, before = bool(self._samples) and not cause, 0
         if goes_on:
@@ -77,7 +77,7 @@ class Conversation:
         self._samples[-1].keys, self._samples[-1].thinking, self._stop = request.keys, thinking, request.stop
         return PlacedTurn(whole[before:], not goes_on)
 
-    def _written(self, request: AgentRequest) -> tuple[list[int], str, dict[int, str]]:
+    def _written(self, request: AgentRequest, most: int) -> tuple[list[int], str, dict[int, str]]:
         """The context of a request's turn, the cause for which it begins a sample, and the thinking in it."""
         best = max(self._fitting(request), key=lambda sample: len(sample.keys), default=None)
         sent = {n: one["reasoning_content"] for n, one in enumerate(request.messages) if one.get("reasoning_content")}
@@ -85,15 +85,15 @@ class Conversation:
         if self._drops_thinking and before:
             with suppress(UserError):  # it refuses what the policy wrote: the context grows as it is
                 kept = {n: before[n] for n in self._dialect.keeps(request.messages, request.tools, [*before])}
-        added = self._following(best, request) if best is not None and kept == before else None
+        added = self._following(best, request, most) if best is not None and kept == before else None
         if best is not None and added is not None:
             return [*best.tokens, *added], "" if best is self._samples[-1] else "returned", kept
         cause = self._cause(request, best) if best is None or kept == before else "thinking"
-        return self._rendered(request, kept), cause, kept
+        return self._rendered(request, kept, most), cause, kept
 
-    def counted(self, request: AgentRequest) -> Answer:
+    def counted(self, request: AgentRequest, most: int) -> Answer:
         """An answer without a turn: the tokens that one would follow."""
-        return Answer(request.model, "", "", (), False, len(self._written(request)[0]), 0)
+        return Answer(request.model, "", "", (), False, len(self._written(request, most)[0]), 0)
 
     def _cause(self, request: AgentRequest, best: _Sample | None) -> str:
         """Why a request that no sample goes on with begins one; empty for the first."""
@@ -103,13 +103,13 @@ class Conversation:
             return ""
         return "rewritten" if self._samples[-1].tools == request.tools else "tools"
 
-    def _rendered(self, request: AgentRequest, thinking: dict[int, str]) -> list[int]:
+    def _rendered(self, request: AgentRequest, thinking: dict[int, str], most: int) -> list[int]:
         written = [
             one | ({"reasoning_content": thinking[n]} if n in thinking else {})
             for n, one in enumerate(request.messages)
         ]
         try:
-            return self._dialect.first(written, request.tools)
+            return self._dialect.first(written, request.tools, most)
         except UserError as error:
             raise RequestRefused(400, REFUSED, str(error)) from error
 
@@ -126,6 +126,10 @@ class Conversation:
         sample.tokens += sample.sampled
         return replace(answer, stop=stop)
 
+    def unread(self) -> None:
+        """The turn of the request that was placed last is dropped: nothing goes on with its sample."""
+        self._samples[-1].keys = [None]
+
     def _fitting(self, request: AgentRequest) -> list[_Sample]:
         """Samples that the messages begin with, the newest first."""
         keys = request.keys
@@ -135,11 +139,12 @@ class Conversation:
             if len(one.keys) < len(keys) and one.tools == request.tools and keys[: len(one.keys)] == one.keys
         ]
 
-    def _following(self, sample: _Sample, request: AgentRequest) -> list[int] | None:
+    def _following(self, sample: _Sample, request: AgentRequest, most: int) -> list[int] | None:
         """What follows the newest turn of a sample; None where the template cannot write it."""
         before = len(sample.tokens) - len(sample.sampled)
         tail = sample.tokens[max(0, before - TAIL) : before]
         try:
-            return self._dialect.delta(tail, sample.sampled, request.messages[len(sample.keys) :], request.tools)
+            new = request.messages[len(sample.keys) :]
+            return self._dialect.delta(tail, sample.sampled, new, request.tools, most=most)
         except (BridgeError, UserError):
             return None

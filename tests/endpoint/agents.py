@@ -7,10 +7,11 @@ import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError
+from openai import APIStatusError, AsyncOpenAI, BadRequestError, OpenAI
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
@@ -152,19 +153,74 @@ async def forgetful(row: Any, client: AsyncOpenAI) -> None:
 
 @by_openai
 async def stubborn(row: Any, client: AsyncOpenAI) -> None:
-    """Two equal requests in flight, and a request whose client goes away and comes again."""
+    """Five equal requests at once, retries of them, and requests whose clients go away and come again."""
     asked: Any = {"model": "policy", "messages": [{"role": "user", "content": row["prompt"]}]}
-    one, two = await asyncio.gather(*(client.chat.completions.create(**asked) for _ in range(2)))
-    assert one.id == two.id
+    five = await asyncio.gather(*(client.chat.completions.create(**asked) for _ in range(5)))
+    assert len({one.id for one in five}) == 5
     again: Any = {**asked, "extra_headers": {"x-stainless-retry-count": "1"}}
-    assert (await client.chat.completions.create(**again)).id == one.id
+    assert (await client.chat.completions.create(**again)).id == five[-1].id
+    named: Any = {**asked, "extra_headers": {"Idempotency-Key": "a"}}
+    one, two = await asyncio.gather(*(client.chat.completions.create(**named) for _ in range(2)))
+    assert one.id == two.id
     gone = asyncio.create_task(client.responses.create(model="policy", input="x"))
     await asyncio.sleep(0.05)
     gone.cancel()
     await asyncio.sleep(0.3)
     back: Any = await client.responses.create(model="policy", input="x")
-    assert back.output[0].content[0].text == "turn 2"
+    assert back.output[0].content[0].text == "turn 7"
     assert (await client.chat.completions.create(**asked)).id != one.id, "an equal request later is a turn of its own"
+
+
+@by_openai
+async def leaving(row: Any, client: AsyncOpenAI) -> None:
+    """Requests whose clients leave, all at once and one by one, between two that are read."""
+
+    def ask(content: str) -> asyncio.Task[Any]:
+        asked: Any = [{"role": "user", "content": content}]
+        return asyncio.create_task(client.chat.completions.create(model="policy", messages=asked))
+
+    await ask("read")
+    for count in (row["clients"], 1, 1):
+        gone = [ask(f"left {n}") for n in range(count)]
+        await asyncio.sleep(0.5)
+        for one in gone:
+            one.cancel()
+        await asyncio.gather(*gone, return_exceptions=True)
+    await ask("read, too")
+
+
+@by_openai
+async def talkative(row: Any, client: AsyncOpenAI) -> None:
+    asked: Any = {"model": "policy", "messages": [{"role": "user", "content": "word " * row["words"]}]}
+    with pytest.raises(BadRequestError, match="tokens or more; the context has 4096"):
+        await client.chat.completions.create(**asked)
+    await client.responses.create(model="policy", input="x")
+
+
+async def outlived(row: Any, endpoint: Any, box: Any) -> None:
+    """Its thread goes on asking when it has ended."""
+
+    loop, answered = asyncio.get_running_loop(), asyncio.Event()
+
+    def ask() -> None:
+        with OpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0) as client:
+            for _ in range(9):
+                try:
+                    client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
+                    loop.call_soon_threadsafe(answered.set)
+                except APIStatusError as error:
+                    Path(row["said"]).write_text(f"{error.status_code} {error.message}")
+                    return
+
+    thread = asyncio.create_task(asyncio.to_thread(ask))
+    await answered.wait()
+    await asyncio.sleep(0.3)
+    thread.cancel()
+
+
+async def synchronous(row: Any, endpoint: Any, box: Any) -> None:
+    with OpenAI(base_url=endpoint.url, api_key=endpoint.key) as client:
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
 
 
 @by_openai

@@ -15,8 +15,8 @@ from libra_hpc.tasks.base import PolicyTurn, Turn
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.rollout.plant import generated
 
-Policy = Callable[[str], str | list[int]]
-"""From the text of the context to that of the turn, or to its tokens."""
+Policy = Callable[[str], str | list[int] | None]
+"""From the text of the context to that of the turn, or to its tokens; None: it goes on until nobody waits for it."""
 ROOM = 4096
 
 
@@ -43,6 +43,8 @@ async def play(
     episode, played = task.open(index, 0, 0.0), Played()
     assert isinstance(episode, AgentEpisode)
     tools: Any = None
+    unwanted = asyncio.Event()
+    episode.unwanted = unwanted.set
     try:
         await episode.start(tools)
         played.trajectory.open(episode.prompt_id, pack_i32(episode.prompt))
@@ -50,6 +52,10 @@ async def play(
             await asyncio.sleep(delay_s)
             context = unpack_i32(played.trajectory.context_ids)
             said = policy(task.tokenizer.decode(context))
+            if said is None:
+                await unwanted.wait()
+                unwanted.clear()
+                said = "cut"
             sampled = [*task.tokenizer.encode(said), episode.stop_ids[-1]] if isinstance(said, str) else said
             cut = sampled[: min(episode.max_tokens, room - len(context))]
             played.contexts.append(context)

@@ -31,7 +31,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TaskTokenizer:
 def task_of(
     tokenizer: TaskTokenizer, folder: Path, agent: str, wall_s: float = 60.0, **settings: Any
 ) -> AgentEnvironment:
-    data = write_rows(folder, {"prompt": "What is there?"})
+    data = write_rows(folder, {"prompt": "What is there?", **settings.pop("row", {})})
     task = AgentTask(tokenizer, data=data, agent=f"{AGENTS}:{agent}", reward=f"{AGENTS}:one")
     env = {"sandbox": "none", "limits": {"wall_s": wall_s}, **settings.pop("env", {})}
     made = task.make({"env": env, **settings})
@@ -75,7 +75,7 @@ async def test_a_request_that_does_not_go_on_begins_a_sample_with_a_cause(
     assert back[: len(first) + len(played.turns[0])] == [*first, *played.turns[0]], "what was sampled is kept"
 
 
-async def test_an_equal_request_in_flight_and_a_retry_get_one_answer(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
+async def test_equal_requests_are_turns_of_their_own_but_for_retries(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
     said: list[str] = []
 
     def policy(context: str) -> str:
@@ -84,7 +84,7 @@ async def test_an_equal_request_in_flight_and_a_retry_get_one_answer(tokenizer: 
 
     played = await play(task_of(tokenizer, tmp_path, "stubborn"), policy, delay_s=0.2)
     assert played.end.info["agent_failed"] == 0
-    assert len(said) == 3
+    assert len(said) == 8
 
 
 @pytest.mark.parametrize(("agent", "column"), [("failing", "agent_failed"), ("slow", "limit_time")])

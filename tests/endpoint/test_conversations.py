@@ -13,7 +13,7 @@ from aiohttp import ClientSession
 
 from libra_hpc.chat.selftest import choose_dialect
 from libra_hpc.endpoint import chat_completions
-from libra_hpc.endpoint.agent_endpoint import RETRY, AgentEndpoint
+from libra_hpc.endpoint.agent_endpoint import RETRY, AgentEndpoint, Asked
 from libra_hpc.endpoint.agent_request import AgentRequest, Answer, identity
 from libra_hpc.endpoint.apis import APIS
 from libra_hpc.endpoint.conversation import Conversation
@@ -110,9 +110,17 @@ class Walk:
         self.turns = 0
         self.begun = asyncio.Event()
 
-    async def ask(self, asked: AgentRequest) -> Answer:
-        self.asked = asked
+    def ask(self, asked: Asked) -> None:
+        self.asked = asked.request
         self.begun.set()
+        self.asking = asyncio.create_task(self.answered_by(asked))
+
+    async def answered_by(self, asked: Asked) -> None:
+        answer = await self.taken(asked.request)
+        if not asked.answer.done():
+            asked.answer.set_result(answer)
+
+    async def taken(self, asked: AgentRequest) -> Answer:
         placed = self.conversation.place(asked, 1 << 20)
         if placed.new_sample:
             self.contexts.append([])
@@ -186,7 +194,7 @@ async def walked(
             return {key: value for key, value in found.items() if key not in ("created", "created_at")}
 
     program, causes = kind(), dict[str, int]()
-    endpoint.open("key", walk.ask)
+    endpoint.open("key", walk.ask, lambda waits: None)
     program.user(ODD)
     for _ in range(TURNS):
         walk.answered(program, await walk.turn(program, True, post))
