@@ -5,6 +5,7 @@ The key comes as a bearer token, ``x-api-key``, ``X-Session-ID``, or first in th
 - Each request is a turn. One marked as a retry, or equal to one whose client has gone, joins that one.
 - The client of a turn has gone for `RETRY_S` -> the turn is given up.
 - A client waits as long as its turn takes; a stream gets a comment every `KEEP_ALIVE_S`.
+- A body that no context has room for is 413; one beyond `LONG` is read in a thread.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import secrets
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 from msgspec.structs import replace
@@ -33,13 +35,16 @@ KEEP_ALIVE_S = 10.0
 RETRY_S = 10.0
 """Seconds for the retry of a request whose client has gone. Half: SDKs wait up to 8 s; double: engines work longer for
 nobody."""
-LARGEST = 1 << 28
-"""Bytes of a body."""
+LONG, LEAST = 1 << 16, 1 << 20
+"""Bytes of a body from which on a thread reads it; bytes that are read whatever the context is."""
 RETRY, IDEMPOTENT = "x-stainless-retry-count", "Idempotency-Key"
 """Headers in which the SDKs of OpenAI and Anthropic count their retries, and in which others name a request."""
 MODELS_PATH = "/v1/models"
 PATHS = ", ".join([*(f"POST {path}" for path in APIS), f"GET {MODELS_PATH}"])
 MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "libra-hpc"}]}
+
+
+T = TypeVar("T")
 
 
 class Asked:
@@ -120,10 +125,16 @@ class _Session:
 
 
 class AgentEndpoint:
-    """``url``: the address of all episodes, once `start` has returned."""
+    """``url``: the address of all episodes, once `start` has returned.
 
-    def __init__(self) -> None:
+    A body has at most ``longest`` bytes for each of the ``context`` tokens, and may have `LEAST`.
+    """
+
+    def __init__(self, context: int = 0, longest: int = 0) -> None:
         self.url = ""
+        self._context, self.largest = context, max(LEAST, context * longest)
+        self._thread = ThreadPoolExecutor(1, "bodies")
+        """One, so that long bodies take the memory of one."""
         self.socket = Path(tempfile.gettempdir(), f"endpoint-{secrets.token_hex(4)}.sock")
         """The same for boxes without network."""
         self._sessions: dict[str, _Session] = {}
@@ -137,7 +148,7 @@ class AgentEndpoint:
                 await self._start()
 
     async def _start(self) -> None:
-        request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=LARGEST)
+        request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=self.largest)
         # Without aiohttp's applications, whose routes and signals take a tenth of a request.
         server = web.Server(self._handle, request_factory=request, access_log=None, handler_cancellation=True)
         self._runner = web.ServerRunner(server)
@@ -164,6 +175,10 @@ class AgentEndpoint:
         """No turn can be asked any more, and those in line are refused."""
         if (session := self._sessions.pop(key, None)) is not None:
             session.close()
+
+    async def apart(self, size: int, work: Callable[[], T]) -> T:
+        """The result of what a body of so many bytes needs, which holds up no other episode."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work) if size > LONG else work()
 
     async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
         key, mark, rest = http.path.partition("/v1/")
@@ -197,7 +212,10 @@ class AgentEndpoint:
             await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
             raw = await http.read()
-            request = api.read(_object(raw), session.before[http.path])
+            request = await self.apart(len(raw), lambda: api.read(_object(raw), session.before[http.path]))
+        except web.HTTPRequestEntityTooLarge as error:
+            why = f"more than {self.largest:,} bytes, and no context of {self._context:,} tokens has room for that"
+            raise RequestRefused(413, "request_too_large", f"The body has {why}.") from error
         except RequestRefused as refused:
             session.changed(refused)
             raise

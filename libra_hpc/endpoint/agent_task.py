@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,13 +96,15 @@ class AgentTask(TaskMaker):
     def make(self, settings: Mapping[str, Any]) -> Task:
         env = msgspec.convert(settings.get("env", {}), EnvSection)
         self.drops_thinking = settings.get("thinking") == "template"
-        return AgentEnvironment(self, open_rows(self.data), chosen(env), env)
+        return AgentEnvironment(self, open_rows(self.data), chosen(env), env, settings.get("context", NO_LIMIT))
 
 
 class AgentEnvironment(Task):
     """An `AgentTask` as the host serves it; raises `UserError` for a template that cannot be followed exactly."""
 
-    def __init__(self, made: AgentTask, rows: Rows | list[Row], provider: Provider, env: EnvSection) -> None:
+    def __init__(
+        self, made: AgentTask, rows: Rows | list[Row], provider: Provider, env: EnvSection, context: int = NO_LIMIT
+    ) -> None:
         super().__init__(made.tokenizer, seed=made.seed)
         self.made, self.rows, self._name = made, rows, Path(made.data).stem
         self._provider, self.env, self.wall_s = provider, env, env.limits.wall_s
@@ -110,7 +113,7 @@ class AgentEnvironment(Task):
         self.step_limit_s = self.wall_s + made.leave_s
         self.choice = choose_dialect(made.tokenizer, with_tools=True)
         self.chats = (self.choice.found,)
-        self.endpoint = AgentEndpoint()
+        self.context, self.endpoint = context, AgentEndpoint(context, made.tokenizer.longest)
         self._failures: set[str] = set()
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
@@ -178,7 +181,7 @@ class AgentEpisode(Episode):
         self._agent = asyncio.create_task(self._work(self._box))
         self._agent.add_done_callback(self._ended)
         self._numbers = self._task.endpoint.open(self._key, self._ask, self._waits)
-        placed = await self._next(NO_LIMIT)
+        placed = await self._next(self._task.context)
         if placed is None:
             raise self._silent(self._ran())
         self.prompt = placed.tokens
@@ -281,9 +284,11 @@ class AgentEpisode(Episode):
                 continue
             try:
                 if request.counts:
-                    self._answer(self._conversation.counted(request, most))
+                    counted = partial(self._conversation.counted, request, most)
+                    self._answer(await self._task.endpoint.apart(asked.size, counted))
                     continue
-                placed = self._conversation.place(request, most)
+                place = partial(self._conversation.place, request, most)
+                placed = await self._task.endpoint.apart(asked.size, place)
             except RequestRefused as why:
                 self._answer(why)
                 continue
