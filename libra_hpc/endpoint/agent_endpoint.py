@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -44,7 +45,29 @@ PATHS = ", ".join([*(f"POST {path}" for path in APIS), f"GET {MODELS_PATH}"])
 MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "libra-hpc"}]}
 
 
+SERVED = dict[Any, asyncio.AbstractEventLoop]()
+"""Loops that serve, by their addresses."""
 T = TypeVar("T")
+
+
+class SynchronousClient(BaseException):
+    """A client in the thread of the loop, which waits for itself. After an `Exception` clients try again."""
+
+
+def _refuse_synchronous_client(event: str, given: tuple[Any, ...]) -> None:
+    if (
+        event == "socket.connect"
+        and given[0].gettimeout() != 0.0
+        and (loop := SERVED.get(given[1])) is not None
+        and loop is asyncio._get_running_loop()
+    ):
+        raise SynchronousClient(
+            "it asks the policy by a synchronous client, which stops all episodes of its host; valid: AsyncOpenAI,"
+            " AsyncAnthropic, or asyncio.to_thread around the call"
+        )
+
+
+sys.addaudithook(_refuse_synchronous_client)
 
 
 class Asked:
@@ -71,7 +94,7 @@ class _Session:
         self._ask, self._waits = ask, waits
         self.before = defaultdict[str, Histories](Histories)
         """By the path: each API reads items in its own way."""
-        self._known: list[Asked] = []
+        self.known: list[Asked] = []
         self.numbers = Counter[str]()
         """The trajectory's numbers of its requests."""
 
@@ -79,18 +102,15 @@ class _Session:
         """The request that this one repeats, or else itself."""
         same = [
             one
-            for one in self._known
+            for one in self.known
             if one.digest == new.digest and (one.left or (one.key == new.key if new.key else retry))
         ]
         if same:
             return min(same, key=lambda one: (one.key != new.key, not one.left))
-        self._known.append(new)
+        self.known.append(new)
         # What nobody reads any more is no error.
         new.answer.add_done_callback(lambda one: self.changed(one.cancelled() or one.exception()))
-        try:
-            self._ask(new)
-        except RequestRefused as why:
-            new.answer.set_exception(why)
+        self._ask(new)
         return new
 
     @contextmanager
@@ -100,7 +120,7 @@ class _Session:
         self.changed()
         try:
             yield
-            self._known = [one for one in self._known if not one.read or one is asked]
+            self.known = [one for one in self.known if not one.read or one is asked]
             asked.read = True
         finally:
             asked.clients -= 1
@@ -111,17 +131,12 @@ class _Session:
     def _give_up(self, asked: Asked) -> None:
         if asked.left:
             asked.answer.cancel()
-            self._known = [one for one in self._known if one is not asked]
+            self.known = [one for one in self.known if one is not asked]
 
     def changed(self, why: object = None) -> None:
         """Who waits may have changed, or a request was refused."""
         self.numbers["refused_requests"] += isinstance(why, RequestRefused) and why.code == REFUSED
-        self._waits(any(one.clients and not one.answer.done() for one in self._known))
-
-    def close(self) -> None:
-        for one in self._known:
-            if not one.answer.done():
-                one.answer.set_exception(RequestRefused(410, "gone", "The episode has ended."))
+        self._waits(any(one.clients and not one.answer.done() for one in self.known))
 
 
 class AgentEndpoint:
@@ -150,12 +165,14 @@ class AgentEndpoint:
     async def _start(self) -> None:
         request = partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=self.largest)
         # Without aiohttp's applications, whose routes and signals take a tenth of a request.
-        server = web.Server(self._handle, request_factory=request, access_log=None, handler_cancellation=True)
-        self._runner = web.ServerRunner(server)
+        self._runner = web.ServerRunner(
+            web.Server(self._handle, request_factory=request, access_log=None, handler_cancellation=True)
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         await web.UnixSite(self._runner, str(self.socket)).start()
+        SERVED[self._runner.addresses[0]] = asyncio.get_running_loop()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def stop(self) -> None:
@@ -173,8 +190,10 @@ class AgentEndpoint:
 
     def close(self, key: str) -> None:
         """No turn can be asked any more, and those in line are refused."""
-        if (session := self._sessions.pop(key, None)) is not None:
-            session.close()
+        session = self._sessions.pop(key, None)
+        for one in session.known if session is not None else ():
+            if not one.answer.done():
+                one.answer.set_exception(RequestRefused(410, "gone", "The episode has ended."))
 
     async def apart(self, size: int, work: Callable[[], T]) -> T:
         """The result of what a body of so many bytes needs, which holds up no other episode."""

@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -40,7 +41,7 @@ from libra_hpc.tasks.tool_outcome import signal_of
 from libra_hpc.user_file import load_function
 
 from .agent_clock import AgentClock
-from .agent_endpoint import AgentEndpoint, Asked
+from .agent_endpoint import AgentEndpoint, Asked, SynchronousClient
 from .agent_request import CONTEXT_FULL, REFUSED, AgentRequest, Answer, RequestRefused
 from .conversation import Conversation, PlacedTurn
 from .forward import NOT_FOUND
@@ -50,8 +51,8 @@ INSIDE_PORT = 8000
 LEAVE_S = 30.0
 """Seconds for an agent to end that has learnt that its context is full."""
 FORWARD = "/run/forward.py"
-LINES = 20
-"""Lines of a failed program's output in the log of the host."""
+LINES = 60
+"""Lines of a failed agent's output, or of its traceback, in the log of the host."""
 LOOK_S = 0.05
 """Seconds between two looks for the retry of a request whose client has gone."""
 
@@ -256,16 +257,16 @@ class AgentEpisode(Episode):
     def _answer(self, answer: Answer | RequestRefused) -> None:
         pending, self._pending = self._pending, None
         self._answered_at = time.perf_counter()
-        if pending is None or pending.answer.done():
-            return
-        if isinstance(answer, RequestRefused):
-            pending.answer.set_exception(answer)
-        else:
-            pending.answer.set_result(answer)
+        if pending is not None and not pending.answer.done():
+            if isinstance(answer, RequestRefused):
+                pending.answer.set_exception(answer)
+            else:
+                pending.answer.set_result(answer)
 
     def _ask(self, asked: Asked) -> None:
         if asked.request.unenforced and self._task.env.unenforced == "refuse":
-            raise RequestRefused(400, REFUSED, asked.request.unenforced)
+            asked.answer.set_exception(RequestRefused(400, REFUSED, asked.request.unenforced))
+            return
         self._numbers["unenforced_requests"] += bool(asked.request.unenforced)
         self._asked.append(asked)
         self._news.set()
@@ -287,8 +288,7 @@ class AgentEpisode(Episode):
                     counted = partial(self._conversation.counted, request, most)
                     self._answer(await self._task.endpoint.apart(asked.size, counted))
                     continue
-                place = partial(self._conversation.place, request, most)
-                placed = await self._task.endpoint.apart(asked.size, place)
+                placed = await self._task.endpoint.apart(asked.size, partial(self._conversation.place, request, most))
             except RequestRefused as why:
                 self._answer(why)
                 continue
@@ -314,10 +314,12 @@ class AgentEpisode(Episode):
             return await self._program(box)
         try:
             await task.made.agent(self._row, Address(url, self._key), box)
+        except SynchronousClient as error:
+            raise UserError(f"{task.made.named}: {error}.") from error
         except OperationError:
             raise
         except Exception as error:
-            return Ran(1, f"{type(error).__name__}: {error}")
+            return Ran(1, "".join(traceback.format_exception(error)))
         return Ran(0, "")
 
     async def _program(self, box: Box) -> Ran:

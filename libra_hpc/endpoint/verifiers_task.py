@@ -65,8 +65,13 @@ class VerifiersTask(AgentTask):
         self.taskset["wall_s"], self.drops_thinking = env.limits.wall_s, settings.get("thinking") == "template"
         self.process = VerifiersProcess(self.taskset)
         env = replace(env, limits=replace(env.limits, wall_s=env.limits.wall_s + SCORE_S))
-        rows: list[Row] = [{"index": index} for index in range(self.process.tasks)]
-        return AgentEnvironment(self, rows, none, env, settings.get("context", NO_LIMIT))
+        return AgentEnvironment(
+            self,
+            [{"index": index} for index in range(self.process.tasks)],
+            none,
+            env,
+            settings.get("context", NO_LIMIT),
+        )
 
     async def _run(self, row: Row, endpoint: Address, box: object) -> None:
         async with self._starting:

@@ -16,6 +16,7 @@ from aiohttp import ClientSession
 from libra_hpc.endpoint import agent_endpoint
 from libra_hpc.endpoint.agent_clock import AgentClock
 from libra_hpc.endpoint.agent_endpoint import AgentEndpoint
+from libra_hpc.errors import UserError
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.chat.chat_folder import write_chat_folder
@@ -64,6 +65,32 @@ async def test_the_time_of_an_agent_stands_while_it_waits_for_a_turn(tokenizer: 
 def test_time_stands_in_sum_at_most_ten_times_the_limit(changes: list[tuple[float, bool]], left: float) -> None:
     clock = AgentClock(10.0, 0.0)
     assert [clock.left(now, waits) for now, waits in changes][-1] == left
+
+
+async def test_a_thread_that_outlives_its_agent_gets_no_turn(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
+    said, turns = tmp_path / "said", iter(["yes", None])
+    task = task_of(tokenizer, tmp_path, "outlived", row={"said": str(said)})
+    played = await play(task, lambda context: next(turns))
+    assert (len(played.turns), played.end.info["unread_turns"]) == (2, 1)
+    assert sum(played.trajectory.mask) == len(played.turns[0])
+    while not (said.exists() and said.read_text()):
+        await asyncio.sleep(0.01)
+    assert said.read_text().startswith("410 ")
+
+
+async def test_a_synchronous_client_in_a_coroutine_is_a_sentence(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^task.agent = '.*:synchronous': it asks the policy by a synchronous client"):
+        await play(task_of(tokenizer, tmp_path, "synchronous"), lambda context: "yes")
+
+
+async def test_the_exception_of_an_agent_has_its_traceback_in_the_log_once(
+    tokenizer: TaskTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = task_of(tokenizer, tmp_path, "failing")
+    for index in range(2):
+        await play(task, lambda context: "yes", index)
+    log = capsys.readouterr().err
+    assert log.count('raise KeyError("lost")') == log.count("KeyError: 'lost'") == 1
 
 
 @asynccontextmanager
