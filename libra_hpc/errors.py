@@ -27,6 +27,14 @@ class OperationError(Exception):
     exit_code = 1
 
 
+class EnvironmentFailed(OperationError):
+    """What a trajectory needs is away, through no fault of its policy: a server, a device, a licence.
+
+    The author of a task, tool, reward or agent raises it; no other exception counts, because a policy can cause those.
+    The trajectory is sampled again, and is no reward.
+    """
+
+
 class SlurmUnreachable(OperationError):
     """No Slurm controller answered."""
 

@@ -8,6 +8,7 @@
 - Unknown tool, bad JSON, missing argument -> an answer to the policy, counted; past ``chat.max_bad_calls`` it ends.
 - No call -> `ChatTask.answer` goes on, or the episode ends. At its end, truncated or not, `ChatTask.reward` is asked.
 - A tool raises -> an answer to the policy, counted; the log of the host has the first traceback of each tool and class.
+  `EnvironmentFailed` is none: the trajectory is sampled again.
 - Another exception of the task drops the trajectory and is reported.
 """
 

@@ -15,7 +15,7 @@ class FailedAttempts(msgspec.Struct, frozen=True):
     """Failed attempts of one kind."""
 
     kind: str
-    """``raised`` | ``timeout`` | ``reward`` | ``answer`` | ``engine`` | ``logprobs``"""
+    """``raised`` | ``environment`` | ``timeout`` | ``reward`` | ``answer`` | ``engine`` | ``logprobs``"""
     count: int
     error: str
     """The last one."""

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import OperationError, UserError, error_text, invalid
+from libra_hpc.errors import EnvironmentFailed, OperationError, UserError, error_text, invalid
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
 from libra_hpc.process.progress import PULSE_S
@@ -78,7 +78,12 @@ OPENINGS = 4
 Double: 32 containers start at once by default.
 """
 
-KINDS = {StepTimeout: "timeout", answers.BadReward: "reward", answers.BadAnswer: "answer"}
+KINDS: dict[type[Exception], str] = {
+    EnvironmentFailed: "environment",
+    StepTimeout: "timeout",
+    answers.BadReward: "reward",
+    answers.BadAnswer: "answer",
+}
 
 
 class Host(asyncio.Protocol):
@@ -171,7 +176,7 @@ class Host(asyncio.Protocol):
 
     def _raised(self, episode: str, error: BaseException) -> None:
         kind = next((kind for found, kind in KINDS.items() if isinstance(error, found)), "raised")
-        if kind == "raised":
+        if kind in ("raised", "environment"):
             traceback.print_exception(error)
         try:
             text = f"{type(error).__name__}: {error}"

@@ -2,7 +2,7 @@
 
 - A call waits for a free process of its pool, then has its time limit. While calls wait the pool grows.
 - A process overruns, dies or answers nonsense -> it and all it started are killed, and the call ends as a
-  `ToolResult`.
+  `ToolResult`. Memory or a mapped file ends it, or the tool raises it -> `EnvironmentFailed`.
 - Declared tools and model-written code have separate pools, so that slow code delays no tool.
 """
 
@@ -26,13 +26,13 @@ from shutil import rmtree
 from typing import Any
 
 from libra_hpc.config.learn import TaskSection
-from libra_hpc.errors import OperationError, error_text
+from libra_hpc.errors import EnvironmentFailed, OperationError, error_text
 from libra_hpc.process.reaper import end_strangers
 from libra_hpc.protocol.codec import FrameBuffer, FrameError
 from libra_hpc.tasks.base import ToolResult
 
 from .declared import tool_refs
-from .toolproc import Call, Ready, RunCode, Setup, ToolDone, ToolRef, from_tool, to_tool
+from .toolproc import ENVIRONMENT, FAULTS, Call, Ready, RunCode, Setup, ToolDone, ToolRef, from_tool, to_tool
 
 START_S = 30.0
 """Most seconds from the start of a tool process to `Ready`: Python and the tools' imports, from a busy file system."""
@@ -40,6 +40,9 @@ START_S = 30.0
 CODE_GRACE_S = 2.0
 """Seconds beyond the limit of model-written code, which its tool process enforces, until the host kills that process.
 """
+
+DEATH_S = 0.5
+"""Most seconds to learn how a process ended that has closed its link; it takes microseconds."""
 
 REAP_S = 0.02
 """Seconds between two attempts to reap killed processes."""
@@ -129,11 +132,21 @@ class _Process:
         except OSError:
             chunk = b""
         if not chunk:
-            self._end(ToolDone("error", "the tool process died"))
+            self._end(self._death())
             return
         frames = self._buffer.feed(chunk)
         if all(self._take(frame) for frame in frames) and frames:
             self.pool.free(self)  # after all frames: one after an answer must not reach the next call
+
+    def _death(self) -> ToolDone:
+        """Why the process ended by itself: by its memory, which is no answer to the policy, or otherwise."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(DEATH_S)
+        code = self.child.returncode or 0
+        if -code not in FAULTS or not self.pool.refs:
+            return ToolDone("error", "the tool process died")
+        limit = f"task.tool_memory_mb = {self.pool.sandbox.config.tool_memory_mb} limits memory and mapped files"
+        return ToolDone(ENVIRONMENT, f"the tool process died of {signal.Signals(-code).name}; {limit}")
 
     def _take(self, frame: bytes) -> bool:
         """Handle one frame; False when the process was ended."""
@@ -269,7 +282,7 @@ class _Pool:
 
     def _not_started(self, why: str) -> None:
         """Fail all waiting calls if there is no other process; the next call tries again."""
-        error = OperationError(f"a tool process cannot start: {why}")
+        error = EnvironmentFailed(f"a tool process cannot start: {why}")
         self.sandbox.count_start(why)
         if self.started is not None and not self.started.done():
             self.started.set_exception(error)
@@ -330,6 +343,8 @@ class Sandbox:
     async def _result(self, pool: _Pool, call: int, frame: bytes, limit_s: float) -> ToolResult:
         begin = time.perf_counter()
         done = await pool.submit(call, frame, limit_s)
+        if done.outcome == ENVIRONMENT:
+            raise EnvironmentFailed(done.value)
         return ToolResult(done.outcome, done.value, time.perf_counter() - begin, done.exit_code)
 
     @property

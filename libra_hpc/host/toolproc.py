@@ -23,6 +23,7 @@ from typing import Any, Union
 
 import msgspec
 
+from libra_hpc.errors import EnvironmentFailed
 from libra_hpc.process import reaper
 from libra_hpc.protocol.codec import Codec, FrameBuffer
 from libra_hpc.user_file import load_file
@@ -54,6 +55,14 @@ PRELOADED = (
     "typing",
 )
 """Modules for model-written code: it may open no file, so only loaded ones can be imported."""
+
+ENVIRONMENT = "environment"
+"""Outcome of a call whose tool raised `EnvironmentFailed`."""
+
+FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
+"""Signals that end a tool process whose memory or mapped file fails. Others cannot send them: they are ignored here,
+and what the process itself does wrong ends it all the same.
+"""
 
 CHILDREN_S = 2.0
 """Most seconds to end what a call has started; then this process exits, and the host kills the rest."""
@@ -103,9 +112,9 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 class ToolDone(msgspec.Struct, tag=True, frozen=True):
     outcome: str
+    """Outcome of a `libra_hpc.tasks.base.ToolResult`, or `ENVIRONMENT`: the host raises `EnvironmentFailed`."""
     value: Any
     exit_code: int | None = None
-    """See `libra_hpc.tasks.base.ToolResult`."""
     call: int = 0
     """Id of the call; 0: none, the process cannot start."""
 
@@ -137,6 +146,8 @@ def run_tool(function: Callable[..., Any], request: Call, most: int) -> bytes:
         if len(frame) > most + FRAME_BYTES:
             text = f"the answer of {len(frame)} bytes exceeds the limit of {most}"
             frame = from_tool.frame(ToolDone("error", text, call=call))
+    except EnvironmentFailed as error:
+        frame = from_tool.frame(ToolDone(ENVIRONMENT, cut(str(error), most), call=call))
     except (Exception, SystemExit) as error:
         frame = from_tool.frame(ToolDone("error", cut(f"{type(error).__name__}: {error}", most), call=call))
     return frame
@@ -239,6 +250,8 @@ def serve(link: socket.socket) -> None:
                 importlib.import_module(name)
             network_off = contain.leave_network()
             contain.drop_root()
+        for fault in FAULTS:
+            signal.signal(fault, signal.SIG_IGN)
         contain.no_new_privileges()
         contain.limit(setup.memory_bytes, setup.memory_bytes)
         reaper.die_with(setup.parent)
@@ -265,4 +278,7 @@ def main() -> None:
     """Serve on the inherited descriptor, which no program of a tool inherits; standard streams are /dev/null."""
     link = socket.socket(fileno=int(sys.argv[1]))
     link.set_inheritable(False)
-    serve(link)
+    try:
+        serve(link)
+    except MemoryError:
+        os.abort()  # as a library in C does

@@ -108,8 +108,9 @@ class EpisodeFailed(msgspec.Struct, tag=True, frozen=True):
     error: str
     """Begins with the exception's type."""
     kind: str = "raised"
-    """``raised`` (the code raised) | ``timeout`` (a step exceeded its limit) | ``reward`` (a reward or a number of
-    ``info`` is not finite) | ``answer`` (another part of the answer violates the protocol)
+    """``raised`` (the code raised) | ``environment`` (it raised `EnvironmentFailed`) | ``timeout`` (a step exceeded its
+    limit) | ``reward`` (a reward or a number of ``info`` is not finite) | ``answer`` (another part of the answer
+    violates the protocol)
     """
 
 

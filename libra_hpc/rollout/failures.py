@@ -58,7 +58,7 @@ class FailureBook:
     def failed(self, key: Key, kind: str, error: str, now: float) -> float | None:
         """Record a failure; seconds until the next attempt of this trajectory, None when it is given up.
 
-        ``kind``: ``raised`` | ``timeout`` | ``reward`` | ``answer`` | ``engine`` | ``logprobs``
+        ``kind``: ``raised`` | ``environment`` | ``timeout`` | ``reward`` | ``answer`` | ``engine`` | ``logprobs``
         """
         count, _ = self._kinds.get(kind, (0, ""))
         self._kinds[kind] = (count + 1, error[:TEXT_CHARS])

@@ -5,7 +5,7 @@
 - `Episode.step` answers each turn with token ids, which are appended to the context without re-tokenisation, or are a
   new context: a trajectory is one *sample* or more, with one reward (`Turn.new_sample`).
 - Tools are module-level functions in `Task.tools`, run in sandboxed processes. Every failure is a value
-  (`ToolResult`).
+  (`ToolResult`) but `EnvironmentFailed`, which any code of a task may raise: the trajectory is sampled again.
 - An episode that repeats its answers token for token survives the loss of its process and job: its turns are replayed
   (`rollout.replay`). So seed random numbers by the arguments of `Task.open`. Others are sampled again.
 """
@@ -19,11 +19,13 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from libra_hpc.errors import EnvironmentFailed
 from libra_hpc.protocol.env import ChatChoice, Signal
 
 from .tokenizer import TaskTokenizer
 
 __all__ = [
+    "EnvironmentFailed",
     "Episode",
     "PolicyTurn",
     "Signal",
@@ -62,7 +64,8 @@ class Tools(Protocol):
     async def call(self, name: str, *args: Any, **named: Any) -> ToolResult:
         """Run the declared tool ``name`` on plain msgpack values (None, bool, int, float, str, bytes, list, dict).
 
-        Raises `KeyError` for an undeclared name, a mistake in the task.
+        Raises `OperationError` for an undeclared name, a mistake in the task; `EnvironmentFailed` where the tool does,
+        or where memory or a mapped file ends its process.
         """
 
     async def python(self, code: str) -> ToolResult:

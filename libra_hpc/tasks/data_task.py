@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.errors import UserError, invalid
+from libra_hpc.errors import EnvironmentFailed, UserError, invalid
 from libra_hpc.user_file import load_function
 
 from .base import Episode, PolicyTurn, Task, Tools, Turn
@@ -117,6 +117,8 @@ class DataEpisode(Episode):
         else:
             try:
                 found = await self._task.score(self._row, text)
+            except EnvironmentFailed:
+                raise
             except Exception as error:
                 raise self._mistake(f"it fails ({type(error).__name__}: {error})", text) from error
         parts = found.values() if isinstance(found, dict) and found else [found]

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from math import gcd
 from typing import Any
 
-from libra_hpc.errors import OperationError, UserError
+from libra_hpc.errors import EnvironmentFailed, OperationError, UserError
 from libra_hpc.protocol.env import EVALUATIONS, PROMPTS
 
 from .base import Episode, PolicyTurn, Task, TaskMaker, ToolResult, Tools, Turn, Why
@@ -109,7 +109,7 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except (UserError, OperationError) as error:
-        kind = UserError if isinstance(error, UserError) else OperationError
+        kind = next(kind for kind in (UserError, EnvironmentFailed, OperationError) if isinstance(error, kind))
         raise kind(f"task {name.removesuffix(SLASH)!r}: {error}" if name else str(error)) from error
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from libra_hpc.chat.chat_task import Chat, ChatEnvironment, ChatEpisode, ChatTask, tool
 from libra_hpc.errors import UserError
-from libra_hpc.tasks.base import PolicyTurn, ToolResult, Turn
+from libra_hpc.tasks.base import EnvironmentFailed, PolicyTurn, ToolResult, Turn
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 from .chat_folder import TEMPLATES, write_chat_folder
@@ -201,6 +201,19 @@ def test_an_exception_of_a_tool_is_an_answer_and_counted(
     assert contents(episode)[::2] == ["error: KeyError: 'a defect of the task'"] * 2
     assert episode.chat.tool_errors == 2
     assert capsys.readouterr().err.count("KeyError: 'a defect of the task'") == 1, "the log has it once"
+
+
+@pytest.mark.parametrize("method", ["open", "halve", "answer", "reward"])
+def test_the_environments_failure_is_no_answer_wherever_it_is_raised(tokenizer: TaskTokenizer, method: str) -> None:
+    async def away(self: Any, *given: Any) -> Any:
+        raise EnvironmentFailed("the index is away")
+
+    async def halve(self: Any, number: int) -> None:
+        await away(self)
+
+    desk = type("Desk", (Desk,), {method: tool(halve) if method == "halve" else away})
+    with pytest.raises(EnvironmentFailed, match=r"^the index is away$"):
+        play(tokenizer, call("halve", {"number": 2}), "yes", desk=desk)
 
 
 def test_past_the_limit_of_bad_calls_the_episode_ends_with_its_reward(tokenizer: TaskTokenizer) -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, OpenAI
 
+from libra_hpc.tasks.base import EnvironmentFailed
+
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
 
@@ -227,6 +229,11 @@ async def synchronous(row: Any, endpoint: Any, box: Any) -> None:
 async def failing(row: Any, client: AsyncOpenAI) -> None:
     await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
     raise KeyError("lost")
+
+
+@by_openai
+async def away(row: Any, client: AsyncOpenAI) -> None:
+    raise EnvironmentFailed("the shop is away")
 
 
 @by_openai

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.endpoint.agent_task import AgentEnvironment, AgentEpisode
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
 from libra_hpc.rollout.trajectory import Trajectory
-from libra_hpc.tasks.base import PolicyTurn, Turn
+from libra_hpc.tasks.base import PolicyTurn, Task, Turn
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.rollout.plant import generated
 
@@ -36,12 +35,9 @@ class Played:
         return [tokenizer.decode(one) for one in self.contexts]
 
 
-async def play(
-    task: AgentEnvironment, policy: Policy, index: int = 0, room: int = ROOM, delay_s: float = 0.0
-) -> Played:
+async def play(task: Task, policy: Policy, index: int = 0, room: int = ROOM, delay_s: float = 0.0) -> Played:
     """Play one episode to its end; a turn begins where the last one and its answer ended, or a new sample."""
     episode, played = task.open(index, 0, 0.0), Played()
-    assert isinstance(episode, AgentEpisode)
     tools: Any = None
     unwanted = asyncio.Event()
     episode.unwanted = unwanted.set

@@ -13,7 +13,7 @@ import pytest
 from libra_hpc.endpoint.agent_endpoint import AgentEndpoint
 from libra_hpc.endpoint.agent_task import AgentEnvironment, AgentTask
 from libra_hpc.endpoint.conversation import CAUSES
-from libra_hpc.errors import OperationError, UserError
+from libra_hpc.errors import EnvironmentFailed, OperationError, UserError
 from libra_hpc.tasks.mixture import MixedTask
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.chat.chat_folder import write_chat_folder
@@ -95,6 +95,12 @@ async def test_the_reward_of_an_agent_that_fails_or_is_ended_is_asked(
     played = await play(task, lambda context: "yes")
     assert played.end.reward == 1.0
     assert played.end.info[column] == 1.0
+
+
+async def test_an_agent_whose_surroundings_are_away_has_no_reward(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
+    task = MixedTask(tokenizer, 0, {"buy": task_of(tokenizer, tmp_path, "away")}, [1], {})
+    with pytest.raises(EnvironmentFailed, match=r"^task 'buy': the shop is away$"):
+        await play(task, lambda context: "yes")
 
 
 async def test_an_agent_whose_context_is_full_ends_and_is_judged(tokenizer: TaskTokenizer, tmp_path: Path) -> None:

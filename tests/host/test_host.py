@@ -85,16 +85,17 @@ def test_exceptions_of_a_task_drop_one_episode_each(keychain_folder: Path) -> No
     with Leader(host_settings(task=FRAGILE, model=str(keychain_folder))) as leader:
         leader.send(OpenEpisode("x", 13, 0, 0.0))
         assert leader.expect(EpisodeFailed).error == "LookupError: no problem 13"
-        for first, error in (
-            (0, "RuntimeError: the task is broken"),
-            (1, "BadReward"),
-            (2, "The task declares no tool 'no such tool'"),
-            (7, "BadAnswer: tokens is empty, and a new sample needs at least one token"),
+        for first, kind, error in (
+            (0, "raised", "RuntimeError: the task is broken"),
+            (1, "reward", "BadReward"),
+            (2, "raised", "The task declares no tool 'no such tool'"),
+            (7, "answer", "BadAnswer: tokens is empty, and a new sample needs at least one token"),
+            (20, "environment", "EnvironmentFailed: the index is away"),
         ):
             leader.open("e")
             failed = leader.step("e", [first])
             assert isinstance(failed, EpisodeFailed)
-            assert error in failed.error
+            assert (failed.kind, error in failed.error) == (kind, True)
             again = leader.step("e", [9])
             assert isinstance(again, EpisodeFailed)
             assert again.error == "no such episode is open"

@@ -13,16 +13,17 @@ from shutil import rmtree
 
 import pytest
 
-from libra_hpc.errors import OperationError, UserError
+from libra_hpc.errors import EnvironmentFailed, OperationError, UserError
 from libra_hpc.host import sandbox as module
 from libra_hpc.host.declared import tool_refs
 from libra_hpc.host.toolproc import Ready, ToolDone, from_tool
+from libra_hpc.tasks.base import ToolResult
 from libra_hpc.user_file import load_file
 from tests.host import sample_tools
 from tests.host.conftest import OpenSandbox
 
 NAMES = (
-    *("echo", "fail", "leave", "pid", "sleep_for", "allocate", "text_of", "list_of", "unencodable", "write_file"),
+    *("echo", "obey", "pid", "sleep_for", "allocate", "text_of", "list_of", "unencodable", "write_file"),
     *("surroundings", "start_sleeper", "write_to_link", "detach"),
 )
 TOOLS = {name: getattr(sample_tools, name) for name in NAMES}
@@ -53,17 +54,24 @@ async def test_values_survive_the_boundary(sandbox: OpenSandbox) -> None:
 @pytest.mark.parametrize(
     ("call", "outcome", "text"),
     [
-        (("fail", "no such key"), "error", "ValueError: no such key"),
-        (("leave",), "error", "SystemExit: 3"),
+        (("obey", "raise ValueError('no such key')"), "error", "ValueError: no such key"),
+        (("obey", "sys.exit(3)"), "error", "SystemExit: 3"),
         (("echo", 1, 2), "error", "TypeError"),
         (("unencodable",), "error", "TypeError"),
         (("list_of", 5000), "error", "exceeds the limit of 1024"),
         (("allocate", 1 << 30), "error", "MemoryError"),
         (("write_file", 200 << 20), "error", "File too large"),
         (("sleep_for", 600), "timeout", "no answer within 1 s"),
+        (("obey", "raise ConnectionRefusedError('away')"), "error", "ConnectionRefusedError: away"),
+        (("obey", "os.kill(os.getpid(), 9)"), "error", "the tool process died"),
+        (("obey", "subprocess.run('kill -ABRT $PPID', shell=True)"), "ok", "None"),
+        (("obey", "subprocess.run('kill -SEGV $PPID', shell=True)"), "ok", "None"),
+        (("obey", "raise EnvironmentFailed('the index is away')"), "raises", "the index is away"),
+        (("obey", "os.abort()"), "raises", "died of SIGABRT; task.tool_memory_mb = 512 limits memory and mapped files"),
+        (("obey", "__import__('ctypes').string_at(0)"), "raises", "died of SIGSEGV; task.tool_memory_mb"),
     ],
 )
-async def test_every_failure_is_a_value_and_the_next_call_works(
+async def test_every_failure_is_a_value_but_the_environments_and_the_next_call_works(
     sandbox: OpenSandbox, call: tuple[object, ...], outcome: str, text: str
 ) -> None:
     limits = {
@@ -71,9 +79,20 @@ async def test_every_failure_is_a_value_and_the_next_call_works(
         "tool_memory_mb": 512 if call[0] != "write_file" else 128,
     }
     async with sandbox(TOOLS, **limits, tool_output_bytes=1024) as box:
-        bad, good = await box.call(*call), await box.call("echo", 7)  # type: ignore[arg-type]
-    assert (bad.outcome, text in bad.value) == (outcome, True), bad
+        try:
+            bad = await box.call(*call)  # type: ignore[arg-type]
+        except EnvironmentFailed as error:
+            bad = ToolResult("raises", str(error), 0.0)
+        good = await box.call("echo", 7)
+    assert (bad.outcome, text in str(bad.value)) == (outcome, True), bad
     assert (good.outcome, good.value) == ("ok", 7)
+
+
+async def test_a_process_without_memory_for_its_next_call_is_the_environments_failure(sandbox: OpenSandbox) -> None:
+    async with sandbox(TOOLS, tool_processes=1) as box:
+        full = box.call("obey", "import resource; resource.setrlimit(resource.RLIMIT_AS, (1, 1))")
+        with pytest.raises(EnvironmentFailed, match=r"died of SIGABRT; task.tool_memory_mb = 512"):
+            await asyncio.gather(full, box.call("echo", 1))
 
 
 async def test_text_beyond_the_limit_is_cut_between_characters(sandbox: OpenSandbox) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from libra_hpc.tasks.base import Episode, PolicyTurn, Signal, Task, TaskTokenizer, Tools, Turn, Why
+from libra_hpc.tasks.base import EnvironmentFailed, Episode, PolicyTurn, Signal, Task, TaskTokenizer, Tools, Turn, Why
 from tests.host.sample_tools import detach, sleep_for
 
 
@@ -63,6 +63,8 @@ class Scripted(Episode):
             raise BaseException("no")
         if turn.tokens[0] == 19:
             asyncio.get_running_loop().call_later(0.1, self.unwanted)
+        if turn.tokens[0] == 20:
+            raise EnvironmentFailed("the index is away")
         if turn.tokens[0] == 18:
             os.fork()
         if turn.tokens[0] == 17:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.errors import UserError
-from libra_hpc.tasks.base import PolicyTurn, Turn
+from libra_hpc.tasks.base import EnvironmentFailed, PolicyTurn, Turn
 from libra_hpc.tasks.data_task import DataTask
 from libra_hpc.tasks.task_registry import build_task
 from libra_hpc.tasks.tokenizer import TaskTokenizer
@@ -20,6 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCORES = """
 import asyncio
 from beside_scores import times
+from libra_hpc.tasks.base import EnvironmentFailed
 
 def score(row, text):
     return times(row["n"], len(text))
@@ -36,6 +37,12 @@ def slow(row, text):
 
 def fails(row, text):
     return row["answer"]
+
+async def away(row, text):
+    raise EnvironmentFailed("the judge is away")
+
+def gone(row, text):
+    raise EnvironmentFailed("the judge is away")
 
 def odd(row, text):
     return {"correct": "yes"}
@@ -134,6 +141,14 @@ async def test_a_failed_score_fails_the_trajectory_and_is_no_reward(
         await played(make(reward), sandbox, said(make(), "x"))
 
 
+@pytest.mark.parametrize("reward", ["away", "gone"])
+async def test_a_judge_that_is_away_is_the_environments_failure(
+    make: Callable[..., DataTask], sandbox: OpenSandbox, reward: str
+) -> None:
+    with pytest.raises(EnvironmentFailed, match=r"^the judge is away$"):
+        await played(make(reward), sandbox, said(make(), "x"))
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -149,7 +164,7 @@ def test_mistakes_are_sentences(make: Callable[..., DataTask], options: dict[str
 
 
 def test_a_name_that_is_no_function_lists_those_there_are(make: Callable[..., DataTask]) -> None:
-    with pytest.raises(UserError, match="has no such function; valid: score, judge, parts, slow, fails, odd"):
+    with pytest.raises(UserError, match="no such function; valid: score, judge, parts, slow, fails, away, gone, odd"):
         make("number")
 
 
