@@ -41,10 +41,12 @@ AnyShape = TypeVar("AnyShape", bound=ModelShape)
 def with_adapters(shape: AnyShape, rank: int, alpha: float, targets: Sequence[str]) -> AnyShape:
     """This model with adapters of ``rank``, 0: without; no ``targets``: all that it has.
 
-    Raises `UserError` for a target that the model lacks.
+    Raises `UserError` for a target that the model lacks, and a rank beyond that of every weight.
     """
     if not rank:
         return shape
+    if rank > shape.hidden:
+        raise invalid("lora.rank", rank, f"{shape.name} has a width of {shape.hidden}", f"1 to {shape.hidden}, or 0")
     has = {
         "attention": shape.attention_layers,
         "mlp": not shape.experts or shape.dense_layers or shape.shared_intermediate,

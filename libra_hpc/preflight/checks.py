@@ -27,6 +27,7 @@ from libra_hpc.slurm.queue.query import slurm_seconds
 from libra_hpc.user_file import file_of
 
 from .gpu_memory import GpuMemory, cache_type_runs, check_cpus, check_memory
+from .idle_keys import idle_keys
 from .job_checks import (
     alerts_can_be_sent,
     cache_fits,
@@ -218,18 +219,6 @@ def one_value_per_node(config: RunConfig) -> Iterator[UserError]:
             yield invalid(f"rollout.{name}", value, why, f"an integer, or a list of {hybrid + rollout}")
 
 
-def batch_split(config: RunConfig) -> Iterator[UserError]:
-    """A minibatch holds at least one trajectory."""
-    batch = config.algorithm.prompts_per_step * config.algorithm.group_size
-    if config.algorithm.minibatches > batch:
-        yield invalid(
-            "algorithm.minibatches",
-            config.algorithm.minibatches,
-            f"a global batch has {batch} trajectories",
-            f"1 to {batch}",
-        )
-
-
 def rate(config: RunConfig) -> Iterator[UserError]:
     """The learning rate rises and falls within the run's updates."""
     optimizer, updates = config.optimizer, config.updates
@@ -303,9 +292,9 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     core_rolls_out,
     known_policy,
     one_value_per_node,
-    batch_split,
     objective,
     rate,
+    idle_keys,
     adapters_have_a_rank,
     well_formed_time,
     processes_have_gpus,

@@ -38,7 +38,7 @@ name = "{KEYCHAIN_TASK}"
 prompts_per_step = 64
 [rollout]
 max_model_len = 32768
-max_num_seqs = 256
+max_num_seqs = 96
 """
 
 

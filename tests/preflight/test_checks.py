@@ -19,6 +19,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import Shapes, hf_shapes
 from libra_hpc.preflight import checks
+from libra_hpc.preflight.idle_keys import IDLE, idle_keys, idle_warnings
 from libra_hpc.preflight.job_checks import idle_seats, rounded_adapters
 
 MODEL = {
@@ -120,6 +121,59 @@ def test_problems_name_field_value_and_limit(values: dict[str, Any], sentence: s
     assert found
     assert any(sentence in message for message in found), found
     assert all(message.endswith(".") for message in found)
+
+
+AGENT, GENERATED = {"task.name": "agent"}, {"simulated.trace": ""}
+IN_USE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "optimizer.decay_steps": (5, {"optimizer.decay": "linear"}),
+    "optimizer.warmup_steps": (5, {"run.steps": 5}),
+    "algorithm.minibatches": (9, {"algorithm.prompts_per_step": 9}),
+    "algorithm.kl": ("k2", {"algorithm.kl_coef": 0.1}),
+    "algorithm.kl_in": ("reward", {"algorithm.reference_kl_coef": 0.1}),
+    "algorithm.reference": ("teacher", {"algorithm.reference_kl_coef": 0.1}),
+    "algorithm.refill_batches": (2, {"algorithm.refill": True}),
+    "rollout.max_num_seqs": (256, {"rollout.max_inflight": 256}),
+    "rollout.weights_mb_s": (5.0, {"rollout.weights_port": 4000}),
+    "planner.time_sharing": ("auto", {"components.hybrid.nodes": 1}),
+    "planner.hybrid_start": ("train", {"components.hybrid.nodes": 1}),
+    "planner.repartition": ("advise", {"planner.enabled": True}),
+    "borrow.most_gpus": (4, {"borrow.lenders": "any"}),
+    "borrow.least_gain_s": (4.0, {"borrow.lenders": ["a"]}),
+    "borrow.spot.partition": ("spot", {"borrow.spot.nodes": 1}),
+    "borrow.spot.qos": ("low", {"borrow.spot.nodes": 1}),
+    "borrow.spot.time_limit": ("02:00:00", {"borrow.spot.nodes": 1}),
+    "components.env.nodes": (2, AGENT),
+    "components.env.seats": (4, {"components.env.nodes": 1}),
+    "env.sandbox": ("none", AGENT),
+    "env.box": (["box"], AGENT),
+    "env.mounts": (["/shared"], {"task.name": "mine.py:Mine"}),
+    "env.network": ("host", AGENT),
+    "env.limits.memory": ("2G", AGENT),
+    "env.limits.disk": ("1G", AGENT),
+    "env.limits.processes": (5, AGENT),
+    "env.limits.wall_s": (5.0, AGENT),
+    "chat.thinking": ("template", AGENT),
+    "chat.max_bad_calls": (1, {"task.name": "reasoning_gym:chain_sum"}),
+    "track.wandb.entity": ("us", {"track.wandb.project": "libra"}),
+    "track.wandb.mode": ("online", {"track.wandb.project": "libra"}),
+    "simulated.presets": (["math"], GENERATED),
+    "simulated.sibling": (0.5, GENERATED),
+    "simulated.outcome": (0.5, GENERATED),
+    "simulated.drift": (2.0, GENERATED),
+    "simulated.source": ("tables", {"simulated.calibration": ""}),
+}
+"""Of each key that may be idle, a value, and what makes it count."""
+RECORDED = {"simulated.trace": "trace.jsonl", "simulated.calibration": "steps.json"}
+
+
+@pytest.mark.parametrize("key", [row.key for row in IDLE])
+def test_a_key_is_named_while_it_does_nothing(key: str) -> None:
+    value, needed = IN_USE[key]
+    base = {"task.name": "data", "run.steps": 4, "planner.enabled": key != "planner.repartition", key: value}
+    found = [with_values(RunConfig(), values) for values in (RECORDED | base, RECORDED | base | needed)]
+    idle, used = ([*map(str, idle_keys(config)), *idle_warnings(config)] for config in found)
+    assert len([one for one in idle if one.startswith(f"{key} = {value!r}")]) == 1
+    assert not [one for one in used if one.startswith(f"{key} = ")]
 
 
 def test_more_seats_than_trajectories_are_a_warning() -> None:
