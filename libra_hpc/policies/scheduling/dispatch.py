@@ -1,7 +1,7 @@
 """The dispatcher: the queue of ready turns that a policy routes to engines, live and in the simulator.
 
 - An engine has a free slot -> the turn with the lowest `Policy.key` is offered to `Policy.route`.
-- It waits for any slot -> it returns to its place.
+- It waits for any slot -> it returns to its place, after `MAX_REFUSED` of them behind the turns behind it.
 - It waits for its last engine -> it is set aside until that engine has a free slot or new weights, or takes no turns.
 - It waits for room in a KV cache -> it is set aside, and offered first, until the first of these still has no room.
 - Nothing waits -> a policy that migrates running turns (`turn_migration`) chooses moves.
@@ -18,7 +18,9 @@ from .protocol import Decision, Finished, Policy, TurnView
 from .turn_migration import Rebalances, Running, TurnMigration
 
 MAX_REFUSED = 32
-"""Turns that refuse a free slot before a pass ends; offering thousands would cost more than it finds."""
+"""Turns that refuse a free slot before a pass ends; offering thousands would cost more than it finds. The next pass,
+at most a second later, begins with those behind them.
+"""
 REBALANCE_EVERY_S = 5.0
 """Seconds between two evaluations of running turns; a turn worth moving has minutes left."""
 
@@ -39,6 +41,8 @@ class Dispatcher:
         """Heap of the turns that wait for room."""
         self._last: dict[tuple[str, int], list[_Entry]] = {}
         """Heap of the turns that wait for an engine, which has the weights of a version."""
+        self._refused: list[_Entry] = []
+        """Turns that refused in passes that ended before the last waiting turn was offered."""
         self._count = 0
         self._rebalances = policy if isinstance(policy, Rebalances) else None
         self._rebalance_at = 0.0
@@ -85,8 +89,11 @@ class Dispatcher:
             entry = heappop(heap)
             if self._waits(entry):
                 self._settle(entry, route(entry[3], board, now), routed, refused)
-        for entry in refused:
-            heappush(heap, entry)
+        self._refused += refused
+        if not heap or board.free <= 0:
+            for entry in self._refused:
+                heappush(heap, entry)
+            self._refused.clear()
         return routed
 
     @property

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 
 Wait = Literal["slot", "last", "room"]
-"""What a waiting turn waits for: any free slot, one at its last engine, room in any KV cache."""
+"""What a waiting turn waits for.
+
+- ``slot``: any free slot. It is offered again in the next pass, or behind the others where many refuse.
+- ``last``: a slot at its last engine. It is offered again when that has one, gets new weights, or takes no turns.
+- ``room``: room in any KV cache. Nobody behind it is offered until it has some.
+"""
 
 
 class TurnView(msgspec.Struct, frozen=True):
@@ -58,6 +63,7 @@ class Decision(msgspec.Struct, frozen=True):
     """The reason, with names of ``numbers`` in braces; `reason` fills them in, off the hot path."""
     numbers: Mapping[str, float | str]
     wait: Wait = "slot"
+    """Without an engine: when the turn is offered again."""
 
     @property
     def reason(self) -> str:

@@ -85,13 +85,16 @@ def test_a_refused_turn_returns_to_its_place() -> None:
     assert names(queue.dispatch(0.0)) == ["first"]
 
 
-def test_a_pass_gives_up_after_so_many_refusals() -> None:
+def test_a_pass_gives_up_after_so_many_refusals_and_the_next_one_begins_behind_them() -> None:
     policy, _, queue = queued()
-    for i in range(MAX_REFUSED + 5):
+    for i in range(2 * MAX_REFUSED):
         policy.routes[str(i)] = refuse
         queue.ready(turn(str(i)), 0.0)
+    queue.ready(turn("behind"), 0.0)
+    assert [names(queue.dispatch(0.0)) for _ in range(3)] == [[], [], ["behind"]]
+    assert policy.asked == [*map(str, range(2 * MAX_REFUSED)), "behind"]
     assert queue.dispatch(0.0) == []
-    assert policy.asked == [str(i) for i in range(MAX_REFUSED)]
+    assert policy.asked[-MAX_REFUSED:] == [str(i) for i in range(MAX_REFUSED)], "all are in their places again"
 
 
 def test_turns_that_wait_for_their_engine_hold_up_nobody_and_come_with_its_slots() -> None:
