@@ -142,11 +142,10 @@ class _Process:
         """Why the process ended by itself: by its memory, which is no answer to the policy, or otherwise."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(DEATH_S)
-        code = self.child.returncode or 0
-        if -code not in FAULTS or not self.pool.refs:
+        if (code := -(self.child.returncode or 0)) not in FAULTS:
             return ToolDone("error", "the tool process died")
         limit = f"task.tool_memory_mb = {self.pool.sandbox.config.tool_memory_mb} limits memory and mapped files"
-        return ToolDone(ENVIRONMENT, f"the tool process died of {signal.Signals(-code).name}; {limit}")
+        return ToolDone(ENVIRONMENT, f"the tool process died of {signal.Signals(code).name}; {limit}")
 
     def _take(self, frame: bytes) -> bool:
         """Handle one frame; False when the process was ended."""

@@ -32,7 +32,7 @@ from libra_hpc.slurm.writer import het_script
 from .checks import check_files, check_run
 from .gpu_memory import MemoryNeed
 from .host_memory_needs import check_boxes, check_hosts, has_hosts, host_needs, node_rooms
-from .idle_keys import idle_warnings
+from .idle_keys import IDLE, idle_keys
 from .job_checks import idle_seats, rounded_adapters
 from .named_files import naming
 from .task_trial import check_overlap, try_task
@@ -95,8 +95,8 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
         config = with_resources(config, known)
         warnings += check_fit(config, known)
     boxes = _boxes(config)
-    warnings += [*idle_warnings(config), *idle_seats(config)]
-    warnings += [f"{box.why.rstrip('.')}, and on the nodes it may" for box in boxes if box.why]
+    warnings += [str(idle).rstrip(".") for idle in idle_keys(config, IDLE)]
+    warnings += [*idle_seats(config), *(f"{box.why.rstrip('.')}, and on the nodes it may" for box in boxes if box.why)]
     hosts = [] if shape is None else host_needs(config, shape, known)
     warnings += [*check_hosts(hosts), *(check_boxes(config, hosts, known) if boxes else ())]
     memory = [*gpus.needs, *(need for host in hosts for need in host.needs)]

@@ -33,7 +33,6 @@ from .job_checks import (
     cache_fits,
     context_ranks_have_tokens,
     delta_nets_run,
-    environment_nodes,
     model_fits_world,
     node_folders,
     own_variables,
@@ -155,15 +154,6 @@ def _raise_first(found: Iterator[UserError]) -> None:
         raise error
 
 
-def for_gpus_only(config: RunConfig) -> Iterator[UserError]:
-    """vLLM schedules steps ahead for GPUs only."""
-    if config.slurm.device == "cuda" or config.run.engine == "simulated":
-        return
-    if config.rollout.async_steps:
-        why = 'with slurm.device = "cpu" a step runs in the thread that schedules it'
-        yield invalid("rollout.async_steps", True, why, ["false"])
-
-
 def component_counts(config: RunConfig) -> Iterator[UserError]:
     """One planner, and at least one core node of each stage."""
     if config.components.planner.nodes > 1:
@@ -228,18 +218,10 @@ def rate(config: RunConfig) -> Iterator[UserError]:
         yield invalid("optimizer.decay", optimizer.decay, why, "fewer optimizer.warmup_steps or decay_steps")
 
 
-def objective(config: RunConfig) -> Iterator[UserError]:
-    """Something is learned from, KL estimates have a gradient, and masks leave some ratio."""
-    algorithm = config.algorithm
-    weight = algorithm.kl_coef + algorithm.reference_kl_coef
-    if algorithm.advantage == "none" and not weight:
-        yield invalid(
-            "algorithm.advantage", "none", "nothing is trained", "another, or algorithm.reference_kl_coef > 0"
-        )
-    if algorithm.kl == "k1" and algorithm.kl_in == "loss" and weight:
-        yield invalid("algorithm.kl", "k1", "the mean of its gradient is 0", 'k2, k3, or algorithm.kl_in = "reward"')
+def masks(config: RunConfig) -> Iterator[UserError]:
+    """Masks leave some ratio."""
     for name in ("mask_tokens", "mask_sequences"):
-        bounds: list[float] = getattr(algorithm, name)
+        bounds: list[float] = getattr(config.algorithm, name)
         if bounds and not bounds[0] < bounds[-1]:
             yield invalid(f"algorithm.{name}", bounds, "no ratio is between them", "[], or [low, high]")
 
@@ -286,22 +268,20 @@ def gpus_hold_engines(config: RunConfig) -> Iterator[UserError]:
 
 CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     sane_sizes,
-    environment_nodes,
+    idle_keys,
     node_folders,
     component_counts,
     core_rolls_out,
     known_policy,
     one_value_per_node,
-    objective,
+    masks,
     rate,
-    idle_keys,
     adapters_have_a_rank,
     well_formed_time,
     processes_have_gpus,
     worlds_are_whole,
     context_ranks_have_tokens,
     gpus_hold_engines,
-    for_gpus_only,
     own_variables,
 )
 

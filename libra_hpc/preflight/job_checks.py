@@ -82,16 +82,6 @@ def sane_sizes(config: RunConfig) -> Iterator[UserError]:
         yield invalid("rollout.block_size", rollout.block_size, why, "a block within it")
 
 
-def environment_nodes(config: RunConfig) -> Iterator[UserError]:
-    """Environment nodes are nodes of their own, and have no engines."""
-    env = config.components.env
-    if env.nodes and config.components.one_node:
-        why = "components.one_node = true has all agents on one node, and its environments are there"
-        yield invalid("components.env.nodes", env.nodes, why, "0")
-    if env.nodes and env.gpus:
-        yield invalid("components.env.gpus", env.gpus, "environment nodes have no engines", "0")
-
-
 def idle_seats(config: RunConfig) -> list[str]:
     """A warning where environment nodes have more seats than there are trajectories."""
     env, most = config.components.env, config.max_open_groups * config.algorithm.group_size

@@ -19,7 +19,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import Shapes, hf_shapes
 from libra_hpc.preflight import checks
-from libra_hpc.preflight.idle_keys import IDLE, idle_keys, idle_warnings
+from libra_hpc.preflight.idle_keys import IDLE, REFUSED, idle_keys
 from libra_hpc.preflight.job_checks import idle_seats, rounded_adapters
 
 MODEL = {
@@ -125,6 +125,9 @@ def test_problems_name_field_value_and_limit(values: dict[str, Any], sentence: s
 
 AGENT, GENERATED = {"task.name": "agent"}, {"simulated.trace": ""}
 IN_USE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "components.env.gpus": (2, {"components.env.nodes": 0}),
+    "algorithm.advantage": ("none", {"algorithm.kl_coef": 0.1}),
+    "rollout.async_steps": (True, {"slurm.device": "cuda"}),
     "optimizer.decay_steps": (5, {"optimizer.decay": "linear"}),
     "optimizer.warmup_steps": (5, {"run.steps": 5}),
     "algorithm.minibatches": (9, {"algorithm.prompts_per_step": 9}),
@@ -163,15 +166,21 @@ IN_USE: dict[str, tuple[Any, dict[str, Any]]] = {
     "simulated.source": ("tables", {"simulated.calibration": ""}),
 }
 """Of each key that may be idle, a value, and what makes it count."""
-RECORDED = {"simulated.trace": "trace.jsonl", "simulated.calibration": "steps.json"}
+BESIDE: dict[str, dict[str, Any]] = {
+    "components.env.gpus": {"components.env.nodes": 1},
+    "planner.repartition": {"planner.enabled": False},
+    "simulated.source": {"simulated.calibration": "steps.json"},
+    **{f"simulated.{key}": {"simulated.trace": "trace.jsonl"} for key in ("presets", "sibling", "outcome", "drift")},
+}
+"""Values beside which it is idle, where these are no defaults."""
 
 
-@pytest.mark.parametrize("key", [row.key for row in IDLE])
+@pytest.mark.parametrize("key", REFUSED | IDLE)
 def test_a_key_is_named_while_it_does_nothing(key: str) -> None:
     value, needed = IN_USE[key]
-    base = {"task.name": "data", "run.steps": 4, "planner.enabled": key != "planner.repartition", key: value}
-    found = [with_values(RunConfig(), values) for values in (RECORDED | base, RECORDED | base | needed)]
-    idle, used = ([*map(str, idle_keys(config)), *idle_warnings(config)] for config in found)
+    base = {"task.name": "data", "run.steps": 4, **BESIDE.get(key, {}), key: value}
+    found = [with_values(RunConfig(), values) for values in (base, base | needed)]
+    idle, used = ([str(one) for rows in (REFUSED, IDLE) for one in idle_keys(config, rows)] for config in found)
     assert len([one for one in idle if one.startswith(f"{key} = {value!r}")]) == 1
     assert not [one for one in used if one.startswith(f"{key} = ")]
 
