@@ -102,6 +102,8 @@ class ChatTask(TaskMaker):
 
     async def open(self, row: Any, box: Tools) -> str | list[Message]:
         """The prompt: text of the user, or messages. The default is the column ``task.prompt``."""
+        if self.prompt not in row:
+            raise invalid("task.prompt", self.prompt, "the row has no such column", list(row))
         prompt: str | list[Message] = row[self.prompt]
         return prompt
 
@@ -152,13 +154,20 @@ class ChatEnvironment(Task):
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         prompt_id = f"{type(self.made).__name__}-{self.seed}-{index}"
-        return ChatEpisode(self, self.made.row(index), prompt_id)
+        return ChatEpisode(self, self.made.row(index), prompt_id, partial(self._place, index))
+
+    def _place(self, index: int) -> str:
+        if (rows := self.made.rows) is None:
+            return f"row {index} of {type(self.made).__name__}"
+        return rows.place(row_at(index, len(rows), self.made.seed)[1])
 
 
 class ChatEpisode(Episode):
     """One conversation."""
 
-    def __init__(self, environment: ChatEnvironment, row: Any, prompt_id: str) -> None:
+    def __init__(self, environment: ChatEnvironment, row: Any, prompt_id: str, place: Callable[[], str]) -> None:
+        """``place``: where the row is, for messages."""
+        self._place = place
         self.prompt_id, self._row, self._environment, self._made = prompt_id, row, environment, environment.made
         self._dialect = environment.choice.dialect
         self.max_tokens, self.stop_ids = self._made.max_tokens, self._dialect.stop_ids
@@ -170,12 +179,15 @@ class ChatEpisode(Episode):
 
     async def start(self, tools: Tools) -> None:
         self._box = tools
-        opened = await self._made.open(self._row, tools)
-        self.chat = Chat([{"role": "user", "content": opened}] if isinstance(opened, str) else list(opened))
-        if self.chat.messages and self.chat.messages[-1]["role"] == "assistant":
+        try:
+            opened = await self._made.open(self._row, tools)
+            self.chat = Chat([{"role": "user", "content": opened}] if isinstance(opened, str) else list(opened))
+            self.prompt = self._dialect.first(self.chat.messages, self._environment.schemas)
+        except UserError as error:
+            raise UserError(f"{self._place()}: {error}") from error
+        if self.chat.messages[-1]["role"] == "assistant":
             why = "its prompt ends with the assistant's answer, which the policy would read"
             raise invalid("task.name", type(self._made).__name__, why, "a method `open` that drops it")
-        self.prompt = self._dialect.first(self.chat.messages, self._environment.schemas)
         self._tail = self.prompt[-TAIL:]
 
     async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:

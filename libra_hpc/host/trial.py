@@ -95,6 +95,8 @@ async def _turns(config: RunConfig, live: LiveEpisode, eos: int) -> None:
     except OperationError as error:
         _unable(error)
         return
+    except UserError:
+        raise
     except BaseException as error:
         raise _mistake(config, "its start fails", error) from error
     stop = live.episode.stop_ids[:1] or (eos,)

@@ -61,6 +61,8 @@ class ChatTemplate:
 
         What stands in messages is text: `TaskTokenizer.encode` makes no control token of it.
         """
+        if not messages or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
+            raise invalid("messages", messages, "no conversation", "a list of messages with role and content")
         try:
             written = [
                 self._plain(one | ({"content": joined(one["content"])} if "content" in one else {})) for one in messages

@@ -18,9 +18,12 @@ import msgspec
 
 from libra_hpc.errors import UserError, error_text, invalid
 
-FORM = "a .jsonl or .parquet file, or a folder of .parquet or .arrow files of one split"
+FORM = "a .jsonl (a JSON object a line) or .parquet file, or a folder of .parquet or .arrow files of one split"
 ROUNDS = 4
 """Rounds of the Feistel network that permutes an epoch; four make a permutation that looks random."""
+
+COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")
+"""First bytes of gzip, zstd, bzip2, xz and zip."""
 
 Row = dict[str, Any]
 
@@ -76,6 +79,9 @@ class _JsonlRows:
         self._file = open(path, "rb")  # noqa: SIM115, read as long as the task lives
         for line in self._file:
             if not line.isspace():
+                if not self._starts and not line.lstrip().startswith(b"{"):
+                    why = f"its first line is no JSON object: {line[:40]!r}"
+                    raise ValueError("it is compressed" if line.startswith(COMPRESSED) else why)
                 self._starts.append(at)
             at += len(line)
         self._size = at

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -203,17 +204,31 @@ def test_an_exception_of_a_tool_is_an_answer_and_counted(
     assert capsys.readouterr().err.count("KeyError: 'a defect of the task'") == 1, "the log has it once"
 
 
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": []}, r"rows.jsonl:1: messages = \[\]: no conversation; valid: a list of messages with role"),
+        ({"prompt": ["hi"]}, r"rows.jsonl:1: messages = \['hi'\]: no conversation"),
+        ({"question": "x"}, r"rows.jsonl:1: task.prompt = 'prompt': the row has no such column; valid: question"),
+    ],
+)
+def test_a_row_without_a_conversation_is_named(
+    tokenizer: TaskTokenizer, tmp_path: Path, row: dict[str, Any], why: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    made = type("Rows", (Desk,), {"row": ChatTask.row, "__init__": ChatTask.__init__})
+    with pytest.raises(UserError, match=why):
+        play(tokenizer, desk=partial(made, data=str(tmp_path / "rows.jsonl")))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("method", ["open", "halve", "answer", "reward"])
 def test_the_environments_failure_is_no_answer_wherever_it_is_raised(tokenizer: TaskTokenizer, method: str) -> None:
-    async def away(self: Any, *given: Any) -> Any:
+    async def away(self: Any, row: Any = None, chat: Any = None, box: Any = None) -> Any:
         raise EnvironmentFailed("the index is away")
 
-    async def halve(self: Any, number: int) -> None:
-        await away(self)
-
-    desk = type("Desk", (Desk,), {method: tool(halve) if method == "halve" else away})
+    desk = type("Desk", (Desk,), {method: tool(away) if method == "halve" else away})
     with pytest.raises(EnvironmentFailed, match=r"^the index is away$"):
-        play(tokenizer, call("halve", {"number": 2}), "yes", desk=desk)
+        play(tokenizer, call("halve", {}), "yes", desk=desk)
 
 
 def test_past_the_limit_of_bad_calls_the_episode_ends_with_its_reward(tokenizer: TaskTokenizer) -> None:

@@ -30,10 +30,6 @@ def sleep_for(seconds: float) -> str:
     return "rested"
 
 
-def allocate(count: int) -> int:
-    return len(bytearray(count))
-
-
 def text_of(count: int) -> str:
     return "é" * count
 
@@ -44,11 +40,6 @@ def list_of(count: int) -> list[int]:
 
 def unencodable() -> object:
     return object()
-
-
-def write_file(count: int) -> int:
-    with open("scratch", "wb") as file:
-        return sum(file.write(b"x" * (1 << 20)) for _ in range(count >> 20))
 
 
 def surroundings() -> dict[str, Any]:

@@ -85,8 +85,8 @@ def test_rows_that_only_a_task_of_its_own_can_read_are_not_compared(tmp_path: Pa
         found = task(tmp_path, [], name=name)
         (tmp_path / "held.jsonl").write_text("prompt,answer\np3,4\n")
         if name == "data":
-            with pytest.raises(UserError, match=r"held\.jsonl:1: not a JSON object"):
+            with pytest.raises(UserError, match=r"its first line is no JSON object: b.prompt,answer"):
                 check_overlap(found)
         else:
             (warning,) = check_overlap(found)
-            assert "held.jsonl:1: not a JSON object" in warning
+            assert "its first line is no JSON object" in warning

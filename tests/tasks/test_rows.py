@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -50,7 +51,15 @@ def test_what_has_no_rows_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "broken.parquet").write_text("no")
-    for name, why in (("empty.jsonl", "it has no rows"), ("folder", "no such files"), ("absent", "no such file")):
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}'))
+    (tmp_path / "rows.csv").write_text("problem,answer\n1,2\n")
+    for name, why in (
+        ("empty.jsonl", "it has no rows"),
+        ("folder", "no such files"),
+        ("absent", "no such file"),
+        ("rows.jsonl.gz", r"it cannot be read \(it is compressed\); valid: a .jsonl \(a JSON object a line\) or"),
+        ("rows.csv", r"its first line is no JSON object: b'problem,answer"),
+    ):
         with pytest.raises(UserError, match=why):
             open_rows(str(tmp_path / name))
     with pytest.raises(UserError, match="not given"):
