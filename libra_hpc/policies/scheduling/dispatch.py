@@ -89,11 +89,7 @@ class Dispatcher:
             entry = heappop(heap)
             if self._waits(entry):
                 self._settle(entry, route(entry[3], board, now), routed, refused)
-        self._refused += refused
-        if not heap or board.free <= 0:
-            for entry in self._refused:
-                heappush(heap, entry)
-            self._refused.clear()
+        self._return(refused)
         return routed
 
     @property
@@ -154,6 +150,14 @@ class Dispatcher:
             heappush(self._last.setdefault((turn.engine, version), []), entry)
         else:
             refused.append(entry)
+
+    def _return(self, refused: list[_Entry]) -> None:
+        """Put turns that refused back in their places, once all waiting turns have been offered or no slot is left."""
+        self._refused += refused
+        if not self._heap or self.board.free <= 0:
+            for entry in self._refused:
+                heappush(self._heap, entry)
+            self._refused.clear()
 
     def _requeue(self, engine: str, version: int) -> None:
         """Offer as many of the turns that wait for an engine as it has free slots; all, if the wait is in vain."""
