@@ -80,8 +80,11 @@ class _JsonlRows:
         for line in self._file:
             if not line.isspace():
                 if not self._starts and not line.lstrip().startswith(b"{"):
-                    why = f"its first line is no JSON object: {line[:40]!r}"
-                    raise ValueError("it is compressed" if line.startswith(COMPRESSED) else why)
+                    raise ValueError(
+                        "it is compressed"
+                        if line.startswith(COMPRESSED)
+                        else f"its first line is no JSON object: {line[:40]!r}"
+                    )
                 self._starts.append(at)
             at += len(line)
         self._size = at

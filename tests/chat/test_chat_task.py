@@ -7,7 +7,7 @@ import json
 import random
 import re
 import time
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -216,9 +216,9 @@ def test_a_row_without_a_conversation_is_named(
     tokenizer: TaskTokenizer, tmp_path: Path, row: dict[str, Any], why: str
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    made = type("Rows", (Desk,), {"row": ChatTask.row, "__init__": ChatTask.__init__})
+    rows = {"row": ChatTask.row, "__init__": partialmethod(ChatTask.__init__, data=str(tmp_path / "rows.jsonl"))}
     with pytest.raises(UserError, match=why):
-        play(tokenizer, desk=partial(made, data=str(tmp_path / "rows.jsonl")))  # type: ignore[arg-type]
+        play(tokenizer, desk=type("Rows", (Desk,), rows))
 
 
 @pytest.mark.parametrize("method", ["open", "halve", "answer", "reward"])

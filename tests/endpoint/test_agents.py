@@ -98,9 +98,10 @@ async def test_the_reward_of_an_agent_that_fails_or_is_ended_is_asked(
 
 
 async def test_an_agent_whose_surroundings_are_away_has_no_reward(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
-    task = MixedTask(tokenizer, 0, {"buy": task_of(tokenizer, tmp_path, "away")}, [1], {})
     with pytest.raises(EnvironmentFailed, match=r"^task 'buy': the shop is away$"):
-        await play(task, lambda context: "yes")
+        await play(
+            MixedTask(tokenizer, 0, {"buy": task_of(tokenizer, tmp_path, "away")}, [1], {}), lambda context: "yes"
+        )
 
 
 async def test_an_agent_whose_context_is_full_ends_and_is_judged(tokenizer: TaskTokenizer, tmp_path: Path) -> None:

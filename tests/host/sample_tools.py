@@ -10,15 +10,13 @@ import threading
 import time
 from typing import Any
 
-from libra_hpc.tasks.base import EnvironmentFailed
-
 
 def echo(value: Any) -> Any:
     return value
 
 
 def obey(code: str) -> None:
-    exec(code, {"os": os, "sys": sys, "subprocess": subprocess, "EnvironmentFailed": EnvironmentFailed})
+    exec(code, {"os": os, "sys": sys, "subprocess": subprocess})
 
 
 def pid() -> int:
