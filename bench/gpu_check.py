@@ -28,7 +28,7 @@ import msgspec
 
 from bench.gpu_check_steps import Figure, Figures, Setting
 from bench.harness import RESULTS, ROOT, machine, progress, text
-from libra_hpc.process.visible_devices import engine_environment
+from libra_hpc.process.child_environment import engine_environment
 
 BUDGET_S = 540.0
 """With the minute that the environment takes from a folder of wheels: ten minutes."""

@@ -28,7 +28,7 @@ from libra_hpc.engine.steplog import StepLogHeader, read_steps
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.models.step_times.measured import StepPoint
-from libra_hpc.process.visible_devices import VARIABLE
+from libra_hpc.process.child_environment import VARIABLE
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.protocol.trace import TrajectoryRecord, recorded

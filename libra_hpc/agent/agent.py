@@ -47,6 +47,7 @@ from libra_hpc.mesh.rank_layout import RankLayout, check_world
 from libra_hpc.mesh.world import Endpoint, World, meet
 from libra_hpc.policies.pool.reconcile import Action, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
 from libra_hpc.process.agent_folders import hold, kept_folder, own, owned, remove
+from libra_hpc.process.child_environment import VARIABLE, own_devices
 from libra_hpc.process.code_stamp import other_code
 from libra_hpc.process.dump import STRAY, dump_on_request, stray_words
 from libra_hpc.process.lease import CHECK_S, Fence
@@ -55,7 +56,6 @@ from libra_hpc.process.log_limit import raise_file_limit
 from libra_hpc.process.owner_link import OwnerLink
 from libra_hpc.process.retry import cannot
 from libra_hpc.process.storage_watch import StorageWatch
-from libra_hpc.process.visible_devices import VARIABLE, own_devices
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.joining import Admitted, DoorRecord, JoinWanted, NotAdmitted, door, is_guest

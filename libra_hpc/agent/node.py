@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.process.agent_folders import make_folders, remove
 from libra_hpc.process.child import Child
+from libra_hpc.process.child_environment import clean_own
 from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.protocol import agents as wire
 
@@ -45,6 +46,7 @@ class NodeAgent(ABC):
     def __init__(self, mesh: Mesh, component: str, routes: Routes) -> None:
         self.mesh, self.rank, self.component, self._routes = mesh, mesh.rank, component, routes
         self.private, self.shared_memory = make_folders()
+        clean_own(mesh.hosts)
         self.engines: list[EngineNode[Any]] = []
         """Parts with children."""
         self.leaders: list[Stops] = []

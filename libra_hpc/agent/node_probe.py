@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.slurm.doctor import Finding
+from libra_hpc.slurm.doctor import Finding, proxies
 from libra_hpc.slurm.queue.cause import telling_line
 
 PACKAGES = ("torch", "megatron.core", "vllm")
@@ -37,6 +37,7 @@ def probe(device: str, interface: str, local_dir: str, meeting: str) -> list[tup
     the login node's interpreter can read whatever it has installed."""
     host = socket.gethostname()
     found = [Finding("node", "good", f"{host}: Python {sys.version.split()[0]}, {os.cpu_count()} CPUs")]
+    found += [finding._replace(subject=f"{host}: {finding.subject}") for finding in proxies(os.environ)]
     found += [_asked(f"{host}: {name}", partial(_import, name)) for name in PACKAGES]
     found.append(_asked(f"{host}: temporary folder", partial(_folder, local_dir)))
     world: Any = None

@@ -21,8 +21,8 @@ import msgspec
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
+from libra_hpc.process.child_environment import VARIABLE, engine_environment
 from libra_hpc.process.progress import Stall
-from libra_hpc.process.visible_devices import VARIABLE, engine_environment
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine import (
     EngineFailed,

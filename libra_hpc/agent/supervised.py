@@ -22,10 +22,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child, send_all, spawn
+from libra_hpc.process.child_environment import MAX_STARTS
 from libra_hpc.process.log_limit import MOST_BYTES, cut
 from libra_hpc.process.progress import WAITS, ProgressWatch, Stall, ticks
 from libra_hpc.process.retry import RestartBudget
-from libra_hpc.process.visible_devices import MAX_STARTS
 from libra_hpc.protocol.agents import Fatal
 from libra_hpc.protocol.codec import Codec
 from libra_hpc.protocol.engine_state import START, Doing, StateName

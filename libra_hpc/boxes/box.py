@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from libra_hpc.config.job import EnvSection
 from libra_hpc.errors import OperationError
+from libra_hpc.process.child_environment import direct
 from libra_hpc.process.reaper import descendants_of
 
 from .providers import BoxedCommand, Provider, size
@@ -117,6 +118,7 @@ class Box:
         mounts = {**{path: path for path in self._env.mounts}, **mount}
         limits, network = self._env.limits, self._env.network == "host"
         command = BoxedCommand(self.root, network, mounts, limits, output.mark, socket)
+        env = {**env, **direct({**os.environ, **env})}
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._provider.wrap(command, line),

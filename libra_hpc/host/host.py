@@ -35,6 +35,7 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import EnvironmentFailed, OperationError, UserError, error_text, invalid
+from libra_hpc.process.child_environment import clean_own
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
 from libra_hpc.process.progress import PULSE_S
@@ -319,6 +320,7 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
 def main(module: str, serve: Callable[[str, RunConfig], Coroutine[Any, Any, int]]) -> int:
     """Entry point of a host process: run ``serve(socket, config)``; returns the exit code."""
     dump_on_request()
+    clean_own()
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Environment host of libra-hpc.")
     parser.add_argument("--socket", required=True, help="Unix-domain socket to connect to")
     parser.add_argument("--config", required=True, help="file with the configuration of the run as JSON")

@@ -40,6 +40,8 @@ class Mesh:
     def __init__(self, world: World, handler: Handler) -> None:
         self.rank, self.size = world.rank, world.size
         self._world, self._handler = world, handler
+        self.hosts = [name for one in world.endpoints for name in (one.host, *one.addresses)]
+        """Names and addresses of the nodes of this start."""
         self._links: dict[int, Outgoing] = {}
         self._lost: set[int] = set()
         self._broke: dict[int, float] = {}

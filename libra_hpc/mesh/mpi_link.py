@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 
 from libra_hpc.errors import OperationError
+from libra_hpc.process.child_environment import of_rank
 from libra_hpc.protocol.codec import LENGTH, FrameBuffer
 
 MEET_S = 90
@@ -43,9 +44,9 @@ class MpiLink:
         self._socket, theirs = socket.socketpair()
         self._pmi, pmi = socket.socketpair()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        environment = dict(os.environ)
+        environment = of_rank(os.environ)
         if ask is not None:
-            environment |= {"PMI_FD": str(pmi.fileno()), "PMI_RANK": str(index), "PMI_SIZE": str(size)}
+            environment = of_rank(os.environ, PMI_FD=str(pmi.fileno()), PMI_RANK=str(index), PMI_SIZE=str(size))
             asyncio.get_running_loop().add_reader(self._pmi, self._on_pmi, ask)
         number = environment.get("PMI_FD", "")
         passed = (theirs.fileno(), *([int(number)] if number.isdigit() else []))

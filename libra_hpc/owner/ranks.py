@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from libra_hpc.process.agent_folders import remove_orphans
+from libra_hpc.process.child_environment import of_rank
 from libra_hpc.process.owner_link import LINK
 from libra_hpc.process.reaper import die_with
 from libra_hpc.protocol.start_up import KeyValueSpace
@@ -39,7 +40,7 @@ def start_rank(
     """Start one rank, its output appended to ``agent-<rank>.log``; returns it and our end of its PMI connection."""
     ours, theirs = socket.socketpair()
     link, key = links.born(rank)
-    env = {**os.environ, "PMI_FD": str(theirs.fileno()), "PMI_RANK": str(rank), "PMI_SIZE": str(size), LINK: key}
+    env = of_rank(os.environ, PMI_FD=str(theirs.fileno()), PMI_RANK=str(rank), PMI_SIZE=str(size)) | {LINK: key}
     launcher = os.getpid()
 
     def bind_to_launcher() -> None:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from libra_hpc.config.node_groups import COMPONENTS
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
+from libra_hpc.process.child_environment import NO_PROXY
 from libra_hpc.slurm.interpreter import check_container
 from libra_hpc.slurm.queue.command import call
 from libra_hpc.slurm.queue.query import Partition, partitions, settings
@@ -66,7 +67,7 @@ def examine(config: RunConfig, env: Mapping[str, str] | None, why: str = "") -> 
     image = container(config, env)
     # Without an image no interpreter can be looked for.
     python = [] if any(finding.state == "bad" for finding in image) else [interpreter(config)]
-    return [*found, *python, *image, folder(Path(config.run.dir))]
+    return [*found, *python, *image, *proxies({**os.environ, **config.compute.env}), folder(Path(config.run.dir))]
 
 
 def slurm_facts(env: Mapping[str, str]) -> SlurmFacts:
@@ -169,6 +170,13 @@ def container(config: RunConfig, env: Mapping[str, str] | None) -> list[Finding]
     unseen = [Finding("container", "warning", warning, "a shared folder") for warning in warnings]
     found = [Finding("container", "good", f"{compute.container}: {compute.image}")]
     return unseen or (found if compute.container != "none" else [])
+
+
+def proxies(env: Mapping[str, str]) -> list[Finding]:
+    """The proxies that programs of a run would ask; a password in an address is left out."""
+    named = [name for name in sorted(env) if name.lower().endswith("_proxy") and name not in NO_PROXY and env[name]]
+    found = ", ".join(f"{name} = {re.sub('//.*@', '//', env[name])}" for name in named)
+    return [Finding("proxy", "good", f"{found}; not for nodes of the run (no_proxy)")] if named else []
 
 
 def folder(path: Path) -> Finding:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from libra_hpc.process.agent_folders import orphans, remove_orphans
+from libra_hpc.process.child_environment import of_rank
 from libra_hpc.process.dump import DUMP_SIGNAL, STRAY
 from libra_hpc.process.owner_link import call_owner
 
@@ -117,7 +118,7 @@ def accompany(link: int, work: Callable[[], None]) -> None:
 def main() -> NoReturn:
     """Command line: become the rank."""
     interpose(call_owner(int(os.environ.get("SLURM_PROCID", "-1")), os.environ.get("SLURMD_NODENAME", "")))
-    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+    os.execve(sys.executable, [sys.executable, *sys.argv[1:]], of_rank(os.environ))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from libra_hpc.boxes.box import Box
 from libra_hpc.boxes.providers import Provider, bubblewrap, bwrap_program, none, template
 from libra_hpc.config.job import EnvSection, LimitsSection
 from libra_hpc.errors import OperationError
+from libra_hpc.process.child_environment import NO_PROXY
 from libra_hpc.process.reaper import descendants
 
 PROGRAM = bwrap_program()
@@ -52,6 +53,8 @@ async def test_a_command_finds_its_files_and_its_output_comes_in_order(tmp_path:
         assert ran == (0, f"one\ntwo\nthree\n{box.home}\n", "")
         assert await box.read("out") == await box.read(f"{box.home}/out") == b"four\n"
         assert (await box.run("exit 3")).exit_code == 3
+        said = (await box.run("echo $no_proxy $NO_PROXY", env=dict.fromkeys(NO_PROXY, ".corp"))).output
+        assert said.split() == [".corp,127.0.0.1,localhost,::1"] * 2, "the site's proxy has no part of this machine"
         assert (await box.run(["/bin/echo", "a  b", "$HOME"])).output == "a  b $HOME\n"
 
 

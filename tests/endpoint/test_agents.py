@@ -14,6 +14,7 @@ from libra_hpc.endpoint.agent_endpoint import AgentEndpoint
 from libra_hpc.endpoint.agent_task import AgentEnvironment, AgentTask
 from libra_hpc.endpoint.conversation import CAUSES
 from libra_hpc.errors import EnvironmentFailed, OperationError, UserError
+from libra_hpc.process.child_environment import clean_own
 from libra_hpc.tasks.mixture import MixedTask
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.chat.chat_folder import write_chat_folder
@@ -26,6 +27,15 @@ AGENTS = Path(__file__).with_name("agents.py")
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TaskTokenizer:
     return TaskTokenizer(write_chat_folder(tmp_path_factory.mktemp("policy")))
+
+
+@pytest.fixture(autouse=True)
+def proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site's proxy, which reaches nothing here; agents read it as their host does (`libra_hpc.host.host.main`)."""
+    dead = dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
+    for name, value in {**dead, "no_proxy": ".corp", "NO_PROXY": ".corp"}.items():
+        monkeypatch.setenv(name, value)
+    clean_own()
 
 
 def task_of(

@@ -55,6 +55,21 @@ def test_an_episode_is_the_tasks_own_for_seed_options_index_and_progress(keychai
     assert leader.process.returncode == 0
 
 
+SERVES = """
+import os, sys
+from libra_hpc.host.host import main
+async def serve(socket, config):
+    return os.environ["no_proxy"] != ".corp,127.0.0.1,localhost,::1"
+sys.exit(main("a host", serve))
+"""
+
+
+def test_a_task_asks_its_own_machine_without_the_sites_proxy(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    argv = [sys.executable, "-c", SERVES, "--socket", "", "--config", str(tmp_path / "config.json")]
+    subprocess.run(argv, env={**os.environ, "NO_PROXY": ".corp"}, check=True)
+
+
 def test_task_of_a_users_own_file(text_folder: Path) -> None:
     tokenizer = TaskTokenizer(text_folder)
     bounds: dict[str, list[int]] = {}

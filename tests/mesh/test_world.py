@@ -60,6 +60,14 @@ def test_ranks_of_one_machine_listen_on_loopback_with_one_port_and_share_a_secre
         assert facts["listening"] == [facts["port"]], "MPI's own ports are in a process beside it"
 
 
+@pytest.mark.parametrize("left", ["MPIR_CVAR_PMI_VERSION", "PMIX_NAMESPACE"])
+def test_ranks_meet_where_another_launcher_left_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    monkeypatch.setenv(left, "x")
+    assert [facts["rank"] for facts in meet(tmp_path)] == [0, 1]
+
+
 def test_an_interface_that_is_not_there_is_reported_by_every_rank(tmp_path: Path) -> None:
     for facts in meet(tmp_path, interface="ib7"):
         assert "slurm.interface = 'ib7'" in str(facts["problem"])

@@ -6,12 +6,13 @@ import asyncio
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from libra_hpc.process.child import Child, send_all
-from libra_hpc.process.visible_devices import engine_environment
+from libra_hpc.process.child_environment import clean_own, direct, engine_environment, of_rank
 from libra_hpc.protocol.engine import Abort, from_engine, to_engine
 
 
@@ -64,3 +65,38 @@ def test_an_engine_sees_its_share_of_what_the_node_was_given(
 ) -> None:
     out = engine_environment({"CUDA_VISIBLE_DEVICES": given, "HOME": "/h"}, device, first, count, 3)
     assert (out["CUDA_VISIBLE_DEVICES"], out["OMP_NUM_THREADS"], out["HOME"]) == (seen, "3", "/h")
+
+
+HERE = "127.0.0.1,localhost,::1"
+
+
+NODES = [f"node-{number:05d}" for number in range(20_000)]
+
+
+@pytest.mark.parametrize(
+    ("base", "hosts", "lower", "upper"),
+    [
+        ({}, (), HERE, HERE),
+        ({"NO_PROXY": ".corp, 10.0.0.0/8"}, ("n1", "10.1.0.1"), *[f".corp,10.0.0.0/8,{HERE},n1,10.1.0.1"] * 2),
+        ({"no_proxy": "a", "NO_PROXY": "b,localhost"}, (), f"a,{HERE}", "b,localhost,127.0.0.1,::1"),
+        ({"no_proxy": "*"}, ("n1",), "*", "*"),
+        # The longest variable that a program can start with has 128 kB.
+        ({}, NODES, *[",".join([HERE, *NODES[:5955]])] * 2),
+    ],
+    ids=["none", "one", "both", "all", "many nodes"],
+)
+def test_no_proxy_is_asked_for_this_machine_and_the_nodes_of_the_run(
+    base: dict[str, str], hosts: Sequence[str], lower: str, upper: str
+) -> None:
+    assert direct(base, hosts) == direct(direct(base, hosts), hosts) == {"no_proxy": lower, "NO_PROXY": upper}
+
+
+def test_what_another_launcher_left_reaches_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = dict.fromkeys(("PMIX_NAMESPACE", "PALS_RANKID", "PMI_PORT", "MPIR_CVAR_PMI_VERSION"), "x")
+    own = {"PMI_FD": "7", "PMI_RANK": "0", "PMI_SIZE": "2", "UCX_TLS": "tcp", "MPIR_CVAR_CH4_NETMOD": "ofi"}
+    assert of_rank({**other, **own}) == of_rank({**other, **own, "PMI_RANK": "9"}, PMI_RANK="0") == own
+    assert of_rank(other) == other, "another MPI has no descriptor"
+    monkeypatch.setattr(os, "environ", {**other, **own})
+    clean_own(["n1"])
+    kept = {"UCX_TLS": "tcp", "MPIR_CVAR_CH4_NETMOD": "ofi", "no_proxy": f"{HERE},n1", "NO_PROXY": f"{HERE},n1"}
+    assert os.environ == kept

@@ -108,3 +108,10 @@ def test_a_child_that_fails_is_named_by_its_cause(program: str, said: str) -> No
     with pytest.raises(RuntimeError) as error:
         node_probe._child(program)
     assert str(error.value) == said
+
+
+def test_proxies_are_named_without_their_passwords() -> None:
+    env = {"http_proxy": "http://me:pa/ss@proxy:3128/", "NO_PROXY": ".corp", "ftp_proxy": "", "HTTPS_PROXY": "p:1"}
+    found = "HTTPS_PROXY = p:1, http_proxy = http://proxy:3128/; not for nodes of the run (no_proxy)"
+    assert doctor.proxies(env) == [Finding("proxy", "good", found)]
+    assert doctor.proxies({"NO_PROXY": ".corp"}) == []

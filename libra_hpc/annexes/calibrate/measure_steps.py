@@ -27,7 +27,7 @@ from libra_hpc.engine.offline import OfflineEngine
 from libra_hpc.engine.settings import EngineConfig, check_config, read_config
 from libra_hpc.errors import OperationError
 from libra_hpc.models.step_times.measured import Calibration, StepPoint, load, save
-from libra_hpc.process.visible_devices import engine_environment
+from libra_hpc.process.child_environment import engine_environment
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generate
 from libra_hpc.protocol.engine_state import EngineStats

@@ -23,7 +23,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
 from libra_hpc.models.architecture import check_parallel, read_shape
 from libra_hpc.process.child import Child
-from libra_hpc.process.visible_devices import engine_environment
+from libra_hpc.process.child_environment import engine_environment
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.engine_state import Doing, EngineState
 from libra_hpc.protocol.trainer import Join, Joined, Sample, StepDone, ToWorker, TrainStep, from_worker, to_worker

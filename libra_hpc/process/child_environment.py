@@ -1,0 +1,68 @@
+"""The environment of what a run starts: devices, proxies, and who meets whom by MPI.
+
+- A proxy of the site is not asked for this machine, nor for nodes of the run: clients of agents take it from their
+  environment, and it would refuse, or reach somebody else's 127.0.0.1.
+- Variables by which an MPI finds its launcher reach nobody for whom they were not made.
+- On the CPU an engine sees no device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+MAX_STARTS = 3
+"""Starts of an engine that never became ready: once may be an accident of the node, thrice is the configuration."""
+NO_PROXY = ("no_proxy", "NO_PROXY")
+"""Where a variable of both spellings is set, a client reads either one."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HOSTS_BYTES = 1 << 16
+"""Most bytes of names of the run's nodes: about 2,000 nodes.  No program starts with a variable of twice that."""
+STARTS = ("PMI_", "PMIX_", "PMI2_", "PALS_", "MPIR_CVAR_PMI_")
+"""Prefixes of variables by which an MPI finds its launcher, set by that, by Slurm, or by a module of the site."""
+PMI = ("PMI_FD", "PMI_RANK", "PMI_SIZE")
+"""By these three MPICH finds its launcher; others tell it of another one, and it ends."""
+
+
+def direct(base: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
+    """`NO_PROXY` with this machine and ``hosts``, behind what ``base`` has in either spelling."""
+    fit = f"{','.join((*LOOPBACK, *hosts))},"[:HOSTS_BYTES].rpartition(",")[0]
+    given = {name: base.get(name) or next((base[one] for one in NO_PROXY if base.get(one)), "") for name in NO_PROXY}
+    named = {name: f"{text},{fit}".replace(" ", "").split(",") for name, text in given.items()}
+    # Clients know an asterisk only where it stands alone.
+    return {name: "*" if given[name] == "*" else ",".join(filter(None, dict.fromkeys(named[name]))) for name in named}
+
+
+def of_rank(base: Mapping[str, str], **start: str) -> dict[str, str]:
+    """Environment of a process that meets others by MPI: ``base`` and ``start``, which is `PMI` of this very start.
+
+    Without a ``PMI_FD`` in either another MPI has a launcher of its own, and everything stays.
+    """
+    whole = {**base, **start}
+    kept = PMI if "PMI_FD" in whole else tuple(whole)
+    return {name: value for name, value in whole.items() if name in kept or not name.startswith(STARTS)}
+
+
+def clean_own(hosts: Iterable[str] = ()) -> None:
+    """Make the environment of this process that of all that it starts; it has met the others of the run, ``hosts``."""
+    for name in [name for name in os.environ if name.startswith(STARTS)]:
+        del os.environ[name]
+    os.environ.update(direct(os.environ, hosts))
+
+
+def own_devices(base: Mapping[str, str], first: int, count: int) -> str:
+    """The ``count`` devices from ``first`` on of those that ``base`` shows, as the value of `VARIABLE`."""
+    given = [name for name in base.get(VARIABLE, "").split(",") if name] or [str(i) for i in range(first + count)]
+    return ",".join(given[first : first + count])
+
+
+def engine_environment(base: Mapping[str, str], device: str, first: int, count: int, threads: int) -> dict[str, str]:
+    """Environment of an engine on devices ``first .. first + count - 1`` of those this node was given.
+
+    On the CPU every device is hidden, so that a library that finds one by itself does not use it.
+    """
+    out = {**base, "OMP_NUM_THREADS": str(threads)}
+    if device == "cpu":
+        return {**out, VARIABLE: ""}
+    return {**out, VARIABLE: own_devices(base, first, count)}
