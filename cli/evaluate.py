@@ -29,7 +29,7 @@ from libra_hpc.process.lease import start_ticks
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.node_job import answered, submit_on_nodes
 from libra_hpc.slurm.queue.command import slurm_environment
-from libra_hpc.slurm.queue.job_record import JobRecord, start_attempt, write_job
+from libra_hpc.slurm.queue.job_record import JobRecord, new_mark, start_attempt, write_job
 from libra_hpc.slurm.queue.query import cluster_name
 from libra_hpc.slurm.single import Handle, run_single
 from libra_hpc.state.saved_policies import LAST, chosen_policy
@@ -197,7 +197,7 @@ def new_folder(config: RunConfig, parent: Path, policies: dict[int, str]) -> Run
 def queued(config: RunConfig, place: RunDir, policies: dict[int, str]) -> Handle:
     """Queue the job of an evaluation; the folder of a refused one goes, unless it has results."""
     local = config.slurm.executor == "local"
-    env = dict(os.environ) if local else slurm_environment()
+    env, mark = dict(os.environ) if local else slurm_environment(), new_mark()
     try:
         work, folder = (evaluate_here, str(place.path), policies), place.path / "job"
         limit = config.slurm.time_limit
@@ -214,6 +214,7 @@ def queued(config: RunConfig, place: RunDir, policies: dict[int, str]) -> Handle
                 name=JOB,
                 folder=folder,
                 time_limit=limit,
+                mark=mark,
             )
     except BaseException:
         if not place.evaluations.exists():
@@ -223,5 +224,5 @@ def queued(config: RunConfig, place: RunDir, policies: dict[int, str]) -> Handle
         pid = int(handle.job_id)
         write_job(place, JobRecord("local", f"local-{pid}", 1, time.time(), pid=pid, started=start_ticks(pid) or 0))
     else:
-        write_job(place, JobRecord("slurm", handle.job_id, 1, time.time(), cluster=cluster_name(env)))
+        write_job(place, JobRecord("slurm", handle.job_id, 1, time.time(), cluster_name(env), name=JOB, mark=mark))
     return handle

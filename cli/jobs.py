@@ -103,17 +103,17 @@ class JobQueue:
         the queue has no record of."""
         records = {run: record for run in runs if (record := _record(run)[0]) is not None}
         found = {str(run.path): self.ask(run) for run, record in records.items() if record.executor == "local"}
-        queued = {run: record.job_id for run, record in records.items() if record.executor == "slurm"}
+        queued = {run: record for run, record in records.items() if record.executor == "slurm"}
         if not queued:
             return found
         try:
-            known = self._known(queued)
+            known = self._known({run: record.job_id for run, record in queued.items()})
         except OperationError as error:
             print_note(f"runs are shown as their folders have them: {error}")
             return {**found, **{str(run.path): _silence(error) for run in queued}}
-        for run, job_id in queued.items():
-            info = known.get(job_id, JobInfo(job_id, JobState.UNKNOWN))
-            found[str(run.path)] = info if info.of(run.name) else JobInfo(job_id, JobState.UNKNOWN)
+        for run, record in queued.items():
+            info, none = known.get(record.job_id), JobInfo(record.job_id, JobState.UNKNOWN)
+            found[str(run.path)] = info if info is not None and info.of(run, record) else none
         return found
 
     def _known(self, queued: Mapping[RunDir, str]) -> dict[str, JobInfo]:

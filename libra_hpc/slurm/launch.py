@@ -19,6 +19,7 @@ from libra_hpc.facts.rundir import RunDir
 
 from .fit import with_resources
 from .interpreter import compute_python
+from .queue.job_record import new_mark
 
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """Would end a line of a script, or hide a part of it from who reads it."""
@@ -34,7 +35,7 @@ SPELLINGS = {
     "qos": ("--qos", "-q"),
 }
 """How sbatch spells them."""
-GRES = "--gres="
+GRES, COMMENT = "--gres=", "--comment="
 
 
 class NodeRequest(NamedTuple):
@@ -139,6 +140,8 @@ class Launch:
     """Slurm job that must have ended, in whatever way, before this one starts; empty: none."""
     from_step: int | None = None
     """Step at which the attempt begins; None: that of the newest whole state."""
+    mark: str = field(default_factory=new_mark)
+    """What its job's comment has, by which the job is known again."""
 
     @property
     def config(self) -> RunConfig:
@@ -184,6 +187,12 @@ def agent_variables(config: RunConfig, further: Mapping[str, str]) -> dict[str, 
         found = dict.fromkeys(("UCX_NET_DEVICES", "FI_TCP_IFACE", "GLOO_SOCKET_IFNAME"), interface)
         found["NCCL_SOCKET_IFNAME"] = f"={interface}"
     return {**found, **config.compute.env, **further, "PYTHONUNBUFFERED": "1"}
+
+
+def marked(options: Sequence[str], mark: str) -> list[str]:
+    """sbatch options, of which the last comment has ``mark`` behind it: sbatch takes that one alone."""
+    comments = [option.removeprefix(COMMENT) for option in options if option.startswith(COMMENT)]
+    return [*options, COMMENT + ",".join([*comments[-1:], mark])]
 
 
 def component_options(config: RunConfig, name: str, component: Component) -> dict[str, str]:

@@ -16,7 +16,8 @@ from libra_hpc.slurm.queue.query import partitions
 
 from .fit import with_resources
 from .interpreter import compute_python
-from .launch import agent_variables, check_lines, component_options, extra_options
+from .launch import agent_variables, check_lines, component_options, extra_options, marked
+from .queue.job_record import MARK
 from .single import Handle, run_single
 from .writer import RANK_STARTER, set_up_lines
 
@@ -40,9 +41,11 @@ def submit_on_nodes(
     name: str,
     folder: Path,
     time_limit: str,
+    mark: str = MARK,
 ) -> Handle:
     """Queue ``function(*arguments)`` as one rank on each of ``nodes`` nodes of ``component``, started as agents are.
 
+    ``mark``: see `Launch.mark`.
     Raises `UserError` when Slurm refuses the job.
     """
     check_lines(config)
@@ -66,5 +69,5 @@ def submit_on_nodes(
             "srun_args": [f"--mpi={config.slurm.mpi}", "--export=ALL", *started.step],
             "additional_parameters": component_options(config, component, wanted),
         },
-        options=extra_options(config, component, wanted),
+        options=marked(extra_options(config, component, wanted), mark),
     )

@@ -93,7 +93,8 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
     cluster = cluster_name(env)
     job_id = _queue(launch, env)
     try:
-        write_job(launch.run, JobRecord("slurm", job_id, launch.attempt, time.time(), cluster=cluster))
+        name, mark = launch.config.run.name, launch.mark
+        write_job(launch.run, JobRecord("slurm", job_id, launch.attempt, time.time(), cluster, name=name, mark=mark))
     except OSError:
         # Nobody could find it, or cancel it.
         cancel(job_id, env)
@@ -200,7 +201,8 @@ def left_jobs(name: str, env: Mapping[str, str]) -> list[str]:
 
     def left(info: JobInfo) -> bool:
         script, run = Path(info.script), RunDir(Path(info.script).parent)
-        ours = script in (run.script, run.spot_script) and Path(name).name in (info.job_id, run.name)
+        ours = bool(info.mark) and run.name.startswith(info.name.removesuffix("-spot"))
+        ours &= script in (run.script, run.spot_script) and Path(name).name in (info.job_id, run.name)
         return ours and not script.exists() and not info.state.ended
 
     return [job_id for job_id, info in own_jobs(env).items() if left(info)]
@@ -241,7 +243,7 @@ def state(run: RunDir, env: Mapping[str, str] | None = None) -> JobInfo:
     if record.executor == "local":
         return local.state(run)
     found = job(_required(env, record.job_id), record.job_id)
-    return found if found.of(run.name) else JobInfo(record.job_id, JobState.UNKNOWN)
+    return found if found.of(run, record) else JobInfo(record.job_id, JobState.UNKNOWN)
 
 
 def _required(env: Mapping[str, str] | None, job_id: str) -> Mapping[str, str]:

@@ -32,7 +32,7 @@ from libra_hpc.slurm.queue.cause import SET_UP_ENDED
 
 from .fit import notice_s
 from .interpreter import in_container
-from .launch import Launch, NodeRequest, agent_variables, spot_options
+from .launch import Launch, NodeRequest, agent_variables, marked, spot_options
 
 STEP = "step"
 """File in the log folder with the number of the step that the ranks are."""
@@ -42,7 +42,8 @@ RANK_STARTER = ("-m", "libra_hpc.slurm.pmi")
 
 def het_script(launch: Launch) -> str:
     """The sbatch script of a launch; raises `UserError` for a template that cannot make one."""
-    config, run, groups = launch.config, launch.run, launch.request.groups
+    config, run, (first, *others) = launch.config, launch.run, launch.request.groups
+    groups = [first._replace(options=marked(first.options, launch.mark)), *others]
     logs, started = run.logs(launch.attempt), start_command(config, run.path, named=True)
     # Slurm's commands are outside a container, and so is the owner.
     python = sys.executable if in_container(config) else launch.python
@@ -93,7 +94,7 @@ def spot_script(launch: Launch) -> str:
         f"--job-name={config.run.name}-spot",
         f'--output="{str(run.logs(launch.attempt) / "spot-").replace("%", "%%")}%j.out"',
         "--no-requeue",
-        *spot_options(config),
+        *marked(spot_options(config), launch.mark),
     ]
     lines = set_up_lines(config, agent_variables(config, {}), first=local_exports(config))
     lines += [f'mkdir -pm 700 "{CACHE_FOLDER}"'] if config.compute.local_dir else []

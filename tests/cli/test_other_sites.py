@@ -21,20 +21,26 @@ from libra_hpc.preflight import checked_run
 from libra_hpc.preflight.task_trial import TaskTrial
 from libra_hpc.process.agent_folders import removal
 from libra_hpc.slurm.queue import command
-from libra_hpc.slurm.queue.job_record import JobRecord, write_job
+from libra_hpc.slurm.queue.job_record import JobRecord, read_job, write_job
 from tests.preflight.test_checks import write_model
 from tests.slurm.scripts import program
 
 from .conftest import RUN, Cli, one_line, write_status
 
 QUEUE = '[ ! -e "$SITE/job" ] || echo "4711|PENDING|Priority|N/A|N/A|$(cat "$SITE/job")"'
-QUEUED = 'for script; do :; done; echo "$script" >"$SITE/job"; echo 4711'
+QUEUED = (
+    'for script; do :; done; option() { sed -n "s/#SBATCH --$1=//p" "$script" | head -n 1; };'
+    ' echo "$(option job-name)|$(option comment)|$script" >"$SITE/job"; echo 4711'
+)
 TESTED = 'case "$*" in *--test-only*) echo "sbatch: Job 4711 to start at 2030-01-01T00:00:00" >&2; exit;; esac; '
 NODES = 'for node in 1 2 3 4; do echo "a800*|up|1-00:00:00|idle|64|1000000|gpu:a800:8"; done'
 CONFIG = "ClusterName = east\\nSchedulerType = sched/backfill\\nAccountingStorageType = accounting_storage/slurmdbd\\n"
 FAILED = "error: Batch job submission failed"
 UNKNOWN_ID = '{ echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }'
-SHOWN = 'echo "JobId=4711 JobState=PENDING Reason=Priority Command=$(cat "$SITE/job") WorkDir=/"'
+SHOWN = (
+    'IFS="|" read -r name comment script <"$SITE/job"; printf "JobId=4711 JobName=$name JobState=PENDING'
+    ' Reason=Priority Command=$script WorkDir=/ Comment=$comment  StdErr=/x\\n"'
+)
 
 
 def fails(*sentences: str) -> str:
@@ -56,7 +62,7 @@ QUIET = {
     "squeue": QUEUE,
     "scontrol": scontrol(),
     "sinfo": sinfo(NODES),
-    "sacct": 'case "$*" in *JobID*) echo "4000|TIMEOUT|0:0|2026-11-20T08:18:37";; esac',
+    "sacct": 'case "$*" in *JobID*) echo "4000|TIMEOUT|0:0|2026-11-20T08:18:37|old";; esac',
     "scancel": 'echo "$*" >"$SITE/cancelled"; rm "$SITE/job"',
     "srun": 'echo "MPI plugin types are..."; echo pmi2',
 }
@@ -192,7 +198,7 @@ SITES = {
     "arrays in the queue": Site(
         {
             "squeue": "for id in 90_[5-100%2] 91_[60-89,91-94] 92_3 93+0 93+1; do"
-            f' echo "$id|PENDING|JobArrayTaskLimit|N/A|2030-01-01T00:00:00|/x/a|b.sh"; done; {QUEUE}'
+            f' echo "$id|PENDING|JobArrayTaskLimit|N/A|2030-01-01T00:00:00|a||/x/a|b.sh"; done; {QUEUE}'
         }
     ),
     # https://github.com/dask/dask-jobqueue/issues/209 (NIH): sbatch is a script that passes the id on by itself, and
@@ -262,13 +268,45 @@ def test_the_job_of_a_removed_run_is_cancelled_by_its_name_or_id(name: str, othe
 def test_a_sweep_is_cancelled_though_one_of_its_jobs_cannot_be_read(other: Path, cli: Cli) -> None:
     assert cli("sweep", "run.toml", "--over", "run.seed=0,1").code == 0
     damaged = other / "runs" / "quick-seed1-001" / "job.json"
-    script = damaged.with_name("job.sbatch")
-    (other / "job").write_text(str(script).replace("seed1", "seed0"))
+    one, queued = read_job(RunDir(other / "runs" / "quick-seed0-001")), (other / "job").read_text()
+    (other / "job").write_text(
+        queued.replace("seed1", "seed0").replace(read_job(RunDir(damaged.parent)).mark, one.mark)
+    )
     damaged.write_text("{")
     outcome = cli("cancel", "--sweep", "quick")
     assert f"quick-seed1-001 is not cancelled: {damaged} is damaged" in outcome.err
     assert outcome.out.startswith("quick-seed0-001: job 4711 cancelled")
     assert str(damaged) in one_line(cli("cancel", "quick-seed1-001"))
+
+
+OTHER = "libra-hpc:0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("job", "own"),
+    [
+        ("quick|{mark}|/moved/quick-001/job.sbatch", True),
+        ("quick|caf\\351 of a site,{mark}|", True),
+        ("quick|charged to 7|{script}", True),
+        ("slow|{mark}|{script}", False),
+        (f"quick|{OTHER}|{{script}}", False),
+        ("quick||/x/slow-001/job.sbatch", False),
+        ("quick|(null)|(null)", False),
+        ("wrap|(null)|", False),
+    ],
+)
+def test_a_job_that_has_the_number_of_a_run_s_is_touched_where_name_and_mark_agree(
+    job: str, own: bool, other: Path, cli: Cli
+) -> None:
+    """Ids begin again after a reset; times do not tell, as Slurm writes others when it queues a job again."""
+    assert cli("submit", "run.toml").code == 0
+    run = RunDir(other / "runs" / "quick-001")
+    (other / "job").write_text(job.format(mark=read_job(run).mark, script=run.script) + "\n")
+    (listed,) = json.loads(cli("list", "--json").out)
+    state = json.loads(cli("status", "quick-001", "--json").out)["state"]
+    assert listed["state"] == state == ("pending" if own else "unknown")
+    assert ("job 4711 cancelled" in cli("cancel", "quick-001").out) == own
+    assert (other / "cancelled").exists() == own
 
 
 OPTIONS = ("-o", "components.train.nodes=2", "-o", "components.hybrid.nodes=0", "-o", "slurm.account=red")

@@ -57,7 +57,7 @@ def test_a_controller_that_stays_away_is_asked_again_and_a_refusal_is_not(
     ("sacct", "state"),
     [
         ('echo "Slurm accounting storage is disabled" >&2; exit 1', JobState.UNKNOWN),
-        ('echo "7|TIMEOUT|0:15|2026-11-20T08:18:37"', JobState.TIMEOUT),
+        ('echo "7|TIMEOUT|0:15|2026-11-20T08:18:37|a"', JobState.TIMEOUT),
     ],
 )
 def test_a_job_that_the_controller_has_no_record_of_is_read_from_the_accounts(

@@ -127,23 +127,23 @@ def test_pending_job_has_no_start_and_a_reason() -> None:
 
 def test_unknown_job_is_not_failed() -> None:
     assert parse_job("7", "").state is JobState.UNKNOWN
-    assert parse_accounts("7", "8|COMPLETED|0:0|2026-11-20T08:18:37\n").state is JobState.UNKNOWN
+    assert parse_accounts("7", "8|COMPLETED|0:0|2026-11-20T08:18:37|a\n").state is JobState.UNKNOWN
 
 
 def test_accounts_of_a_requeued_heterogeneous_job() -> None:
     text = (
-        "12+0|PREEMPTED|0:0|2026-11-20T08:00:00\n12+1|PREEMPTED|0:0|2026-11-20T08:00:00\n"
-        "12+0|COMPLETED|0:0|2026-11-20T08:10:00\n"
+        "12+0|PREEMPTED|0:0|2026-11-20T08:00:00|a\n12+1|PREEMPTED|0:0|2026-11-20T08:00:00|a\n"
+        "12+0|COMPLETED|0:0|2026-11-20T08:10:00|a|b\n"
     )
     assert parse_accounts("12", text).state is JobState.COMPLETED
 
 
 def test_one_question_gives_every_job_of_this_user() -> None:
     text = (
-        "41+0|PENDING|Priority|2026-11-20T08:00:00|N/A|/runs/a-001/job.sbatch\n"
-        "41+1|PENDING|Priority|N/A|N/A|/runs/a-001/job.sbatch\n"
-        "40|RUNNING|None|2026-11-20T08:18:37|2026-11-21T08:18:37|/my runs|now/b-001/job.sbatch\n"
-        "39|TIMEOUT|TimeLimit|2026-11-20T08:18:37|2026-11-20T09:18:37|(null)\n\n"
+        "41+0|PENDING|Priority|2026-11-20T08:00:00|N/A|a|libra-hpc:1\x85|/runs/a-001/job.sbatch\n"
+        "41+1|PENDING|Priority|N/A|N/A|a|libra-hpc:1\x85|/runs/a-001/job.sbatch\n"
+        "40|RUNNING|None|2026-11-20T08:18:37|2026-11-21T08:18:37|b||/my runs|now/b-001/job.sbatch\n"
+        "39|TIMEOUT|TimeLimit|2026-11-20T08:18:37|2026-11-20T09:18:37|wrap|(null)|(null)\n\n"
     )
     found = parse_queue(text)
     assert {name: (job.state.value, job.reason, job.script) for name, job in found.items()} == {
@@ -155,12 +155,10 @@ def test_one_question_gives_every_job_of_this_user() -> None:
     assert [job.end_time is None for job in found.values()] == [True, True, False]
 
 
-def test_a_job_of_another_runs_script_is_not_that_of_the_run() -> None:
-    line = "JobId=41 JobState=RUNNING Reason=None Command=/my runs/a-001/job.sbatch WorkDir=/my runs StdErr=/x\n"
-    info = parse_job("41", line)
-    assert info.script == "/my runs/a-001/job.sbatch"
-    assert (info.of("a-001"), info.of("a-002")) == (True, False)
-    assert parse_job("41", HET.format("RUNNING", "None", "0:0")).of("a-002"), "not known"
+def test_a_job_s_script_and_comment_may_have_blanks() -> None:
+    line = "JobId=41 JobName=a JobState=RUNNING Command=/my runs/a-001/job.sbatch WorkDir=/my runs"
+    info = parse_job("41", f"{line} Comment=b c=d,libra-hpc:1  StdErr=/x")
+    assert (info.script, info.name, info.mark) == ("/my runs/a-001/job.sbatch", "a", "libra-hpc:1")
 
 
 @pytest.mark.parametrize(

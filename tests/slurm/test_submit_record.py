@@ -52,11 +52,11 @@ def submitted(launch: Launch, folder: Path, monkeypatch: pytest.MonkeyPatch, sba
     ("sbatch", "squeue", "job_id"),
     [
         ("echo '-- Welcome to the cluster --'; echo ' 12 jobs wait'; echo '4711;east'; echo bye", "exit 1", "4711"),
-        ("echo '--> Verifying valid submit host ...OK'", "echo '11|PENDING|None|N/A|N/A|{script}'", "11"),
-        ("echo 'Socket timed out on send/recv operation' >&2; exit 1", "echo '9|RUNNING|a|b|c|{script}'", "9"),
+        ("echo '--> Verifying valid submit host ...OK'", "echo '11|PENDING|None|N/A|N/A|t||{script}'", "11"),
+        ("echo 'Socket timed out on send/recv operation' >&2; exit 1", "echo '9|RUNNING|a|b|c|t||{script}'", "9"),
         (
             "sleep 5",
-            "echo '8|FAILED|a|b|c|{script}'; echo '9+0|PENDING|a|b|c|{script}'; echo '10|RUNNING|a|b|c|/x'",
+            "echo '8|FAILED|a|b|c|t||{script}'; echo '9+0|PENDING|a|b|c|t||{script}'; echo '10|RUNNING|a|b|c|t||/x'",
             "9",
         ),
     ],

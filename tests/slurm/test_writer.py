@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def script(config: dict[str, Any], **changes: Any) -> str:
         "interpreter": "/opt/env/bin/python",
         "attempt": 2,
         "environment": {"NOTE": "it's 100%"},
+        "mark": "libra-hpc:0123456789abcdef",
     }
     return het_script(
         Launch(job_request(validate(config)), RunDir("/data/my runs/demo-001"), **{**arguments, **changes})
@@ -315,6 +317,11 @@ def test_options_are_read_as_getopt_reads_them() -> None:
         assert text.count(f"#SBATCH {option}\n") == text.count("#SBATCH --nodes=")
 
 
+def test_a_comment_of_the_run_files_stays_in_front_of_the_mark() -> None:
+    comments = re.findall("--comment=(.*)", script({"slurm": {"extra": ["--comment", "project-7"]}}))
+    assert comments == ["project-7", "project-7,libra-hpc:0123456789abcdef", *["project-7"] * (len(comments) - 2)]
+
+
 def test_a_job_of_spot_nodes_joins_the_run_with_a_node_as_those_that_roll_out() -> None:
     spot = {"nodes": 2, "partition": "spot", "time_limit": "00:30:00"}
     config = validate({**FULL, "borrow": {"spot": spot}, "compute": {"env": {"A": "b"}, "local_dir": "/x"}})
@@ -323,6 +330,7 @@ def test_a_job_of_spot_nodes_joins_the_run_with_a_node_as_those_that_roll_out() 
     options = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
     assert {"--nodes=1", "--partition=spot", "--time=00:30:00", "--gres=gpu:4", "--constraint=nvlink"} <= options
     assert {"--job-name=demo-spot", "--no-requeue", "--mem=32G", "--account=rl"} <= options
+    assert f"--comment={launch.mark}" in options
     assert "export A=b" in lines
     assert lines[-2] == 'mkdir -pm 700 "$TMPDIR/cache-$UID"'
     assert lines[-1] == "exec /opt/env/bin/python -m libra_hpc_cli.app join '/data/my runs/demo-001' --spot"

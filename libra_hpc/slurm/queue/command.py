@@ -76,6 +76,8 @@ def call(
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
+                # A job's comment is any bytes.
+                errors="replace",
                 timeout=timeout_s,
             )
         except subprocess.TimeoutExpired:
@@ -123,22 +125,12 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def controller_answers(env: Mapping[str, str]) -> bool:
     """Whether ``scontrol ping`` with the environment ``env`` finds a controller that is up."""
-    scontrol = shutil.which("scontrol", path=env.get("PATH", ""))
-    if scontrol is None:
-        return False
     try:
-        done = subprocess.run(
-            [scontrol, "ping"],
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PING_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
+        answer = call(["scontrol", "ping"], env, tries=1, timeout_s=PING_TIMEOUT_S)
+    except OperationError:
         return False
     # A backup controller may be the one that is up.
-    return any(line.startswith("Slurmctld(") and line.rstrip().endswith("UP") for line in done.stdout.splitlines())
+    return any(line.startswith("Slurmctld(") and line.rstrip().endswith("UP") for line in answer.splitlines())
 
 
 def embedded_home() -> Path:

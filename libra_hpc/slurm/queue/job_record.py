@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import secrets
 from typing import Literal
 
 import msgspec
@@ -9,6 +11,19 @@ import msgspec
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import write_atomic
+
+MARK = "libra-hpc:"
+"""Beginning of what a job's comment has of us."""
+
+
+def new_mark() -> str:
+    """What the comment of one job has, and of no other."""
+    return f"{MARK}{secrets.token_hex(8)}"
+
+
+def mark_in(comment: str) -> str:
+    """The mark in a comment, which a site may have put more into; empty without one."""
+    return "".join(re.findall(rf"{MARK}\w*", comment)[-1:])
 
 
 class JobRecord(msgspec.Struct, frozen=True):
@@ -28,6 +43,9 @@ class JobRecord(msgspec.Struct, frozen=True):
     """Local only: kernel start time of that process in clock ticks; a later process of the same id has another."""
     cancelled: bool = False
     """Local only: the user cancelled it."""
+    name: str = ""
+    """Slurm only: the job's name, and in its comment `new_mark`; empty in records of before there was one."""
+    mark: str = ""
 
 
 def write_job(run: RunDir, record: JobRecord) -> None:

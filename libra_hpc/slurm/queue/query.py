@@ -16,8 +16,10 @@ from enum import Enum
 from pathlib import Path
 
 from libra_hpc.errors import OperationError
+from libra_hpc.facts.rundir import RunDir
 
 from .command import SlurmRefused, SlurmSilent, call
+from .job_record import JobRecord, mark_in
 
 
 class JobState(Enum):
@@ -106,10 +108,17 @@ class JobInfo:
     components: tuple[HetComponent, ...] = ()
     script_lost: bool = False
     """It runs on without the node of its script."""
+    name: str = ""
+    mark: str = ""
+    """See `JobRecord.mark`; empty: its comment has none."""
 
-    def of(self, run: str) -> bool:
-        """Whether it can be the job of the run of that name: ids of two clusters may be equal."""
-        return not self.script or Path(self.script).parent.name == run
+    def of(self, run: RunDir, record: JobRecord) -> bool:
+        """Whether it is the job of this record: ids of two clusters may be equal, and begin again after a reset."""
+        same = record.name in ("", self.name or record.name)
+        if self.mark:
+            return same and self.mark == record.mark
+        # A site has put a comment of its own there, or it was queued before there were marks; accounts have no script.
+        return same and (Path(self.script).parent.name == run.name if self.script else self.state.ended)
 
 
 def job_state(text: str) -> JobState:
@@ -201,22 +210,23 @@ def own_jobs(env: Mapping[str, str]) -> dict[str, JobInfo]:
     """This user's jobs by id, those that Slurm still remembers among them, in one question; raises
     `SlurmUnreachable`."""
     # Also those in hidden partitions.
-    options = ("--me", "--all", "--noheader", "--states=all", "--format=%i|%T|%r|%S|%e|%o")
+    options = ("--me", "--all", "--noheader", "--states=all", "--format=%i|%T|%r|%S|%e|%j|%k|%o")
     return parse_queue(call(["squeue", *options], env))
 
 
 def parse_queue(text: str) -> dict[str, JobInfo]:
-    """Jobs from lines ``id|state|reason|start|end|script``; of a heterogeneous one (``id+0``, ``id+1``) the first
-    component speaks."""
+    """Jobs from lines ``id|state|reason|start|end|name|comment|script``; the first component of a heterogeneous one
+    (``id+0``, ``id+1``) speaks."""
     found, parts = dict[str, JobInfo](), dict[str, list[HetComponent]]()
-    for line in text.splitlines():
-        fields = line.strip().split("|", 5)
-        if len(fields) != 6:
+    # Not at all that Unicode has for the end of a line: a comment is any text.
+    for line in text.split("\n"):
+        fields = line.strip().split("|", 7)
+        if len(fields) != 8:
             continue
-        name, state_text, reason, start, end, script = fields
-        job_id, plus, component = name.partition("+")
+        part, state_text, reason, start, end, name, comment, script = fields
+        job_id, plus, component = part.partition("+")
         if component.isdecimal():
-            parts.setdefault(job_id, []).append(HetComponent(int(component), name, job_state(state_text), ""))
+            parts.setdefault(job_id, []).append(HetComponent(int(component), part, job_state(state_text), ""))
         if not plus or component == "0":
             state = job_state(state_text)
             found[job_id] = JobInfo(
@@ -227,6 +237,8 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
                 start_time=_epoch(start) if state is not JobState.PENDING else None,
                 end_time=_epoch(end) if state.ended else None,
                 script=_text(script),
+                name=name,
+                mark=mark_in(comment),
             )
     return {job_id: replace(info, components=tuple(parts.get(job_id, ()))) for job_id, info in found.items()}
 
@@ -247,7 +259,7 @@ def accounts(env: Mapping[str, str], job_ids: Iterable[str]) -> dict[str, JobInf
     ids = list(job_ids)
     command = ["sacct", "--noheader", "--parsable2", "--allocations", "--jobs", ",".join(ids)]
     try:
-        text = call([*command, "--format=JobID,State,ExitCode,Start"], env)
+        text = call([*command, "--format=JobID,State,ExitCode,Start,JobName"], env)
     except SlurmSilent:
         raise
     except OperationError:
@@ -273,12 +285,13 @@ def job_script(env: Mapping[str, str], job_id: str) -> Path | None:
 def parse_job(job_id: str, text: str) -> JobInfo:
     """A job from ``scontrol show job --oneliner``: a line of ``Key=Value`` fields per component."""
     records = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         fields: dict[str, str] = {}
         for key, value in re.findall(r"(?:^|\s)([A-Za-z:/]+)=(\S*)", line):
             fields.setdefault(key, value)
         if script := re.search(r"\sCommand=(.*?)(?=\s[A-Za-z:/]+=|$)", line):
             fields["Command"] = script[1]
+        fields["Comment"] = mark_in(line.partition(" Comment=")[2])
         if "JobState" in fields:
             records.append(fields)
     if not records:
@@ -302,6 +315,8 @@ def parse_job(job_id: str, text: str) -> JobInfo:
         end_time=_epoch(leader.get("EndTime", "")) if state.ended else None,
         restarts=int(leader.get("Restarts", "0")),
         script=_text(leader.get("Command")),
+        name=leader.get("JobName", ""),
+        mark=leader.get("Comment", ""),
         components=components,
         script_lost=state is JobState.RUNNING and _left(leader.get("BatchHost", ""), leader.get("NodeList", "")),
     )
@@ -318,14 +333,15 @@ def _left(node: str, nodes: str) -> bool:
 
 
 def parse_accounts(job_id: str, text: str) -> JobInfo:
-    """A job from ``sacct``: a line ``id|state|exit code|start`` per component, with ids ``id+0``, ``id+1``."""
-    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 3]
+    """A job from ``sacct``: a line ``id|state|exit code|start|name`` per component, with ids ``id+0``, ``id+1``."""
+    rows = [line.split("|", 4) for line in text.splitlines() if line.count("|") > 3]
     own = [row for row in rows if row[0] in (job_id, f"{job_id}+0")]
     if not own:
         return JobInfo(job_id, JobState.UNKNOWN)
-    _, state_text, code, start = own[-1]
+    _, state_text, code, start, name = own[-1]
     state = job_state(state_text)
-    return JobInfo(job_id, state, exit_code=_exit_code(code) if state.ended else None, start_time=_epoch(start))
+    exit_code = _exit_code(code) if state.ended else None
+    return JobInfo(job_id, state, exit_code=exit_code, start_time=_epoch(start), name=name)
 
 
 def _text(value: str | None) -> str:
