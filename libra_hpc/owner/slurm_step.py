@@ -3,12 +3,14 @@
 - A signal to the batch script -> the ranks, by ``srun``.
 - A rank ends -> its connection does (`RankLinks`), and the others get that after `SETTLE_S`; all have -> ``srun`` ends.
 - Slurm sets a node down -> ``srun`` prints it, and the others get the ends of its ranks with the reason.
+- All have ended, and ``srun`` has not -> Slurm lost a daemon that would tell it: the step is cancelled, then left.
 - ``srun`` itself is never killed: its step would stay and hold the nodes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -34,6 +36,11 @@ SETTLE_S = 1.0
 double: turns wait longer for another engine."""
 KILL_AGAIN_S = 10.0
 """Between two SIGKILLs to a step: the first may come before Slurm has all its tasks."""
+UNTOLD_S, OVER_S = 5.0, 20.0
+"""From the end of the last rank, with which ``srun`` ends in a second, to a cancelling of the step, and to its end
+whatever ``srun`` waits for.
+
+Half: a busy controller looks like that; double: whoever cancels a run waits for a minute."""
 CLOSE_S = 2.0
 """For srun to end with the ranks of a job that Slurm takes apart; at all other times it has ended."""
 COMMAND_S = 60.0
@@ -71,7 +78,14 @@ class SlurmStep:
         for rank, since in self.links.gone.items():
             if time.monotonic() - since > SETTLE_S:
                 self.links.announce(rank)
-        return self._process.poll() is None
+        gone = self.links.gone if len(self.links.ended) == self.size else {}
+        untold_s = time.monotonic() - max(gone.values(), default=math.inf)
+        if untold_s > UNTOLD_S:
+            # The controller has srun give up what no daemon answers for.
+            self.kill("--ctld")
+            # For a next start: Slurm goes on to count what the step had.
+            os.environ["SLURM_OVERLAP"] = "1"
+        return self._process.poll() is None and untold_s < OVER_S
 
     def _note_failures(self) -> None:
         """Note the ranks of nodes that srun has reported as failed since the last call."""
@@ -89,14 +103,14 @@ class SlurmStep:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.Signals[f"SIG{name}"])
 
-    def kill(self) -> None:
+    def kill(self, option: str = "--signal=KILL") -> None:
         with contextlib.suppress(OSError):
             step = self._step.read_text().strip()
             if step and time.monotonic() - self._killed_at > KILL_AGAIN_S:
                 self._killed_at = time.monotonic()
                 for name, job in os.environ.items():
                     if name == "SLURM_JOB_ID" or name.startswith("SLURM_JOB_ID_HET_GROUP_"):
-                        ask_slurm("scancel", "--signal=KILL", f"{job}.{step}")
+                        ask_slurm("scancel", option, f"{job}.{step}")
 
     def close(self) -> list[int]:
         """The exit code of srun, which is not 0 when any rank died; -1 where it has not ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -54,6 +55,26 @@ def test_the_ranks_of_a_node_that_srun_reports_are_gone_with_the_reason_that_slu
     assert step.down == {"a800-1": why}, "what an earlier start printed is no news"
     assert step.links.lost == {1: why}
     assert step.links.ended == {1}
+
+
+def test_a_step_whose_ranks_have_ended_is_over_though_slurm_does_not_tell_srun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = RunDir(tmp_path), list[tuple[str, ...]]()
+    run.logs(1).mkdir(parents=True)
+    for name, value in {"ask_slurm": lambda *argv: asked.append(argv), "UNTOLD_S": 0.2, "OVER_S": 1.0}.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(os, "environ", {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_ID_HET_GROUP_1": "8"})
+    step, now = SlurmStep(run, 1, 2, ["sleep", "60"]), time.monotonic()
+    (run.logs(1) / "step").write_text("0\n")
+    step.links.gone[0] = now - 60.0
+    assert step.poll(), "a rank lives"
+    step.links.gone[1] = now
+    while step.poll():
+        assert time.monotonic() < now + 10.0
+    assert set(asked) == {("scancel", "--ctld", "7.0"), ("scancel", "--ctld", "8.0")}
+    assert os.environ["SLURM_OVERLAP"] == "1", "the next start goes beside what is left of it"
+    step._process.kill()
 
 
 def test_a_refusal_for_components_that_slurm_has_queued_itself_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
