@@ -72,13 +72,14 @@ async def evaluate_all(
     world: World, layout: RankLayout, config: RunConfig, run: RunDir, policies: Sequence[tuple[int, str]]
 ) -> list[dict[str, Any]]:
     """Evaluate one policy after the other; returns the lines, none where this is not rank 0."""
-    routes = Routes()
-    # One for all: a peer may call before this node begins with the same policy.
-    mesh = Mesh(world, lambda source, message: routes.deliver(message))
+    routes = [Routes()]
+    # One mesh for all: a peer may call before this node begins with the same policy.
+    mesh = Mesh(world, lambda source, message: routes[-1].deliver(message))
     accepting = asyncio.get_running_loop().create_task(mesh.run())
     for step, policy in policies:
         own = config.changed(model={"path": policy}) if config.run.engine == "real" else config
-        node = EvaluationNode(mesh, routes, layout, own, run, step)
+        routes.append(Routes())
+        node = EvaluationNode(mesh, routes[-1], layout, own, run, step)
         accepting.add_done_callback(node.on_ended)
         await node.run()
     accepting.cancel()
@@ -125,7 +126,6 @@ class EvaluationNode(NodeAgent):
         add(wire.StopAgent, lambda stop: self._end(stop.reason))
         if self._service is not None:
             add_rollout_service(self._routes, self._service)
-            add(EngineState, self._on_engine_state)
             add(
                 wire.WeightsWanted, lambda asked: send(asked.rank, wire.WeightsCurrent(self._context.resume_point.step))
             )
@@ -181,12 +181,6 @@ class EvaluationNode(NodeAgent):
         own = {"state": "running", "message": message, "started_at": self._began}
         self._run.write_json(self._run.status, blank | own)
         return len(here) == len(tasks)
-
-    def _on_engine_state(self, engine: EngineState) -> None:
-        assert self._service is not None
-        # A node also reports to its coordinator that all its engines are ready; that message names none.
-        if engine.engine:
-            self._service.on_message(engine)
 
     def _send(self, rank: int, message: wire.MeshMessage) -> None:
         self.mesh.send(rank, message)

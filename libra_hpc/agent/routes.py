@@ -37,7 +37,9 @@ class Routes:
         self._rows: dict[type, Callable[[Any], object]] = {}
 
     def add(self, kind: type[M], handler: Callable[[M], object]) -> None:
-        self._rows[kind] = handler
+        """Raises `ValueError` where another part has the messages of this type."""
+        if self._rows.setdefault(kind, handler) != handler:
+            raise ValueError(f"{kind.__name__} has a handler: {self._rows[kind]}")
 
     def deliver(self, message: object) -> bool:
         """Hand a message to its handler; False when there is none."""

@@ -34,7 +34,7 @@ class Part:
 
 
 class Scene:
-    """An agent's table with every part in it."""
+    """The tables of the train leader and of the rollout leader, with every part in them."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -43,17 +43,18 @@ class Scene:
             cast(TrainNode, self.part("train")),
             cast(RolloutService, self.part("service")),
         )
-        self.routes = Routes()
-        add_engines(self.routes, node, train, cast(NodeCarrier, self.part("carrier")))
-        add_train_leader(self.routes, cast(TrainLeader, self.part("leader")))
-        add_rollout_service(self.routes, service)
+        self.routes = [Routes(), Routes()]
+        add_engines(self.routes[0], node, train, cast(NodeCarrier, self.part("carrier")))
+        add_train_leader(self.routes[0], cast(TrainLeader, self.part("leader")))
+        add_rollout_service(self.routes[1], service)
 
     def part(self, name: str) -> Part:
         return Part(name, self.calls)
 
     def deliver(self, message: wire.MeshMessage) -> list[tuple[Any, ...]]:
         self.calls.clear()
-        assert self.routes.deliver(message)
+        found = [routes.deliver(message) for routes in self.routes]
+        assert any(found)
         return list(self.calls)
 
 
@@ -100,6 +101,13 @@ def test_an_answer_of_a_replica_comes_with_its_rank() -> None:
     assert Scene().deliver(wire.FromReplica(2, answer)) == [("leader.on_reply", 2, answer)]
 
 
+def test_a_message_that_has_a_handler_gets_no_other() -> None:
+    leader, other = Scene().routes
+    other.add(EngineState, other._rows[EngineState])
+    with pytest.raises(ValueError, match="EngineState has a handler"):
+        leader.add(EngineState, other._rows[EngineState])
+
+
 def test_a_part_that_is_not_there_gets_nothing() -> None:
     assert not Routes().deliver(TURNS)
 
@@ -109,6 +117,6 @@ def test_every_message_is_for_somebody() -> None:
     agents = {Layout, wire.StopAgent, wire.PmiLine, wire.ToEnvHost}
     coordinators = {wire.Heartbeat, wire.Log, wire.Fatal, wire.StepReport, wire.RolloutReport}
     coordinators |= {wire.TrainReport, wire.TurnsDrained}
-    rows = set(Scene().routes._rows)
+    rows = {kind for routes in Scene().routes for kind in routes._rows}
     assert rows | agents | coordinators == set(get_args(wire.MeshMessage))
     assert not rows & agents
