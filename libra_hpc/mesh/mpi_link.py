@@ -14,6 +14,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -121,6 +122,8 @@ class MpiLink:
                     asyncio.get_running_loop().remove_reader(ours)
                 ours.close()
             self._process.kill()
+            # Its memory may be registered with an adapter, which takes time to give it back.
+            threading.Thread(target=self._process.wait, daemon=True).start()
             self._ended()
 
     def reply(self, line: str) -> None:
