@@ -28,7 +28,7 @@ from libra_hpc.slurm.queue.command import clean_environment, slurm_environment
 from libra_hpc.slurm.queue.job_record import JobRecord, read_job
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import SILENT_S, NoAnswer, RunRecords, RunState, run_end, run_state
-from libra_hpc.slurm.writer import het_script, set_up_lines
+from libra_hpc.slurm.writer import expanded, het_script, set_up_lines
 
 from .output import busy, print_note
 
@@ -68,7 +68,8 @@ def cluster(run: RunDir) -> str:
 def script(launch: Launch) -> str:
     """The sbatch script of an attempt, or for the local executor its command line."""
     if launch.config.slurm.executor == "local":
-        return shlex.join(["mpiexec", "-n", str(launch.ranks), launch.python, *launch.agent_arguments])
+        variables = expanded(launch.variables, clean_environment(os.environ))
+        return shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *local.command(launch)])
     return het_script(launch)
 
 

@@ -47,7 +47,7 @@ class SlurmSection(Section, frozen=True):
     """``[slurm]``: how the job is queued."""
 
     executor: Literal["auto", "slurm", "local"] = "auto"
-    """``slurm``: sbatch. ``local``: mpiexec on this machine. ``auto``: Slurm; when no controller answers, an error
+    """``slurm``: sbatch. ``local``: on this machine. ``auto``: Slurm; when no controller answers, an error
     names both ways."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Which wheels and collective backend the engines use."""

@@ -30,6 +30,12 @@ GRACE_S = 20.0
 POLL_S = 0.05
 
 
+def command(launch: Launch) -> list[str]:
+    """Command line of the owner of a run, which starts all agents."""
+    agent = [launch.python, *launch.agent_arguments]
+    return [sys.executable, "-m", "libra_hpc.owner.owner", *launch.owner_arguments, "--", *agent]
+
+
 def start(launch: Launch) -> str:
     """Start one agent per node of every component, all on this machine, and return ``local-<pid>``.
 
@@ -37,16 +43,14 @@ def start(launch: Launch) -> str:
     """
     run, attempt = launch.run, launch.attempt
     start_attempt(run, attempt)
-    logs, command = run.logs(attempt), [launch.python, *launch.agent_arguments]
-    argv = [sys.executable, "-m", "libra_hpc.owner.owner", *launch.owner_arguments, "--", *command]
-    env = clean_environment(os.environ)
+    logs, env = run.logs(attempt), clean_environment(os.environ)
     env |= expanded(launch.variables, env)
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_OPEN, 1, str(logs / "launcher.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
         (os.POSIX_SPAWN_DUP2, 1, 2),
     ]
-    pid = os.posix_spawn(sys.executable, argv, env, file_actions=actions, setsid=True)
+    pid = os.posix_spawn(sys.executable, command(launch), env, file_actions=actions, setsid=True)
     job_id = f"local-{pid}"
     try:
         write_job(run, JobRecord("local", job_id, attempt, time.time(), pid=pid, started=start_ticks(pid) or 0))

@@ -6,8 +6,10 @@ import errno
 import json
 import os
 import re
+import shlex
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from libra_hpc_cli import follow, jobs, submit
@@ -17,6 +19,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.owner.claim import acquire
 from libra_hpc.preflight import checked_run
 from libra_hpc.preflight.task_trial import TaskTrial
+from libra_hpc.slurm import local
 from libra_hpc.slurm.queue.command import WAYS_OUT
 from libra_hpc.slurm.queue.query import HetComponent, JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import SILENT_S, NoAnswer
@@ -82,6 +85,19 @@ def test_options_behind_two_dashes_are_sbatchs(site: Path, queue: Queue, cli: Cl
     assert refused.code == 2
     assert "slurm.extra[0] = 'other.toml': not an sbatch option" in refused.err
     assert not (site / "runs").exists()
+
+
+def test_a_dry_run_without_slurm_prints_what_a_run_starts(
+    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(jobs, "queue", lambda launch, environment: local.start(launch))
+    monkeypatch.setattr(os, "posix_spawn", lambda *given, **_: started.extend(given) or os.getpid())
+    words = ("submit", "run.toml", "--executor", "local", "-o", 'compute.env={A = "it\'s $HOME"}')
+    shown = shlex.split(cli(*words, "--dry-run").out.replace("quick-NNN", "quick-001"))
+    assert cli(*words).code == 0
+    _, argv, env = started
+    assert shown == ["env", f"A=it's {env['HOME']}", "PYTHONUNBUFFERED=1", *argv]
 
 
 def test_resume_keeps_folder_and_configuration_and_counts_attempts(site: Path, queue: Queue, cli: Cli) -> None:
