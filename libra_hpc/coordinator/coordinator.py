@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 
 from libra_hpc.config.node_groups import het_groups
-from libra_hpc.facts import series
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.learning.guards import GuardDecision
 from libra_hpc.policies.pool import states
@@ -344,7 +343,7 @@ class Coordinator:
             tuple(node.state for node in nodes.pool.nodes.values()),
             self._stopping or bool(self._records.fault),
             self._step,
-            series.column(seen.lines, "step_s")[1:],  # the first has the start of the engines in it
+            seen.lines[-1]["step_s"] if len(seen.lines) > 1 else 0.0,
             nodes.droppable,
             nodes.silent_s(now),
             nodes.replicas,

@@ -10,17 +10,18 @@ Every part has deadlines of its own, which end a process that hangs.  This is fo
 
 Progress is a step, a generated or computed token, or a node that changes its state; a state that comes back counts
 `RETURNS` times a step.  The limit is that of a step; it is longer while a node starts or a tool runs (``first_s``), or
-a state is written, or only the last one is missing (``storage_s``).
+a state is written, or only the last one is missing (``storage_s``).  A step with a stall counts if that before it had
+one, too.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from libra_hpc.policies.pool import states
-from libra_hpc.process.progress import DROP, LATE_SHARE, RESTART, TABLE, DeadlineLimits
+from libra_hpc.process.progress import DROP, LATE_SHARE, RESTART, TABLE, WINDOW, DeadlineLimits, learnt
 from libra_hpc.protocol.agents import RolloutReport
 
 RETURNS = 4
@@ -46,8 +47,8 @@ class Movement(NamedTuple):
     excused: bool
     """Another limit counts at the moment."""
     step: int
-    step_seconds: Sequence[float]
-    """Seconds of the last steps."""
+    step_s: float
+    """Seconds of the last step; 0: the engines' start was in it, or there was none."""
     versions: Mapping[int, int]
     """Step of the weights of each node that may be dropped."""
     silent_s: Mapping[int, float] = {}
@@ -72,6 +73,10 @@ class Ladder:
         self._step = -1
         self._dropped: frozenset[int] = frozenset()
         """Since that step."""
+        self._steps = deque[float](maxlen=WINDOW)
+        """What the last steps count for, in seconds."""
+        self._stalled = self._was_stalled = False
+        """Whether nothing progressed for a limit, since that step and before it."""
 
     def discount(self, seconds: float) -> None:
         """This process was stopped."""
@@ -85,6 +90,9 @@ class Ladder:
     def evaluate(self, run: Movement, now: float) -> Rung | None:
         """What to do now; None: nothing."""
         if run.step != self._step:
+            if run.step_s and self._stalled <= self._was_stalled:
+                self._steps.append(learnt(run.step_s, self._measured(), self._settings))
+            self._stalled, self._was_stalled = False, self._stalled
             self._step, self._dropped, self._seen = run.step, frozenset(), Counter()
         changed = run.states != self._states
         if changed:
@@ -94,6 +102,7 @@ class Ladder:
             self._mark, self._since = run.mark, now
             return None
         waited_s, limit = now - self._since, self._limit(run)
+        self._stalled |= waited_s > limit
         nothing = f"nothing progressed for {waited_s:.0f} s (limit {limit:.0f} s): {run.waits_for}"
         if waited_s > TABLE[DROP].times * limit and not self._dropped:
             self._dropped, why = _holding_up(run, limit)
@@ -105,11 +114,13 @@ class Ladder:
         return None
 
     def _limit(self, run: Movement) -> float:
-        settings = self._settings
-        measured = settings.factor * max(run.step_seconds) if run.step_seconds else settings.first_s
         # A dropped node that does not start holds nobody up.
-        starting = settings.first_s if run.starting - self._dropped else 0.0
-        return max(settings.floor_s, measured, starting, run.least_s)
+        starting = self._settings.first_s if run.starting - self._dropped else 0.0
+        return max(self._measured(), starting, run.least_s)
+
+    def _measured(self) -> float:
+        settings = self._settings
+        return max(settings.floor_s, settings.factor * max(self._steps) if self._steps else settings.first_s)
 
 
 def _holding_up(run: Movement, limit_s: float) -> tuple[frozenset[int], str]:

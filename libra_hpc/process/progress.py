@@ -5,6 +5,7 @@
 - Nothing is reported for the limit of silence -> stalled, too. Half of a limit has passed -> *late*, reported once.
 - Nothing measured of a phase -> ``first_s``: imports, compilation, cold file systems are slow once.
 - Measured -> ``factor`` times the longest of the last `WINDOW` durations, at least ``floor_s``.
+- A duration doubles the limit at most (`learnt`), and so do those that began under the same one.
 - Stalled -> the limit of the phase doubles until one ends.
 - All processes of the run make no progress -> the last rows, by `libra_hpc.coordinator.ladder`.
 - The observer itself was stopped (`stall_of`) -> `ProgressWatch.discount`.
@@ -28,6 +29,9 @@ PULSE_S = 1.0
 """Seconds between two reports of a child."""
 WINDOW = 32
 """Durations remembered of a phase. Half: a slow one is dropped sooner; double: a limit stays long after it."""
+GROWTH = 2.0
+"""Most by which one duration multiplies a limit: a hang is no slow phase.  Half: nothing slower is learnt; double:
+after three hangs of what takes seconds the next is ended after an hour."""
 LATE_SHARE = 0.5
 """Share of a limit from which a phase is late."""
 STALL_S = 1.0
@@ -69,6 +73,11 @@ TABLE: dict[str, PhaseLimit] = {
     RESTART: PhaseLimit(times=3.0),
 }
 """Rows of phases; one without a row is `MEASURED`."""
+
+
+def learnt(seconds: float, limit_s: float, settings: DeadlineLimits, growth: float = GROWTH) -> float:
+    """What a duration counts for under the limit of its phase."""
+    return min(max(0.0, seconds), growth * limit_s / settings.factor)
 
 
 def stall_of(slept_s: float, planned_s: float) -> float:
@@ -141,6 +150,8 @@ class ProgressWatch:
         self._durations: dict[str, deque[float]] = {}
         self._exceeded: dict[str, tuple[int, float]] = {}
         """How often in a row a phase was stalled, and when last."""
+        self._grown: dict[str, float] = {}
+        """When the limit of a phase last grew."""
         self._late: set[tuple[Hashable, str]] = set()
 
     def begin(self, key: Hashable, phase: str, now: float) -> None:
@@ -151,7 +162,7 @@ class ProgressWatch:
         """It ended, and its duration counts; an unknown key was given up before."""
         known = self._watched.get(key)
         for phase, at in known.since.items() if known is not None else ():
-            self._learn(phase, now - at)
+            self._learn(phase, now - at, now)
         self.drop(key)
 
     def drop(self, key: Hashable) -> None:
@@ -171,7 +182,7 @@ class ProgressWatch:
         else:
             ended[SILENT] = now - known.seen - PULSE_S
         for phase, seconds in ended.items():
-            self._learn(phase, seconds)
+            self._learn(phase, seconds, now)
             self._late.discard((key, phase))
         self._watched[key] = _Watched(now, {phase: now - seconds for phase, seconds in doing.now.items()}, doing)
 
@@ -215,9 +226,15 @@ class ProgressWatch:
                 self.drop(one.key)
         return list(found.values())
 
-    def _learn(self, phase: str, seconds: float) -> None:
-        self._durations.setdefault(phase, deque(maxlen=WINDOW)).append(max(0.0, seconds))
+    def _learn(self, phase: str, seconds: float, now: float) -> None:
+        limit_s, since = self.limit(phase), self._grown.get(phase, float("-inf"))
+        # Turns begin at once, and differ.
+        grows = now - seconds >= since or TABLE.get(phase, MEASURED).then
+        counted = learnt(seconds, limit_s, self._settings, GROWTH if grows else 1.0)
+        self._durations.setdefault(phase, deque(maxlen=WINDOW)).append(counted)
         self._exceeded.pop(phase, None)
+        if self.limit(phase) > limit_s:
+            self._grown[phase] = now
 
     def _beyond(self, now: float, share: float) -> list[Stall]:
         found = list[Stall]()

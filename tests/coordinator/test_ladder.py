@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libra_hpc.config.job import DeadlinesSection
 from libra_hpc.coordinator.ladder import Ladder, Movement, Rung
@@ -19,7 +21,7 @@ from .test_lost_nodes import now
 __all__ = ["now"]
 IDLE = RolloutReport()
 SETTINGS = DeadlinesSection(floor_s=60.0, first_s=900.0, factor=10.0)
-STANDS = Movement("same", "same", False, 9, (5.0,), {}, waits_for="3 turns run")
+STANDS = Movement("same", "same", False, 9, 5.0, {}, waits_for="3 turns run")
 
 
 def stand(run: Movement, seconds: int = 200) -> list[tuple[int, Rung]]:
@@ -62,8 +64,8 @@ def test_replicas_are_dropped_where_no_node_is_silent_or_old() -> None:
     ("run", "restart_at"),
     [
         (STANDS._replace(versions={2: 9}), 181),
-        (STANDS._replace(step_seconds=(5.0, 29.0)), 871),
-        (STANDS._replace(step_seconds=()), 2701),
+        (STANDS._replace(step_s=29.0), 871),
+        (STANDS._replace(step_s=0.0), 2701),
         (STANDS._replace(starting=frozenset({4})), 2701),
         (STANDS._replace(least_s=120.0), 361),
     ],
@@ -152,6 +154,7 @@ def test_a_part_that_hangs_again_and_again_is_no_progress_in_the_end() -> None:
 def test_a_late_step_names_what_is_waited_for() -> None:
     ladder = Ladder(SETTINGS, 0.0)
     starts = STANDS._replace(starting=frozenset({4}))
+    ladder.evaluate(STANDS, 0.0)
     assert [ladder.late(starts, waited) for waited in (30.0, 31.0)] == ["", "no step for 31 s: 3 turns run"]
 
 
@@ -161,3 +164,43 @@ def test_tokens_are_progress(tmp_path: Path, now: list[float]) -> None:
         seconds(scene, now, 60, RolloutReport(generated_tokens=tokens))
     assert scene.coordinator.state == "running"
     assert not scene.asked(RankLost)
+
+
+USUAL, HANG = (2.6, 0.0), DeadlinesSection(floor_s=1.0, first_s=900.0, factor=10.0)
+
+
+def learn(*steps: tuple[float, float]) -> list[float]:
+    """Limits after each step; a step: its seconds, and for how many of them nothing progressed."""
+    ladder, now, found = Ladder(HANG, 0.0), 0.0, list[float]()
+    for step, (step_s, stood_s) in enumerate(steps):
+        now += step_s
+        run = STANDS._replace(step=step, step_s=0.0, mark=step)
+        ladder.evaluate(run, now - stood_s)
+        ladder.evaluate(run, now)
+        run = STANDS._replace(step=step + 1, step_s=step_s, mark=now)
+        ladder.evaluate(run, now)
+        found.append(ladder._limit(run))
+    return found
+
+
+@given(st.floats(0.0, 1e6), st.floats(0.0, 1.0))
+def test_a_hang_of_any_length_at_most_doubles_the_limit_of_a_step(hangs_s: float, share: float) -> None:
+    found = learn(USUAL, USUAL, (2.6 + hangs_s, share * hangs_s), USUAL)
+    assert found[1] == pytest.approx(26.0)
+    assert max(found[1:]) <= 2.0 * found[1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "limits"),
+    [
+        ([USUAL, (54.8, 52.0), USUAL], [26.0, 26.0, 26.0]),
+        ([USUAL, *[(300.0, 5.0)] * 8], [26.0, 52.0, 104.0, 208.0, 416.0, 832.0, 1664.0, 3000.0, 3000.0]),
+        ([(300.0, 300.0)] * 3, [1800.0, 3000.0, 3000.0]),
+        ([USUAL, *[(70.0, 70.0)] * 4], [26.0, 26.0, 52.0, 104.0, 208.0]),
+    ],
+    ids=["one stall", "slower steps", "slow from the start", "a stall in each"],
+)
+def test_steps_that_stay_slow_are_learnt_and_one_with_a_stall_is_not(
+    steps: list[tuple[float, float]], limits: list[float]
+) -> None:
+    assert learn(*steps) == pytest.approx(limits)

@@ -109,7 +109,7 @@ def test_a_child_that_never_reports_has_the_time_of_a_start_which_its_first_repo
         progress.begin(name, START, 0.0)
     assert not progress.stalled(FIRST)
     progress.report("a", Doing(), FIRST)
-    assert progress.limit(START) == 10.0 * FIRST
+    assert progress.limit(START) == 2.0 * FIRST
     (stall,) = progress.stalled(FIRST + FLOOR + 1.0)
     assert stall.key == "a", "the silence of the one, and not the start of the other"
 
@@ -137,6 +137,21 @@ def test_a_limit_doubles_with_each_stall_until_one_ends_and_those_that_began_tog
     progress.begin("a", START, 0.0)
     progress.end("a", 20.0)
     assert progress.limit(START) == 200.0
+
+
+def test_a_hang_of_all_at_most_doubles_a_limit_and_what_stays_slow_is_learnt() -> None:
+    progress, now, limits = child(**{STEP: 1.0, WEIGHTS: 20.0}), 1.0, []
+    progress.report("child", Doing({STEP: 1.0}), now)
+    progress.report("child", Doing(ended={STEP: 1e5}), now + 1e5)
+    assert (progress.limit(STEP), progress.limit("silence")) == (2 * FLOOR, 2 * FLOOR)
+    for _ in range(4):
+        for name in ("a", "b", "c"):
+            progress.begin(name, WEIGHTS, now)
+        now += 90.0
+        for name in ("a", "b", "c"):
+            progress.end(name, now)
+        limits.append(progress.limit(WEIGHTS))
+    assert limits == [400.0, 800.0, 900.0, 900.0]
 
 
 def test_what_is_dropped_is_never_stalled_and_teaches_nothing() -> None:
@@ -175,7 +190,7 @@ def test_a_turn_is_slow_then_aborted_and_then_lost() -> None:
     progress.begin(key, TURN, 0.0)
     assert progress.stalled(601.0)
     progress.end(key, 620.0)
-    assert progress.limit(TURN) == 6200.0, "an answer after the abort still counts from when the turn was sent"
+    assert progress.limit(TURN) == 1200.0, "an answer after the abort still counts from when the turn was sent"
 
 
 def test_a_loop_that_wakes_about_as_planned_was_not_stopped() -> None:
