@@ -4,7 +4,8 @@
 - Standby -> the process lives with its device memory released; coming back costs a weight update, not a start.
 - The node's trainers still free their memory -> no engine starts or wakes until they have.
 - An engine is late, stalled or ends too often -> as `Supervised`; a stalled one is ``ending`` at once.
-- An engine cannot take new weights -> it is ended: the version does not wait for it, the next one begins with it.
+- An engine cannot take new weights -> it is asked again each second.  At the third time it is ended, unless the image
+  has none: the version does not wait for it, and the next engine begins with that.
 - Its process lives -> no other is started beside it.
 - A process ends unasked -> state ``lost``, and the coordinator orders the next start.
 - All its engines are closed -> the node is quarantined, unless the run needs it.
@@ -33,6 +34,7 @@ from libra_hpc.protocol.engine import (
     UpdateWeights,
     Wake,
     WeightsApplied,
+    WeightsRefused,
     from_engine,
     refusal,
     to_engine,
@@ -46,7 +48,9 @@ from .node_carrier import NodeCarrier
 from .supervised import ChildCommand, EngineNode, Supervised
 
 ASK_AGAIN_S = 1.0
-"""Between two requests for weights that the trainers have not offered yet."""
+"""Between two requests for weights that the trainers have not offered yet, or that an engine could not take."""
+REFUSALS = 3
+"""At which an engine is ended.  Half: one call that fails costs a start; double: turns wait so much longer."""
 NEWEST_S = 30.0
 """For which engines that wake wait for the weights with which their node trained last. Half: over slow links they load
 older ones before; double: after a loss of the trainers they serve so much later."""
@@ -60,6 +64,8 @@ class VllmEngine(Supervised):
     version = -1
     updating = -1
     """The newest version it was sent."""
+    refused = 0
+    """How often in a row it could not take new weights that its node has."""
     closed = False
     """Whether it computed wrongly too often to be started again."""
     reported: EngineStats | None = None
@@ -172,13 +178,21 @@ class RolloutNode(EngineNode[VllmEngine]):
         for engine in self._engines.values():
             if engine.state == "loading" and engine.version >= version:
                 self._up(engine)
+        self._ask_later()
+
+    def _ask_later(self) -> None:
         # One timer for the node: every request has an answer, and every answer comes here.
         if self._again is None and self._waiting():
             self._again = asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._ask_again)
 
     def _waiting(self) -> list[VllmEngine]:
         """Engines that lack weights which are not on their way to them."""
-        return [e for e in self._engines.values() if e.state == "loading" and e.updating < 0]
+        live, here = ("ready", "loading"), self._carrier.version
+        return [
+            e
+            for e in self._engines.values()
+            if (e.state in live and max(e.version, e.updating) < here) or (e.state == "loading" and e.updating < 0)
+        ]
 
     def _ask_again(self) -> None:
         self._again = None
@@ -200,6 +214,7 @@ class RolloutNode(EngineNode[VllmEngine]):
         )
         argv = child_command(context.config, "engine", path, environment[VARIABLE])
         engine.state, engine.ready, engine.updating, engine.reported = "starting", None, -1, None
+        engine.refused = 0
         await engine.start([ChildCommand(engine.name, argv, environment)])
 
     def received(self, engine: VllmEngine, process: int, message: Any) -> None:
@@ -215,7 +230,7 @@ class RolloutNode(EngineNode[VllmEngine]):
                     engine.reported = message
                     self._context.send_to_rollout_leader(wire.EngineLoad(engine.name, message))
             case WeightsApplied(version=version):
-                engine.version = version
+                engine.version, engine.refused = version, 0
                 self._update_carrier()
                 self._context.log(
                     "weights_applied",
@@ -233,12 +248,15 @@ class RolloutNode(EngineNode[VllmEngine]):
             case EngineState():
                 engine.ready, engine.version, engine.state = message, message.version, "loading"
                 self._catch_up(engine)
-            case EngineFailed(what=what, fatal=fatal, version=version):
-                # It may be an image that was gone, and comes again.
-                engine.updating = engine.version
+            case WeightsRefused(version=version, what=what, absent=absent):
+                engine.updating, what = engine.version, f"it cannot take version {version} of the weights: {what}"
+                self._context.log("engine_error", rank=self._context.rank, engine=engine.name, reason=what, fatal=False)
+                engine.refused += not absent
+                if engine.refused >= REFUSALS and engine.state in ("ready", "loading"):
+                    self._end(engine, what)
+                self._ask_later()
+            case EngineFailed(what=what, fatal=fatal):
                 self._context.log("engine_error", rank=self._context.rank, engine=engine.name, reason=what, fatal=fatal)
-                if version >= 0 and engine.state in ("ready", "loading"):
-                    self._end(engine, f"it cannot take version {version} of the weights: {what}")
 
     def _announce(self, engine: VllmEngine, applied: WeightsApplied) -> None:
         served = wire.EngineVersion(

@@ -37,16 +37,18 @@ from libra_hpc.protocol.engine import (
     ToEngine,
     UpdateWeights,
     Wake,
+    WeightsRefused,
     from_engine,
     to_engine,
 )
 from libra_hpc.protocol.engine_state import ENGINE_STEP, IDLE, PAUSED, WAKE, WEIGHTS
+from libra_hpc.weights.image import NoVersion
 from libra_hpc.weights.weightfile import WeightFileError
 
 from .core import DuplicateRequest, RolloutEngine
 from .settings import EngineConfig
 from .stats import IDLE_INTERVAL_S, Pacer
-from .update.staged_update import POLL_S, CannotStage
+from .update.staged_update import POLL_S
 
 HANGUP_GRACE_S = 10.0
 """Seconds between the loss of the agent and the watcher's exit: longer than a step and an orderly shutdown."""
@@ -181,8 +183,7 @@ class _Loop:
                 self._log_step(engine)
                 self._socket.send(engine.apply(update))
             except WeightFileError as error:
-                version = update.version if isinstance(error, CannotStage) else -1
-                self._socket.send(EngineFailed(what=str(error), fatal=False, version=version))
+                self._socket.send(WeightsRefused(update.version, str(error), isinstance(error, NoVersion)))
             self._updates.popleft()
             if self._updates:
                 self._pulse.begin(WEIGHTS)

@@ -97,7 +97,7 @@ PLANNER = (
 ENGINES = (
     EventKind("engine_ready", "An engine accepts turns, or trainers joins", "rank engine version seconds"),
     _fault("engine_lost", "An engine ended or hung, or a node's trainers", "rank engine reason was", notice=True),
-    _fault("engine_error", "A rollout engine reported an error", "rank engine reason fatal"),
+    _fault("engine_error", "A rollout engine reported an error", "rank engine reason fatal", notice=True),
     _fault(
         "engine_off",
         "An engine's log-probabilities are beyond the others': it is reloaded, and closed at the second time",

@@ -47,7 +47,7 @@ class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
     """Take the node's image (`libra_hpc.weights.image`) at ``path``, which has ``version`` or a newer one.
 
     It is made ready beside the steps and switched to between two.  What cannot be applied is answered by
-    `EngineFailed`, and the old weights stay.
+    `WeightsRefused`, and the old weights stay.
     """
 
     path: str
@@ -121,12 +121,19 @@ class EngineFailed(msgspec.Struct, tag=True, frozen=True):
 
     what: str
     fatal: bool
-    version: int = -1
-    """New weights that the engine cannot take and should be able to: it must be rebuilt; -1: something else."""
+
+
+class WeightsRefused(msgspec.Struct, tag=True, frozen=True):
+    """The engine cannot take new weights now; the old ones stay."""
+
+    version: int
+    what: str
+    absent: bool = False
+    """Whether the image has no whole version, for any engine."""
 
 
 ToEngine = Union[Generate, Abort, UpdateWeights, Sleep, Wake, StopEngine]
-FromEngine = Union[EngineState, Generated, EngineStats, WeightsApplied, EngineFailed, Doing]
+FromEngine = Union[EngineState, Generated, EngineStats, WeightsApplied, WeightsRefused, EngineFailed, Doing]
 
 to_engine: Codec[ToEngine] = Codec(ToEngine)
 from_engine: Codec[FromEngine] = Codec(FromEngine)

@@ -17,7 +17,7 @@ import msgspec
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.engine.stats import INTERVAL_S
 from libra_hpc.engine.warm_up import lengths
-from libra_hpc.errors import UserError
+from libra_hpc.errors import UserError, error_text
 from libra_hpc.models.capacity import blocks_of
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.protocol.engine import (
@@ -28,13 +28,14 @@ from libra_hpc.protocol.engine import (
     Generated,
     UpdateWeights,
     WeightsApplied,
+    WeightsRefused,
     refusal,
 )
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
 from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
 from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 from libra_hpc.simulator.settings import SimulationSettings
-from libra_hpc.weights.image import reading
+from libra_hpc.weights.image import NoVersion, reading
 from libra_hpc.weights.weightfile import WeightFileError
 
 from . import state, tokens
@@ -158,14 +159,14 @@ class SimulatedEngine:
 
     def update(self, message: UpdateWeights, now: float) -> list[FromEngine]:
         if self._asleep:
-            return [EngineFailed(f"{message.path}: the engine is asleep; wake it first.", fatal=False)]
+            return [WeightsRefused(message.version, f"{message.path}: the engine is asleep; wake it first.")]
         try:
             with reading(Path(message.path)) as version:
                 message = UpdateWeights(message.path, version)
                 if not state.holds(Path(message.path), version):
                     raise WeightFileError(f"{message.path}: its weights are not those of version {version}.")
-        except WeightFileError as error:
-            return [EngineFailed(str(error), fatal=False)]
+        except (OSError, WeightFileError) as error:
+            return [WeightsRefused(message.version, error_text(error), isinstance(error, NoVersion))]
         if message.version == self._engine.version and not self._updates:
             return [WeightsApplied(message.version, 0.0)]
         self._updates.append(message)

@@ -48,6 +48,13 @@ class _State(msgspec.Struct, frozen=True):
         return 0 <= self.version == self.changing
 
 
+_decoder = msgspec.json.Decoder(_State)
+
+
+class NoVersion(WeightFileError):
+    """The image has no whole version at the moment."""
+
+
 class Image:
     """The writing end; one process of a node has it."""
 
@@ -164,14 +171,14 @@ class Image:
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[int]:
     """The version of an image, which does not change within the block; raises `WeightFileError` where there is none."""
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise WeightFileError(f"{path}: {error_text(error)}.") from error
-    with file, _locked(file, fcntl.LOCK_SH):
-        state = _state(path)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(_locked(held.enter_context(path.open("rb")), fcntl.LOCK_SH))
+            state = _state(path)
+        except OSError as error:
+            raise WeightFileError(f"{path}: {error_text(error)}.") from error
         if not state.whole:
-            raise WeightFileError(f"{path}: it holds no whole version.")
+            raise NoVersion(f"{path}: it holds no whole version.")
         yield state.version
 
 
@@ -236,7 +243,7 @@ def _state_path(image: Path) -> Path:
 
 def _state(image: Path) -> _State:
     try:
-        return msgspec.json.decode(_state_path(image).read_bytes(), type=_State)
+        return _decoder.decode(_state_path(image).read_bytes())
     except FileNotFoundError:
         return _State()
 

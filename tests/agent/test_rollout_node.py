@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import shutil
 import signal
 import tempfile
@@ -29,7 +30,7 @@ from libra_hpc.process.child import Child
 from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.engine import EngineFailed, Generate
+from libra_hpc.protocol.engine import Generate, WeightsRefused
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.simulated import tokens
@@ -248,16 +249,26 @@ async def test_answers_to_several_engines_lead_to_one_round_of_requests(
         assert len(made.of(wire.WeightsWanted)) < before + 20, "two engines, in a few rounds"
 
 
-async def test_an_engine_that_could_not_read_the_image_gets_the_next_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lasts", [False, True])
+async def test_an_engine_without_descriptors_is_asked_again_and_replaced_at_the_third_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasts: bool
+) -> None:
+    monkeypatch.setattr(rollout_node, "ASK_AGAIN_S", 0.1)
     async with scene(tmp_path) as made:
         await made.up()
-        made.weights.write(1, made.weights.image.unlink)
-        made.node.on_image()
+        first, limits = made.pid(), resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.prlimit(first, resource.RLIMIT_NOFILE, (3, limits[1]))
+        made.write(1)
         await made.until(lambda: made.events("engine_error"), "the engine refuses it")
-        assert made.node.version == 0
-        made.write(2)
-        await made.until(lambda: made.node.version == 2, "the weights are applied")
-        assert made.weights.told[-1] == 2
+        assert made.events("engine_error")[0]["reason"].endswith("image.safetensors: Too many open files.")
+        if lasts:
+            await made.until(lambda: made.states("lost"), "it is ended")
+            assert len(made.events("engine_error")) == rollout_node.REFUSALS
+            await made.up(2)
+        else:
+            resource.prlimit(first, resource.RLIMIT_NOFILE, limits)
+        await made.until(lambda: made.node.version == 1, "the weights are applied")
+        assert (made.pid() == first, bool(made.gone())) == (not lasts, lasts)
 
 
 async def test_an_engine_that_cannot_take_new_weights_is_not_waited_for_and_the_next_begins_with_them(
@@ -268,7 +279,9 @@ async def test_an_engine_that_cannot_take_new_weights_is_not_waited_for_and_the_
         made.write(1)
         await made.until(lambda: made.node.version == 1, "the weights are applied")
         first = made.pid()
-        made.node.received(made.node._engines["r2.0"], 0, EngineFailed("no memory for them", False, version=2))
+        for _ in range(rollout_node.REFUSALS):
+            assert not made.gone()
+            made.node.received(made.node._engines["r2.0"], 0, WeightsRefused(2, "no memory for them"))
         assert [state.state for state in made.gone()] == ["ending"], "its turns go elsewhere at once"
         await made.until(lambda: made.states("lost"), "it is ended")
         assert "it cannot take version 2 of the weights: no memory for them" in made.states("lost")[0].reason

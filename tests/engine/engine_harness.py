@@ -26,7 +26,6 @@ from libra_hpc.models.tensors import Shapes, hf_shapes
 from libra_hpc.protocol.codec import FrameBuffer, pack_i32, unpack_i32
 from libra_hpc.protocol.engine import (
     Abort,
-    EngineFailed,
     FromEngine,
     Generate,
     Generated,
@@ -34,6 +33,7 @@ from libra_hpc.protocol.engine import (
     UpdateWeights,
     Wake,
     WeightsApplied,
+    WeightsRefused,
     from_engine,
     to_engine,
 )
@@ -298,9 +298,7 @@ class EngineUnderTest:
 
     def refuse(self, update: UpdateWeights) -> str:
         self.send(update)
-        error: EngineFailed = self.expect(EngineFailed)
-        assert not error.fatal
-        return error.what
+        return self.expect(WeightsRefused).what
 
     def wait_stats(self, since: int, condition: Callable[[EngineStats], bool]) -> EngineStats:
         """The first report from number ``since`` on that fulfils ``condition``; other messages stay queued."""

@@ -14,7 +14,15 @@ from libra_hpc.engine.steplog import read_steps
 from libra_hpc.engine.turns import NOT_FINITE
 from libra_hpc.process.dump import DUMP_SIGNAL
 from libra_hpc.protocol import engine as wire
-from libra_hpc.protocol.engine import Abort, EngineFailed, Generate, Generated, UpdateWeights, WeightsApplied
+from libra_hpc.protocol.engine import (
+    Abort,
+    EngineFailed,
+    Generate,
+    Generated,
+    UpdateWeights,
+    WeightsApplied,
+    WeightsRefused,
+)
 
 from .engine_harness import (
     VOCAB,
@@ -154,9 +162,9 @@ def test_an_image_of_another_model_leaves_the_old_weights_serving(
 ) -> None:
     update = foreign(tmp_path, changes, old)
     engine.send(update)
-    failed = engine.expect(EngineFailed)
-    assert (failed.fatal, failed.version) == (False, update.version), "its node rebuilds it"
-    assert names in failed.what
+    refused = engine.expect(WeightsRefused)
+    assert (refused.version, refused.absent) == (update.version, False), "its node asks again, then rebuilds it"
+    assert names in refused.what
     request = turn("still", prompt(9), 8)
     assert_agrees(old, request, engine.generate(request)[0])
 

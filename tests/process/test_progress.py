@@ -140,16 +140,14 @@ def test_a_limit_doubles_with_each_stall_until_one_ends_and_those_that_began_tog
 
 
 def test_a_hang_of_all_at_most_doubles_a_limit_and_what_stays_slow_is_learnt() -> None:
-    progress, now, limits = child(**{STEP: 1.0, WEIGHTS: 20.0}), 1.0, []
-    progress.report("child", Doing({STEP: 1.0}), now)
-    progress.report("child", Doing(ended={STEP: 1e5}), now + 1e5)
+    progress, limits = child(**{STEP: 1.0, WEIGHTS: 20.0}), []
+    progress.report("child", Doing({STEP: 1.0}), 1.0)
+    progress.report("child", Doing(ended={STEP: 1e5}), 1e5)
     assert (progress.limit(STEP), progress.limit("silence")) == (2 * FLOOR, 2 * FLOOR)
-    for _ in range(4):
-        for name in ("a", "b", "c"):
-            progress.begin(name, WEIGHTS, now)
-        now += 90.0
-        for name in ("a", "b", "c"):
-            progress.end(name, now)
+    for now in (100.0, 200.0, 300.0, 400.0):
+        for act, at in ((progress.begin, (WEIGHTS, now)), (progress.end, (now + 90.0,))):
+            for name in "abc":
+                act(name, *at)
         limits.append(progress.limit(WEIGHTS))
     assert limits == [400.0, 800.0, 900.0, 900.0]
 

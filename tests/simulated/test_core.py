@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -15,7 +18,15 @@ from libra_hpc.errors import UserError
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.protocol import engine as wire
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
-from libra_hpc.protocol.engine import EngineFailed, FromEngine, Generate, Generated, UpdateWeights, WeightsApplied
+from libra_hpc.protocol.engine import (
+    EngineFailed,
+    FromEngine,
+    Generate,
+    Generated,
+    UpdateWeights,
+    WeightsApplied,
+    WeightsRefused,
+)
 from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.simulated import tokens
 from libra_hpc.simulated.engine_core import SimulatedEngine
@@ -55,8 +66,31 @@ def test_an_image_with_other_weights_than_its_versions_is_refused(tmp_path: Path
     image = Path(message.path)
     image.write_bytes(image.read_bytes()[:-1] + b"\1")
     (refused,) = engine().update(message, 0.0)
-    assert isinstance(refused, EngineFailed)
+    assert isinstance(refused, WeightsRefused)
     assert "are not those of version 3" in refused.what
+
+
+NUMBERS = (errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.EIO, errno.ENOMEM, errno.EACCES, errno.ESTALE)
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    ("owner", "call", "at"), [(Path, "open", 1), (fcntl, "flock", 1), (Path, "read_bytes", 1), (Path, "read_bytes", 2)]
+)
+def test_weights_that_cannot_be_read_once_are_refused_and_taken_when_it_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, at: int, number: int
+) -> None:
+    simulated, message, done, left = engine(), update(tmp_path, 6), getattr(owner, call), [at]
+
+    def once(*arguments: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if left[0]:
+            return done(*arguments, **named)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(owner, call, once)
+    assert [type(refused) for refused in simulated.update(message, 0.0)] == [WeightsRefused]
+    assert simulated.update(message, 0.0) == [], "it is taken"
 
 
 def answers(messages: list[FromEngine]) -> dict[str, Generated]:
@@ -139,7 +173,7 @@ def test_weights_change_between_two_steps(tmp_path: Path) -> None:
     assert done.run_s == (10 + 3) / SPEEDUP
     assert simulated.update(update(tmp_path, 6), LATE) == [WeightsApplied(6, 0.0)]
     missing = UpdateWeights(str(tmp_path / "none"), 7)
-    assert [type(message) for message in simulated.update(missing, LATE)] == [EngineFailed]
+    assert simulated.update(missing, LATE) == [WeightsRefused(7, f"{tmp_path / 'none'}: No such file or directory.")]
 
 
 def test_kept_caches_serve_the_groups_of_before_and_no_later_one(tmp_path: Path) -> None:
@@ -169,7 +203,7 @@ def test_standby_refuses_until_new_weights_arrived(tmp_path: Path) -> None:
     ends = {rid: (done.finish, len(done.tokens) // 4) for rid, done in aborted.items()}
     assert ends == {**dict.fromkeys("abcd", ("abort", 3)), "waits": ("abort", 0)}
     assert answers(simulated.submit(turn("e", 1), 10.0))["e"].finish == "error"
-    assert [type(message) for message in simulated.update(update(tmp_path, 6), 10.0)] == [EngineFailed]
+    assert [type(message) for message in simulated.update(update(tmp_path, 6), 10.0)] == [WeightsRefused]
     simulated.wake()
     assert "no current weights" in answers(simulated.submit(turn("e", 1), 10.0))["e"].error
     assert simulated.update(update(tmp_path, 5), 10.0) == [], "the version it had is loaded again"

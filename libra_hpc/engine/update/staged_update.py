@@ -27,10 +27,6 @@ MOST_CHANGED = 0.15
 as much processor time as the copy of all. Half: whole copies where changes are quicker; double: 2 s a GB, not 0.9."""
 
 
-class CannotStage(WeightFileError):
-    """A version that is whole on the node, and that this engine cannot make ready."""
-
-
 class StagedUpdate:
     """At most one version at a time; ``rpc`` calls a method of every worker by name."""
 
@@ -58,7 +54,7 @@ class StagedUpdate:
         with contextlib.ExitStack() as lease:
             self._version = lease.enter_context(reading(Path(image)))
             if fault := tensor_fault(file_shapes(image), expected, tied):
-                raise CannotStage(f"{image}: {fault}.")
+                raise WeightFileError(f"{image}: {fault}.")
             self._image, self._lease = image, lease.pop_all()
 
     def _chain(self, update: UpdateWeights) -> list[VersionFiles]:
@@ -95,7 +91,7 @@ class StagedUpdate:
         self.seconds = now - self._began
         if error := next(filter(None, outcomes), ""):
             self.drop()
-            raise CannotStage(error)
+            raise WeightFileError(error)
         return True
 
     def switch(self) -> int:
