@@ -32,19 +32,23 @@ class FaultyFiles:
     def __init__(self, folder: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._left, self._library, self._monkeypatch = folder / "left", library, monkeypatch
 
-    def set(self, prefix: Path, call: str, *, number: int = 0, seconds: int = 0, left: int = 0) -> None:
-        """``call``: open, read or fsync; ``number``: its errno; ``seconds`` as in `faulty_fs.c`."""
-        self.left(left)
-        names = {"PREFIX": str(prefix), "CALL": call, "ERRNO": str(number), "SLEEP_S": str(seconds)}
+    def set(self, prefix: Path, call: str, *, number: int = 0, seconds: int = 0, program: str = "") -> None:
+        """``call``, ``seconds`` and ``program`` as in `faulty_fs.c`; ``number``: its errno."""
+        self.left(0)
+        names = {"PREFIX": str(prefix), "CALL": call, "ERRNO": str(number), "SLEEP_S": str(seconds), "PROGRAM": program}
         for name, value in (*names.items(), ("LEFT", str(self._left))):
             self._monkeypatch.setenv(f"FAULTY_{name}", value)
         self._monkeypatch.setenv("LD_PRELOAD", str(self._library))
 
-    def left(self, calls: int) -> None:
-        """How many calls are still to fail, now."""
+    def left(self, calls: int, number: int = 0) -> None:
+        """How many calls are still to fail, now, and with which errno; 0: that of `set`."""
         # Processes have the file mapped, so it keeps its place.
         with self._left.open("r+b" if self._left.exists() else "wb", buffering=0) as file:
-            file.write(struct.pack("i", calls))
+            file.write(struct.pack("ii", calls, number))
+
+    @property
+    def spent(self) -> bool:
+        return struct.unpack("ii", self._left.read_bytes())[0] == 0
 
 
 @pytest.fixture(scope="session")
