@@ -9,11 +9,11 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from .errors import UserError, error_text
+from .errors import UserError, error_text, invalid
 
 OWNER_ONLY = 0o600
 """Mode of a file that may have secrets."""
@@ -21,6 +21,8 @@ OTHERS_WRITE = 0o022
 """Bits of a mode."""
 NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags to replace the content of a file, or make it, and never through a link."""
+
+T = TypeVar("T")
 
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 """Numbers of the errors of a file system without hard links."""
@@ -122,6 +124,22 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: {what} is not a JSON object.")
     return value
+
+
+def read_or_none(path: Path, decoder: msgspec.json.Decoder[T]) -> T | None:
+    """What a JSON file has; None where it is absent, cannot be read, or is no such JSON."""
+    try:
+        return decoder.decode(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def read_named(field: str, path: Path, decoder: msgspec.json.Decoder[T], valid: str) -> T:
+    """What a JSON file has that ``field`` of the user names; raises `UserError`."""
+    try:
+        return decoder.decode(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise invalid(field, str(path), error_text(error), valid) from error
 
 
 def digest(asked: object, files: Iterable[Path] = ()) -> str:

@@ -41,6 +41,7 @@ class ToolMethod:
             self._given = [one.name for one in taken if one.name in GIVEN]
             fields = [_field(one) for one in taken if one.name not in GIVEN]
             self._arguments = msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
+            msgspec.json.Decoder(self._arguments)  # makes the type whole, for `msgspec.convert`
             parts = msgspec.json.schema_components([self._arguments])[1]
         except (TypeError, NameError, ValueError) as error:
             raise _mistake(owner, name, str(error)) from error

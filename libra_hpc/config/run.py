@@ -121,3 +121,6 @@ class RunConfig(Section, frozen=True):
             "rollout": range(hybrid, hybrid + parts.rollout.nodes),
         }
         return nodes.get(component, range(0))
+
+
+run_config = msgspec.json.Decoder(RunConfig)

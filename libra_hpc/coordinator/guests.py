@@ -28,6 +28,8 @@ from libra_hpc.protocol.plan import OfferFact
 
 from .liveness import HEARTBEAT_LOST_S, NodeContact
 
+_offer = msgspec.json.Decoder(Offer)
+
 GuestState = Literal["starting", "serving", "leaving", "standby"]
 
 
@@ -49,7 +51,7 @@ class Offers:
             for path in self._folder.glob("[!.]*.json"):
                 known = self._seen.get(path.stem)
                 with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-                    renewed, offer = path.stat().st_mtime_ns, msgspec.json.decode(read_own(path), type=Offer)
+                    renewed, offer = path.stat().st_mtime_ns, _offer.decode(read_own(path))
                     if known is None or known[0] != renewed:
                         known = renewed, time.monotonic(), offer
                     elif path.stem in self._over:

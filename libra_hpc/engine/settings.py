@@ -21,7 +21,8 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import UserError, invalid
+from libra_hpc.errors import invalid
+from libra_hpc.files import read_named
 from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.models.devices import STEP_TOKENS
 from libra_hpc.process.node_topology import loopback
@@ -77,6 +78,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Gate of an engine on a device whose server has users; None: the device is ours."""
 
 
+engine_settings = msgspec.json.Decoder(EngineConfig)
+
+
 def alone(
     model: str, device: str, *, dtype: str, rollout: Mapping[str, Any] = MappingProxyType({}), **place: Any
 ) -> EngineConfig:
@@ -90,12 +94,8 @@ def read_config(path: str | Path) -> EngineConfig:
 
     Raises `UserError` naming the file and the field when it is missing, not JSON, or not an `EngineConfig`.
     """
-    try:
-        config = msgspec.json.decode(Path(path).read_bytes(), type=EngineConfig)
-    except OSError as error:
-        raise invalid("--config", str(path), error.strerror or "cannot be read", "a readable JSON file") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{path}: {error}; fields: {', '.join(EngineConfig.__struct_fields__)}.") from error
+    fields = ", ".join(EngineConfig.__struct_fields__)
+    config = read_named("--config", Path(path), engine_settings, f"a JSON file with the fields {fields}")
     check_config(config)
     return config
 

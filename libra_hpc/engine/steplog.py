@@ -40,6 +40,9 @@ class StepLogHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     format: str = FORMAT
 
 
+_header, _step = msgspec.json.Decoder(StepLogHeader), msgspec.json.Decoder(tuple[int, int, int, int, float])
+
+
 class BatchWatch:
     """Sees each batch that a vLLM scheduler forms, and when it has ended."""
 
@@ -108,7 +111,7 @@ class StepLog:
         self._file.write(msgspec.json.encode(header) + b"\n")
         self._file.flush()
         self._lines: list[bytes] = []
-        self._encode = msgspec.json.Encoder().encode
+        self._encode = msgspec.json.encode
         self._batches = batches
         self._seconds = 0.0
 
@@ -146,17 +149,16 @@ def read_steps(path: str | Path, skip: int = 0) -> tuple[StepLogHeader, list[Ste
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")
-        header = msgspec.json.decode(lines[0], type=StepLogHeader)
+        header = _header.decode(lines[0])
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise invalid("step log", str(path), str(error), f"a file of format {FORMAT!r}") from error
     if header.format != FORMAT:
         raise invalid("step log", str(path), f"its format is {header.format!r}", f"a file of format {FORMAT!r}")
-    decoder = msgspec.json.Decoder(tuple[int, int, int, int, float])
     points = []
     # The part after the last newline is empty or torn.
     for number, line in enumerate(lines[1 + skip : -1], 2 + skip):
         try:
-            decodes, kv_tokens, prefill, context, seconds = decoder.decode(line)
+            decodes, kv_tokens, prefill, context, seconds = _step.decode(line)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise invalid("step log", f"{path}, line {number}", str(error), "a step") from error
         points.append(

@@ -135,6 +135,10 @@ class Status(msgspec.Struct, frozen=True):
     """How Layouts reach the nodes: by MPI, by stream, or which nodes by stream."""
 
 
+_fields, _status = msgspec.json.Decoder(dict[str, Any]), msgspec.json.Decoder(Status)
+"""The second makes the type whole, for `msgspec.convert`."""
+
+
 def renewed_status(run: RunDir, attempt: int, **changes: str) -> bytes:
     """The last status with changes, true now, while no coordinator writes it; empty where it cannot be composed."""
     found, now = run.read_json(run.status), time.time()
@@ -181,7 +185,7 @@ def encode_status(status: Status) -> bytes:
 def decode_status(data: bytes) -> Status:
     """Parse a snapshot; raises ``msgspec.DecodeError`` for anything else."""
     try:
-        fields = msgspec.json.decode(data, type=dict[str, Any])
+        fields = _fields.decode(data)
         numbers = {one.name: fields[one.name] for one in declared("status") if one.name in fields}
         return msgspec.convert(fields | {"numbers": numbers}, Status)
     except (UnicodeDecodeError, RecursionError) as error:

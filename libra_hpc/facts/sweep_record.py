@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from libra_hpc.errors import UserError
-from libra_hpc.files import OWNER_ONLY, write_atomic
+from libra_hpc.files import OWNER_ONLY, read_or_none, write_atomic
 
 from .rundir import RunDir
 
@@ -44,6 +44,9 @@ class SweepRecord(msgspec.Struct, frozen=True):
     runs: list[PlannedRun]
 
 
+_member, _sweep = msgspec.json.Decoder(SweepMember), msgspec.json.Decoder(SweepRecord)
+
+
 def write_member(run: RunDir, member: SweepMember) -> None:
     """Record that ``run`` belongs to a sweep."""
     write_atomic(run.sweep, msgspec.json.encode(member) + b"\n", OWNER_ONLY)
@@ -51,10 +54,7 @@ def write_member(run: RunDir, member: SweepMember) -> None:
 
 def read_member(run: RunDir) -> SweepMember | None:
     """The sweep of a run; None where it belongs to none."""
-    try:
-        return msgspec.json.decode(run.sweep.read_bytes(), type=SweepMember)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+    return read_or_none(run.sweep, _member)
 
 
 def members(runs: Sequence[RunDir], sweep: str) -> list[tuple[RunDir, SweepMember]]:
@@ -79,7 +79,7 @@ def read_sweep(parent: Path, name: str) -> SweepRecord | None:
     """The record of a sweep; None where there is none.  Raises `UserError` when it cannot be read."""
     path = sweep_file(parent, name)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=SweepRecord)
+        return _sweep.decode(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

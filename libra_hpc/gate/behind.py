@@ -11,8 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.errors import error_text, invalid
-from libra_hpc.files import write_atomic
+from libra_hpc.files import read_named, read_or_none, write_atomic
 
 from .gated_steps import GateConfig
 
@@ -33,19 +32,17 @@ class GuestReport(msgspec.Struct, frozen=True):
     """Whether they have no device memory."""
 
 
+_behind, _report = msgspec.json.Decoder(Behind), msgspec.json.Decoder(GuestReport)
+
+
 def read_behind(path: Path) -> Behind:
     """Raises `UserError`."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Behind)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid("--behind", str(path), error_text(error), "a file that libra-hpc lend serve wrote") from None
+    return read_named("--behind", path, _behind, "a file that libra-hpc lend serve wrote")
 
 
 def read_report(path: Path) -> GuestReport | None:
     """None without one."""
-    with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return msgspec.json.decode(path.read_bytes(), type=GuestReport)
-    return None
+    return read_or_none(path, _report)
 
 
 class GivenTokens:

@@ -31,10 +31,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
-from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import EnvironmentFailed, OperationError, UserError, error_text, invalid
+from libra_hpc.config.run import RunConfig, run_config
+from libra_hpc.errors import EnvironmentFailed, OperationError, UserError
+from libra_hpc.files import read_named
 from libra_hpc.process.child_environment import clean_own
 from libra_hpc.process.dump import dump_on_request
 from libra_hpc.process.leave import leave
@@ -326,12 +325,7 @@ def main(module: str, serve: Callable[[str, RunConfig], Coroutine[Any, Any, int]
     parser.add_argument("--config", required=True, help="file with the configuration of the run as JSON")
     options = parser.parse_args()
     try:
-        config = msgspec.json.decode(Path(options.config).read_bytes(), type=RunConfig)
-    except (msgspec.DecodeError, OSError) as error:
-        mistake = invalid("--config", options.config, error_text(error), "a file with the configuration of a run")
-        print(f"{MARK}{mistake}", file=sys.stderr)
-        return UserError.exit_code
-    try:
+        config = read_named("--config", Path(options.config), run_config, "a file with the configuration of a run")
         with contextlib.suppress(KeyboardInterrupt):
             return _run(serve(options.socket, config))
     except (UserError, OperationError) as error:

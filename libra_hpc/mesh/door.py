@@ -30,6 +30,7 @@ from libra_hpc.protocol.joining import (
     JoinWanted,
     NotAdmitted,
     door,
+    door_record,
     guest_secret,
 )
 
@@ -79,7 +80,7 @@ def _write(run: RunDir, record: DoorRecord) -> None:
 def read_record(run: RunDir) -> DoorRecord | None:
     """None while there is none; raises `UserError` where it cannot be read."""
     try:
-        return msgspec.json.decode(read_own(run.door), type=DoorRecord)
+        return door_record.decode(read_own(run.door))
     except FileNotFoundError:
         return None
     except OSError as error:

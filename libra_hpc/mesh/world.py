@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -94,6 +94,9 @@ class _Reached(msgspec.Struct):
     problem: str
 
 
+_DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (_Place, Endpoint, _Reached)
+}
 Record = TypeVar("Record", _Place, Endpoint, _Reached)
 
 
@@ -171,7 +174,7 @@ def _exchange(link: MpiLink, record: Record) -> list[Record]:
             f"the record of {socket.gethostname()} takes {len(encoded)} bytes; there is room for {RECORD_BYTES}"
         )
     everyone = link.ask(b"G", encoded)
-    decoder = msgspec.msgpack.Decoder(type(record))
+    decoder = _DECODERS[type(record)]
     found = []
     for at in range(0, len(everyone), RECORD_BYTES):
         start = at + LENGTH.size

@@ -98,6 +98,10 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return msgspec.structs.replace(self, async_steps=True)
 
 
+_device = msgspec.json.Decoder(Device)
+"""Makes the type whole, for `msgspec.convert`."""
+
+
 def device(name: str, path: str | Path | None = None) -> Device:
     """The device of a name or alias, in any case; the user file ``path`` goes first.
 

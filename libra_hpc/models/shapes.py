@@ -332,6 +332,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return pp <= self.layers and not self.fault(tp)
 
 
+_shape = msgspec.json.Decoder(ModelShape)
+"""Makes the type whole, for `msgspec.convert`."""
+
+
 def read_config(path: Path, field: str, value: str) -> dict[str, Any]:
     """Read a Hugging Face ``config.json``; raises `UserError` about the ``value`` of a field."""
     try:

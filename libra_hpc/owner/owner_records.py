@@ -22,7 +22,7 @@ from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import renewed_status
 from libra_hpc.files import write_once
 from libra_hpc.process.alerts import Alerts
-from libra_hpc.protocol.ranks_stop import RanksStop
+from libra_hpc.protocol.ranks_stop import RanksStop, ranks_stop
 
 
 def log_line(line: str) -> None:
@@ -86,7 +86,7 @@ class OwnerRecords:
     def end(self) -> RanksStop | None:
         """Why rank 0 ended the ranks; None where it could not write it.  Raises `OSError`."""
         with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
-            return msgspec.json.decode(self._run.ended(self._attempt).read_bytes(), type=RanksStop)
+            return ranks_stop.decode(self._run.ended(self._attempt).read_bytes())
         return None
 
     def position(self) -> tuple[bool, int]:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.files import digest, write_atomic
+from libra_hpc.files import digest, read_or_none, write_atomic
 from libra_hpc.policies.search.run_plan import PlanResult
+
+_result = msgspec.json.Decoder(PlanResult)
 
 
 class Remembered:
@@ -23,10 +25,7 @@ class Remembered:
 
     def result(self) -> PlanResult | None:
         """The answer of before."""
-        if self._file is not None:
-            with contextlib.suppress(OSError, ValueError):
-                return msgspec.json.decode(self._file.read_bytes(), type=PlanResult)
-        return None
+        return read_or_none(self._file, _result) if self._file else None
 
     def keep(self, result: PlanResult) -> None:
         if self._file is not None:

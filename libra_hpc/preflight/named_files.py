@@ -303,10 +303,13 @@ class _Index(msgspec.Struct):
     """Tensor -> file."""
 
 
+_index = msgspec.json.Decoder(_Index)
+
+
 def _indexed(field: str, index: Path) -> list[str]:
     """Files that an index names, in order; none without an index. Raises `UserError` for a malformed one."""
     try:
-        return sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+        return sorted(set(_index.decode(index.read_bytes()).weight_map.values()))
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:

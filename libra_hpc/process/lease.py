@@ -61,6 +61,9 @@ class Lease(msgspec.Struct, frozen=True):
         return self.here and start_ticks(self.pid) != self.ticks
 
 
+_decoder = msgspec.json.Decoder(Lease)
+
+
 def boot() -> str:
     """What distinguishes process ids of this machine from those of others, and of this machine before."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -91,7 +94,7 @@ def newest_lease(folder: Path) -> tuple[int, Lease | None]:
     if not found:
         return 0, None
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-        return max(found), msgspec.json.decode(lease_file(folder, max(found)).read_bytes(), type=Lease)
+        return max(found), _decoder.decode(lease_file(folder, max(found)).read_bytes())
     return max(found), None
 
 

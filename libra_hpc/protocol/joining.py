@@ -42,6 +42,9 @@ class DoorRecord(msgspec.Struct, frozen=True):
     """Whether the ranks of its start still run, as far as rank 0 could write it."""
 
 
+door_record = msgspec.json.Decoder(DoorRecord)
+
+
 Offer = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=1)]]
 """A lender -> rank 0, in a file that it renews: GPUs of an engine (0: as on a node of the run), and engines."""
 GONE_S = 15.0

@@ -82,6 +82,9 @@ class RanksStop(msgspec.Struct, frozen=True):
     step: int
 
 
+_start, ranks_stop = msgspec.json.Decoder(RanksStart), msgspec.json.Decoder(RanksStop)
+
+
 class RankJoined(msgspec.Struct, tag=True, frozen=True):
     """Rank -> owner: its process is there."""
 
@@ -108,4 +111,4 @@ owner_link: Codec[LinkMessage] = Codec(LinkMessage)
 
 def start_of(environ: Mapping[str, str] = os.environ) -> RanksStart:
     """What this start was given."""
-    return msgspec.json.decode(environ.get(START, "{}"), type=RanksStart)
+    return _start.decode(environ.get(START, "{}"))

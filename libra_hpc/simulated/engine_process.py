@@ -13,9 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
-
-from libra_hpc.engine.settings import EngineConfig
+from libra_hpc.engine.settings import EngineConfig, engine_settings
 from libra_hpc.engine.stats import IDLE_INTERVAL_S
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
@@ -101,8 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run it; exit codes as `entry.run`."""
 
     def work(socket: str, path: Path) -> None:
-        config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
-        serve(EngineSocket(socket, to_engine, from_engine), config)
+        serve(EngineSocket(socket, to_engine, from_engine), engine_settings.decode(path.read_bytes()))
 
     return run("engine", "A simulated rollout engine.", arguments, work)
 

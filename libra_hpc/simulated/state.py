@@ -117,7 +117,7 @@ def meet(
     while True:
         missing = {path for path in missing if not path.exists()}
         if not missing:
-            return msgspec.json.decode(paths[0].read_bytes(), type=folders.TrainerState)
+            return folders.trainer_state.decode(paths[0].read_bytes())
         if interrupted() or time.monotonic() > deadline:
             raise PeerLost(f"{len(missing)} of {size} members did not appear")
         time.sleep(MEET_POLL_S)

@@ -75,6 +75,13 @@ class DataPosition(msgspec.Struct, frozen=True):
     """Digest of what decides which process owns what in a snapshot."""
 
 
+_position, trainer_state, _manifest = (
+    msgspec.json.Decoder(DataPosition),
+    msgspec.json.Decoder(TrainerState),
+    msgspec.json.Decoder(Manifest),
+)
+
+
 def position_of(step: int, order: DataOrder, reports: Iterable[StepReport]) -> DataPosition:
     """The data position at a step."""
     records = tuple(StepRecord(r.step, r.t, dict(r.metrics)) for r in reports)
@@ -84,14 +91,14 @@ def position_of(step: int, order: DataOrder, reports: Iterable[StepReport]) -> D
 def read_position(folder: Path) -> DataPosition:
     """Data position of a state; raises `ValueError` when it is torn, `OSError` when it cannot be read."""
     try:
-        return msgspec.json.decode((folder / POSITION_FILE).read_bytes(), type=DataPosition)
+        return _position.decode((folder / POSITION_FILE).read_bytes())
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{POSITION_FILE} is torn: {error}") from error
 
 
 def read_state(folder: Path) -> TrainerState:
     """Counters of a state; raises `ValueError` for an unknown format, `OSError` when there is none."""
-    state = msgspec.json.decode((folder / STATE_FILE).read_bytes(), type=TrainerState)
+    state = trainer_state.decode((folder / STATE_FILE).read_bytes())
     if state.format != FORMAT:
         raise ValueError(f"{folder} has checkpoint format {state.format}, this version reads {FORMAT}")
     return state
@@ -104,7 +111,7 @@ def verify(folder: Path, *, sizes_only: bool = False) -> str:
     ``sizes_only``: reads no content.
     """
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=Manifest)
+        manifest = _manifest.decode((folder / MANIFEST_FILE).read_bytes())
     except ABSENT:
         return f"{MANIFEST_FILE} is missing."
     except ValueError:

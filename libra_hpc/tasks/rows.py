@@ -26,6 +26,7 @@ COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x0
 """First bytes of gzip, zstd, bzip2, xz and zip."""
 
 Row = dict[str, Any]
+_row = msgspec.json.Decoder(Row)
 
 
 class Rows(Protocol):
@@ -96,7 +97,7 @@ class _JsonlRows:
         start = self._starts[number]
         end = self._starts[number + 1] if number + 1 < len(self) else self._size
         try:
-            return msgspec.json.decode(os.pread(self._file.fileno(), end - start, start), type=Row)
+            return _row.decode(os.pread(self._file.fileno(), end - start, start))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UserError(f"{self.place(number)}: not a JSON object ({str(error).rstrip('.')}).") from error
 

@@ -40,6 +40,10 @@ class AzureRow(msgspec.Struct):
     generated: Generated = msgspec.field(name="GeneratedTokens")
 
 
+_azure_row = msgspec.json.Decoder(AzureRow)
+"""Makes the type whole, for `msgspec.convert`."""
+
+
 class MooncakeRequest(msgspec.Struct, gc=False):
     input_length: Count
     output_length: Generated

@@ -41,6 +41,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return elastic_world(self.run) if self.elastic else core_world(self.run)
 
 
+_decoder = msgspec.json.Decoder(WorkerConfig)
+
+
 def sample_work(config: RunConfig) -> SampleWork:
     """Work of the model's samples, by its own sizes; where they are not known, as in a dry run, tokens alone count."""
     try:
@@ -59,4 +62,4 @@ def write_config(config: WorkerConfig, path: Path) -> None:
 
 def read_config(path: Path) -> WorkerConfig:
     """Raises `msgspec.ValidationError` when the file does not fit the schema."""
-    return msgspec.json.decode(path.read_bytes(), type=WorkerConfig)
+    return _decoder.decode(path.read_bytes())

@@ -116,6 +116,9 @@ class CarrierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return self.run.rollout.weights_port if self.outside else 0
 
 
+_decoder, _object = msgspec.json.Decoder(CarrierConfig), msgspec.json.Decoder(dict[str, Any])
+
+
 class NodeImage:
     """The node's image: versions are written into it in order, by one thread, while other nodes may read it.
 
@@ -340,7 +343,7 @@ class Carrier:
 def _serve_outside(config: CarrierConfig, shapes: Shapes, store: OfferStore) -> str:
     """Serve guests in another cluster; returns why it cannot."""
     try:
-        known = msgspec.json.decode(Path(config.outside).read_bytes(), type=dict[str, Any])
+        known = _object.decode(Path(config.outside).read_bytes())
         shown = {name: without_secrets(name, value) for name, value in known.items()}
         listener = listen(config.addresses, CALLERS, config.http_port)
     except OSError as error:
@@ -369,7 +372,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     dump_on_request()
-    config = msgspec.json.decode(options.config.read_bytes(), type=CarrierConfig)
+    config = _decoder.decode(options.config.read_bytes())
     with contextlib.suppress(EOFError, ConnectionError):
         Carrier(config, EngineSocket(options.socket, to_carrier, from_carrier)).run()
 

@@ -35,6 +35,7 @@ GIVE_UP_S = 10.0
 """Without a byte: a busy node pauses for seconds, and a carrier that ended is there again at another port."""
 
 Listing = dict[str, int]
+_listed = msgspec.json.Decoder(Listing)
 """Bytes of every file, by its name."""
 
 
@@ -87,7 +88,7 @@ def pull_part(caller: Caller, peer: Peer, source: str, target: Path) -> None:
     """Get a part into a new folder; raises `OSError` when it does not come, or where there is no room."""
     writer = f"{PART}{source}"
     try:
-        listing = msgspec.json.decode(_listing(caller, peer, writer), type=Listing)
+        listing = _listed.decode(_listing(caller, peer, writer))
         if not all(map(_plain, listing)):
             raise WireError(f"rank {peer.rank} lists a file outside of the part")
         target.mkdir(parents=True)

@@ -84,6 +84,9 @@ class Offer(msgspec.Struct, frozen=True):
     """Bytes of the payload."""
 
 
+_decoder = msgspec.msgpack.Decoder(Offer)
+
+
 class Encoded(NamedTuple):
     """A piece before it has a place in a payload."""
 
@@ -165,7 +168,7 @@ def read_offer(path: Path) -> Offer:
 def decode_offer(data: bytes, origin: str) -> Offer:
     """The offer of a manifest's bytes; ``origin`` names them in errors.  Raises `WeightFileError`."""
     try:
-        offer = msgspec.msgpack.decode(data, type=Offer)
+        offer = _decoder.decode(data)
     except (ValueError, RecursionError) as error:
         raise WeightFileError(f"{origin}: no whole manifest ({error_text(error)}).") from error
     if not WRITER.fullmatch(offer.writer) or not WHOLE <= offer.base < offer.version:

@@ -40,6 +40,9 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
+_header, _tensor = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(_Tensor)
+
+
 def tensor_type(name: str, dtype: str) -> str:
     """Type of a tensor of a model whose others are of ``dtype``."""
     return "F32" if in_float32(name) else dtype
@@ -85,9 +88,9 @@ def file_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
     if start == POINTER:
         raise WeightFileError(f"{path}: a pointer of git-lfs, not the weights; `git lfs pull` brings them.")
     try:
-        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries = _header.decode(header)
         entries.pop(METADATA, None)
-        tensors = {name: msgspec.json.decode(entry, type=_Tensor) for name, entry in entries.items()}
+        tensors = {name: _tensor.decode(entry) for name, entry in entries.items()}
     except (ValueError, RecursionError) as error:
         why = f"its {size:,} bytes end within its header" if LENGTH + length > size else error_text(error)
         raise WeightFileError(f"{path}: no whole safetensors file ({why}).") from error

@@ -86,6 +86,9 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
     end: int = -1
 
 
+_fetch = msgspec.msgpack.Decoder(Fetch)
+
+
 class Caller:
     """Asks other carriers, with a connection for every request."""
 
@@ -236,7 +239,7 @@ def read_fetch(stream: socket.socket) -> Fetch:
     if length > MOST_FETCH:
         raise WireError(f"a request of {length} bytes")
     try:
-        return msgspec.msgpack.decode(read(stream, length), type=Fetch)
+        return _fetch.decode(read(stream, length))
     except msgspec.DecodeError as error:
         raise WireError(f"a request that cannot be read ({error})") from error
 

@@ -55,6 +55,9 @@ class ClusterRecord(msgspec.Struct, frozen=True):
     first_job_id: int
 
 
+_decoder = msgspec.json.Decoder(ClusterRecord)
+
+
 @dataclass(frozen=True)
 class ClusterInfo:
     """A running embedded cluster."""
@@ -137,10 +140,9 @@ class Cluster:
 
     def _record(self) -> ClusterRecord | None:
         try:
-            record = msgspec.json.decode((self.home / "cluster.json").read_bytes(), type=ClusterRecord)
+            return _decoder.decode((self.home / "cluster.json").read_bytes())
         except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
-        return record
 
     def _daemons(self, tools: SlurmTools) -> list[Daemon]:
         """The daemons in starting order: all need munged, and a slurmd waits for its controller."""

@@ -25,7 +25,7 @@ from libra_hpc.files import NEW, OWNER_ONLY, read_own
 from libra_hpc.gate.behind import Behind, read_report
 from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.process.reaper import die_with
-from libra_hpc.protocol.joining import DoorRecord
+from libra_hpc.protocol.joining import door_record
 
 from .lender_record import folder, log_file
 from .terms import LendTerms
@@ -51,7 +51,7 @@ def _open(run: RunDir, lender: str) -> bool:
     with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
         names = parse(read_own(run.config)).get("borrow", {}).get("lenders")
         wants = names == "any" or (isinstance(names, list) and any(fnmatchcase(lender, name) for name in names))
-        return wants and not run.path.is_symlink() and msgspec.json.decode(read_own(run.door), type=DoorRecord).open
+        return wants and not run.path.is_symlink() and door_record.decode(read_own(run.door)).open
     return False
 
 

@@ -61,6 +61,9 @@ class LendSettings(msgspec.Struct, frozen=True):
     """Process id, this process's parent."""
 
 
+_settings = msgspec.json.Decoder(LendSettings)
+
+
 class Lender:
     def __init__(self, settings: LendSettings) -> None:
         self._settings, self._place = settings, records.folder()
@@ -225,7 +228,7 @@ class Lender:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
-        Lender(msgspec.json.decode(sys.argv[1], type=LendSettings)).run()
+        Lender(_settings.decode(sys.argv[1])).run()
     except UserError as error:
         log.error("%s", error)
         sys.exit(error.exit_code)

@@ -64,6 +64,9 @@ class LenderRecord(msgspec.Struct, frozen=True):
     beside_ms: float = 0.0
 
 
+_decoder = msgspec.json.Decoder(LenderRecord)
+
+
 def folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder of all records of this user."""
     named = environ.get(VARIABLE, "")
@@ -121,7 +124,7 @@ def all_records(place: Path) -> dict[str, tuple[LenderRecord | None, bool]]:
             continue
         record = None
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            record = msgspec.json.decode(data, type=LenderRecord)
+            record = _decoder.decode(data)
         found[name] = record, age_s > GONE_S or (record is not None and _ended(record))
     return found
 

@@ -22,8 +22,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from libra_hpc.errors import error_text, invalid
-from libra_hpc.files import write_result
+from libra_hpc.errors import invalid
+from libra_hpc.files import read_named, write_result
 
 from .curves import StepCurve
 
@@ -104,6 +104,10 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
         return [step_s(point.decodes, point.kv_tokens, point.prefill, point.context) for point in points]
 
 
+_calibration, _fit = msgspec.json.Decoder(Calibration), msgspec.json.Decoder(Fit)
+"""The second makes the type whole, for `msgspec.convert`."""
+
+
 class MeasuredTimes:
     """`StepTimes` from a `Fit`."""
 
@@ -131,12 +135,7 @@ def load(path: str | Path) -> Calibration:
     """Read a calibration file; raises `UserError` for one that is unreadable, of another format, or with an
     impossible step.
     """
-    try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=Calibration)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(
-            "calibration file", str(path), error_text(error), "a file of libra-hpc calibrate engine"
-        ) from error
+    return read_named("calibration file", Path(path), _calibration, "a file of libra-hpc calibrate engine")
 
 
 def measured_times(calibration: Calibration, tp: int) -> MeasuredTimes:

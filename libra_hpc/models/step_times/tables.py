@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import invalid
+from libra_hpc.files import read_named
 from libra_hpc.models.capacity import kv_capacity
 from libra_hpc.models.devices import Device
 from libra_hpc.models.shapes import ModelShape
@@ -82,6 +83,9 @@ class OperatorTable(msgspec.Struct, frozen=True):
     degrees: dict[int, Parts]
 
 
+_decoder = msgspec.json.Decoder(OperatorTable)
+
+
 @cache
 def available() -> dict[tuple[str, str], Path]:
     """Table files by (system, model)."""
@@ -94,10 +98,7 @@ def available() -> dict[tuple[str, str], Path]:
 
 @cache
 def load_table(path: Path) -> OperatorTable:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=OperatorTable)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid("operator table", str(path), str(error), "a file written by bench.tabulate") from error
+    return read_named("operator table", path, _decoder, "a file written by bench.tabulate")
 
 
 class TableTimes:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.errors import error_text, invalid
-from libra_hpc.files import write_result
+from libra_hpc.errors import invalid
+from libra_hpc.files import read_named, write_result
 
 FORMAT = "libra-hpc training speed 1"
 FIELD, VALID = "planner.train_speed", "a file of libra-hpc calibrate train"
@@ -39,6 +39,9 @@ class TrainSpeed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     format: str = FORMAT
 
 
+_decoder = msgspec.json.Decoder(TrainSpeed)
+
+
 def save_speed(speed: TrainSpeed, path: Path) -> None:
     """Write ``speed``, readable; raises `UserError` when the file cannot be written."""
     write_result(path, msgspec.json.format(msgspec.json.encode(speed), indent=1) + b"\n")
@@ -46,12 +49,7 @@ def save_speed(speed: TrainSpeed, path: Path) -> None:
 
 def load_speed(path: Path) -> TrainSpeed:
     """Raises `UserError` for a file that is not one."""
-    try:
-        speed = msgspec.json.decode(path.read_bytes(), type=TrainSpeed)
-    except OSError as error:
-        raise invalid(FIELD, str(path), error_text(error), f"{VALID}, or a run directory") from None
-    except msgspec.DecodeError as error:
-        raise invalid(FIELD, str(path), str(error), VALID) from None
+    speed = read_named(FIELD, path, _decoder, f"{VALID}, or a run directory")
     if speed.format != FORMAT or not speed.factor > 0:
         raise invalid(FIELD, str(path), "not a training speed", VALID)
     return speed

@@ -65,6 +65,9 @@ class Transcript(TrajectoryRecord, kw_only=True):
             tool = f"{turn.tool}, {turn.outcome or 'ok'}, {turn.tool_s:.1f} s" if turn.tool else ""
 
 
+_decoder = msgspec.json.Decoder(Transcript)
+
+
 def files(folder: Path) -> dict[tuple[int, str], Path]:
     """All transcripts by step and evaluation, in order; empty: of training."""
     named = ((_NAME.match(path.name), path) for path in folder.glob("step-*"))
@@ -78,7 +81,7 @@ def steps(folder: Path, evaluation: str = "") -> dict[int, Path]:
 
 def read(path: Path, torn: Callable[[str], None] = lambda why: None) -> Iterator[Transcript]:
     """The whole records of a file; where one was cut off or damaged, ``torn`` gets a sentence and nothing follows."""
-    whole, decode = 0, msgspec.json.Decoder(Transcript).decode
+    whole, decode = 0, _decoder.decode
     with path.open("rb") as handle:
         try:
             for frame in _frames(handle):
@@ -119,7 +122,7 @@ class TranscriptWriter:
         Raises `OSError`.
         """
         compress = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress
-        encode = msgspec.json.Encoder().encode
+        encode = msgspec.json.encode
         samples = [sample for group in groups for sample in group.samples]
         advantages = {sample.trajectory: sample.advantage for sample in samples}
         records = (

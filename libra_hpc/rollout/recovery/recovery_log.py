@@ -26,13 +26,15 @@ from typing import BinaryIO
 import msgspec
 
 from libra_hpc.errors import error_text
-from libra_hpc.files import write_atomic
+from libra_hpc.files import read_or_none, write_atomic
 from libra_hpc.protocol.agents import Committed
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.rollout.trajectory import Trajectory
 
 from .recovered import DAMAGED, RecordedStart, Recovered, drop_reason, gather, records
+
+_starts = msgspec.json.Decoder(list[RecordedStart])
 
 SEGMENT_BYTES = 64 << 20
 """Size of a full segment: few files for a large run, one for a small run."""
@@ -73,10 +75,7 @@ def read_segment(path: Path) -> tuple[list[Trajectory], bool]:
 
 def read_starts(folder: Path) -> list[RecordedStart]:
     """Every start so far, oldest first; empty (and then no segment counts) when the list is missing or damaged."""
-    try:
-        return msgspec.json.decode((folder / STARTS).read_bytes(), type=list[RecordedStart])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return []
+    return read_or_none(folder / STARTS, _starts) or []
 
 
 class RecoveryLog:

@@ -48,6 +48,9 @@ class JobRecord(msgspec.Struct, frozen=True):
     mark: str = ""
 
 
+_decoder = msgspec.json.Decoder(JobRecord)
+
+
 def write_job(run: RunDir, record: JobRecord) -> None:
     """Write the record, replacing an earlier one."""
     write_atomic(run.job, msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
@@ -56,7 +59,7 @@ def write_job(run: RunDir, record: JobRecord) -> None:
 def read_job(run: RunDir) -> JobRecord:
     """Read the record; raises `UserError` when the run was never submitted, or when it cannot be read."""
     try:
-        return msgspec.json.decode(run.job.read_bytes(), type=JobRecord)
+        return _decoder.decode(run.job.read_bytes())
     except FileNotFoundError:
         raise UserError(f"{run.path} was never submitted: it has no {run.job.name}.") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
