@@ -117,7 +117,8 @@ class Puller:
                     return
             except OSError as error:
                 self._report(NotStored(message.version, error_text(error)))
-            if message.base <= self.have and self._image_instead(message):
+            # The first failure may be a call that fails once here; a node asked for its image may wait for this one.
+            if pause_s > RETRY_S and message.base <= self.have and self._image_instead(message):
                 continue
             self._wait(pause_s)
             pause_s = min(2 * pause_s, RETRY_MAX_S)
