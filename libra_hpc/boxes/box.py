@@ -22,7 +22,7 @@ from libra_hpc.errors import OperationError
 from libra_hpc.process.child_environment import direct
 from libra_hpc.process.reaper import descendants_of
 
-from .providers import BoxedCommand, Provider, size
+from .providers import JUDGE_HOME, BoxedCommand, Provider, size
 
 OUTPUT_BYTES = 1 << 20
 """Most bytes of a command's output; of a longer one the end is kept."""
@@ -54,6 +54,8 @@ class Box:
         self.root = Path(tempfile.mkdtemp(prefix="box-", dir=folder))
         self.home = provider.home or str(self.root)
         """The folder as its commands see it."""
+        self._judge: Path | None = None
+        """A judge's home, once one is asked."""
         self._running: dict[asyncio.subprocess.Process, str] = {}
         """Commands in flight, and the limit that ended them."""
         self._watch: asyncio.Task[None] | None = None
@@ -107,6 +109,11 @@ class Box:
             raise OperationError(f"The box did not start: {ran.output.strip()[-300:]}")
         return ran
 
+    def judge(self) -> None:
+        """From now on commands are a judge's: they have an empty home, so that no settings or modules that the agent
+        left there are theirs. The working folder, where its solution lies, is the same."""
+        self._judge = Path(tempfile.mkdtemp(prefix="box-home-", dir=self.root.parent))
+
     async def _started(
         self,
         line: Sequence[str],
@@ -117,8 +124,13 @@ class Box:
     ) -> asyncio.subprocess.Process:
         mounts = {**{path: path for path in self._env.mounts}, **mount}
         limits, network = self._env.limits, self._env.network == "host"
-        command = BoxedCommand(self.root, network, mounts, limits, output.mark, socket)
         env = {**env, **direct({**os.environ, **env})}
+        own = {"HOME": self.home}
+        if self._judge is not None:
+            own = {"HOME": JUDGE_HOME if self._provider.home else str(self._judge), "PYTHONNOUSERSITE": "1"}
+        given = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8", **own, **env}
+        exports = {name: given[name] for name in own} if self._judge else {}
+        command = BoxedCommand(self.root, network, mounts, limits, output.mark, socket, self._judge, exports)
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._provider.wrap(command, line),
@@ -126,7 +138,7 @@ class Box:
                 stdout=output.theirs,
                 stderr=output.theirs,
                 cwd=self.root,
-                env={"PATH": os.environ.get("PATH", os.defpath), "HOME": self.home, "LC_ALL": "C.UTF-8", **env},
+                env=given,
                 process_group=0,
             )
         except OSError as error:
@@ -175,10 +187,11 @@ class Box:
         await self.end_processes()
         if self._watch is not None:
             self._watch.cancel()
-        try:
-            self.root.rmdir()
-        except OSError:  # it has files, whose removal takes its time
-            await asyncio.to_thread(_remove, self.root)
+        for folder in (self.root, *([self._judge] if self._judge else [])):
+            try:
+                folder.rmdir()
+            except OSError:  # it has files, whose removal takes its time
+                await asyncio.to_thread(_remove, folder)
 
     def _end(self, process: asyncio.subprocess.Process, limit: str = "") -> None:
         self._running[process] = self._running.get(process) or limit

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,8 @@ WORK = "/work"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt")
 SOCKET = "/run/endpoint.sock"
 """Where a box without network has the endpoint's socket."""
+JUDGE_HOME = "/run/home"
+"""Home of a judge's commands, except without isolation."""
 
 
 OTHERS = "env.box = [...], or env.sandbox = 'none' for agents that you trust"
@@ -45,6 +48,10 @@ class BoxedCommand(NamedTuple):
     """What is printed once the box stands, before the command runs."""
     socket: Path | None = None
     """The endpoint's socket; None: no need of it."""
+    home: Path | None = None
+    """A judge's home on the node; None: the command is the agent's, whose home is the box's folder."""
+    exports: Mapping[str, str] = {}
+    """What the command has in its environment, also where the box begins with an empty one."""
 
 
 class Provider(NamedTuple):
@@ -82,6 +89,7 @@ def bubblewrap(program: str) -> Provider:
         for path in dict.fromkeys((sys.base_prefix, sys.prefix)):
             line += ["--ro-bind", path, path] if not path.startswith("/usr") else []
         line += ["--bind", str(place.root), WORK, "--chdir", WORK]
+        line += ["--bind", str(place.home), JUDGE_HOME] if place.home else []
         for inside, outside in place.mounts.items():
             line += ["--ro-bind", outside, inside]
         if place.socket is not None:
@@ -99,6 +107,7 @@ def template(parts: Sequence[str]) -> Provider:
 
     def wrap(place: BoxedCommand, command: Sequence[str]) -> list[str]:
         mounts = "".join(f",{outside}:{inside}:ro" for inside, outside in place.mounts.items())
+        mounts += f",{place.home}:{JUDGE_HOME}" if place.home else ""
         named = [part.replace("{root}", str(place.root)).replace("{mounts}", mounts) for part in parts]
         return [*named, *limited(place, command)]
 
@@ -137,6 +146,7 @@ def limited(place: BoxedCommand, command: Sequence[str]) -> list[str]:
     """A command below the kernel's limits of one process; those of all together are watched."""
     memory, disk, processes = size(place.limits.memory), size(place.limits.disk), place.limits.processes
     sets = [f"echo {place.mark}", "ulimit -c 0"]
+    sets += [f"export {name}={shlex.quote(value)}" for name, value in place.exports.items()]
     sets += [f"ulimit -v {memory >> 10}"] if memory else []
     sets += [f"ulimit -f {disk >> 9}"] if disk else []
     sets += [f"ulimit -u {processes} 2>/dev/null || true"] if processes else []

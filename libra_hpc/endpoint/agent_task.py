@@ -345,6 +345,7 @@ class AgentEpisode(Episode):
         await asyncio.wait({self._agent})
         ran = self._ran()
         await self._box.end_processes()
+        self._box.judge()
         failed = ran.exit_code != 0 and not ran.limit
         if failed:
             self._task.report(ran)

@@ -265,6 +265,10 @@ async def test_a_sites_own_command_runs_it(tmp_path: Path) -> None:
     shown = Box(tmp_path, template([str(stub), "exec", "{root}:/work{mounts}", "image.sif"]), LIMITS)
     ran = await shown.run("echo inside", mount={"/tests": "/mine"})
     assert ran.output == f"exec {shown.root}:/work,/mine:/tests:ro\ninside\n"
+    shown.judge()
+    home = await shown.run("echo $HOME $PYTHONNOUSERSITE")
+    (folder,) = tmp_path.glob("box-home-*")
+    assert home.output == f"exec {shown.root}:/work,{folder}:/run/home\n/run/home 1\n"
     await shown.close()
 
 
