@@ -22,7 +22,8 @@ from libra_hpc.errors import OperationError
 from libra_hpc.process.child_environment import direct
 from libra_hpc.process.reaper import descendants_of
 
-from .providers import JUDGE_HOME, BoxedCommand, Provider, size
+from .beneath import made, opened
+from .providers import JUDGE_HOME, WORK, BoxedCommand, Provider, size
 
 OUTPUT_BYTES = 1 << 20
 """Most bytes of a command's output; of a longer one the end is kept."""
@@ -31,8 +32,14 @@ READ_BYTES = 1 << 26
 DRAIN_S, POLL_S = 1.0, 0.002
 """Most seconds for output that a process beyond the group holds open, and for the end of all that run; a look takes
 20 us."""
+NODE_ERRORS = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EMFILE, errno.ENFILE}
+"""Errors of a folder that are its node's, whatever an agent leaves there."""
 WATCH_S = 1.0
 """Seconds between two looks at what all processes of a box use."""
+
+
+CANNOT_START = 126
+"""Exit code of a command that is there and cannot be started, as shells have it."""
 
 
 class Ran(NamedTuple):
@@ -52,6 +59,12 @@ class Box:
     def __init__(self, folder: str | Path, provider: Provider, env: EnvSection) -> None:
         self._provider, self._env = provider, env
         self.root = Path(tempfile.mkdtemp(prefix="box-", dir=folder))
+        self._folder = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        """The same for everything that is done in it: its name may be another folder's later."""
+        self.moved_aside = 0
+        """How often something of the agent's stood where a mount belongs."""
+        self.unread: OSError | None = None
+        """The last error of a file that the agent left so, or did not leave."""
         self.home = provider.home or str(self.root)
         """The folder as its commands see it."""
         self._judge: Path | None = None
@@ -74,16 +87,16 @@ class Box:
         ``mount``: files and folders that it can read, by their place in the box. Raises `OperationError` when the box
         cannot run anything.
         """
-        try:
-            self.root.chmod(stat.S_IRWXU)  # without rights that the agent took away nothing could judge it
-        except OSError as error:
-            raise OperationError("The box is closed, or its folder is gone.") from error
+        self._stand()
         if mount and not self._provider.mounts:
             why = "env.sandbox = 'none' and an env.box without {mounts} cannot"
             raise OperationError(f"The box cannot show {', '.join(mount)}: {why}.")
         line = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         with contextlib.closing(_Output()) as output:
-            process = await self._started(line, output, env or {}, mount or {}, socket)
+            try:
+                process = await self._started(line, output, env or {}, mount or {}, socket)
+            except OSError as error:  # a command too long, or the folder as the agent left it
+                return Ran(CANNOT_START, f"{error}\n")
             below = set[int]()
             try:
                 try:
@@ -122,16 +135,16 @@ class Box:
         mount: Mapping[str, str],
         socket: Path | None,
     ) -> asyncio.subprocess.Process:
-        mounts = {**{path: path for path in self._env.mounts}, **mount}
-        limits, network = self._env.limits, self._env.network == "host"
         env = {**env, **direct({**os.environ, **env})}
         own = {"HOME": self.home}
         if self._judge is not None:
             own = {"HOME": JUDGE_HOME if self._provider.home else str(self._judge), "PYTHONNOUSERSITE": "1"}
         given = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8", **own, **env}
         exports = {name: given[name] for name in own} if self._judge else {}
-        command = BoxedCommand(self.root, network, mounts, limits, output.mark, socket, self._judge, exports)
+        limits, network = self._env.limits, self._env.network == "host"
         try:
+            mounts = self._mounted(mount)
+            command = BoxedCommand(self.root, network, mounts, limits, output.mark, socket, self._judge, exports)
             process = await asyncio.create_subprocess_exec(
                 *self._provider.wrap(command, line),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -142,6 +155,8 @@ class Box:
                 process_group=0,
             )
         except OSError as error:
+            if error is self.unread or error.errno == errno.E2BIG:
+                raise
             raise OperationError(f"The box cannot start {line[0]!r}: {error}.") from error
         finally:
             os.close(output.theirs)
@@ -150,31 +165,71 @@ class Box:
             self._watch = asyncio.create_task(self._watched())
         return process
 
+    def _stand(self) -> None:
+        """Let the folder be there with its rights, which its agent can take away."""
+        if self._folder < 0:
+            raise OperationError("The box is closed.")
+        try:
+            same = os.path.samestat(os.lstat(self.root), os.fstat(self._folder))
+        except FileNotFoundError:
+            same = False
+        if not same:
+            if self._provider.home:  # no agent in there reaches it
+                raise OperationError("The folder of the box is gone.")
+            _remove(self.root)
+            self.root.mkdir(stat.S_IRWXU)
+            os.close(self._folder)
+            self._folder, self.moved_aside = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY), self.moved_aside + 1
+        os.fchmod(self._folder, stat.S_IRWXU)
+
+    def _mounted(self, mount: Mapping[str, str]) -> dict[str, str]:
+        """All mounts; places in the folder are made before, because what mounts would follow links there."""
+        mounts = {path: path for path in (*self._provider.shown(), *self._env.mounts)} | dict(mount)
+        mounts = {os.path.normpath(inside): outside for inside, outside in mounts.items()}
+        for inside, outside in mounts.items():
+            if inside.startswith(f"{WORK}/"):
+                with self._as_it_is():
+                    self.moved_aside += made(self._folder, inside.removeprefix(WORK), os.path.isdir(outside))
+        return mounts
+
     async def read(self, path: str) -> bytes:
         """Content of a file; the path is relative to the folder, which it cannot leave.
 
         Raises `OSError` whatever else the agent has put there: a folder, a link out, more than `READ_BYTES`.
         """
-        with self._inside(path).open("rb") as file:
+        with self._as_it_is(), open(opened(self._folder, self._inside(path), os.O_RDONLY), "rb") as file:
             content = file.read(READ_BYTES + 1)
-        if len(content) > READ_BYTES:
-            raise OSError(f"{path!r} has more than {READ_BYTES:,} bytes")
+            if len(content) > READ_BYTES:
+                raise OSError(errno.EFBIG, f"more than {READ_BYTES:,} bytes", path)
         return content
 
     async def write(self, path: str, content: bytes | str) -> None:
-        found = self._inside(path)
-        found.parent.mkdir(parents=True, exist_ok=True)
-        found.write_bytes(content.encode() if isinstance(content, str) else content)
+        """Write a file, and make the folders that it needs; raises as `read`."""
+        inside, flags = self._inside(path), os.O_WRONLY | os.O_CREAT
+        with self._as_it_is():
+            try:
+                found = opened(self._folder, inside, flags)
+            except FileNotFoundError:
+                self.moved_aside += made(self._folder, os.path.dirname(inside))
+                found = opened(self._folder, inside, flags)
+            with open(found, "wb") as file:
+                file.truncate(0)
+                file.write(content.encode() if isinstance(content, str) else content)
 
-    def _inside(self, path: str) -> Path:
-        """A file of the folder; a link of the agent's may not lead out of it."""
-        self.root.chmod(stat.S_IRWXU)
-        found = Path(os.path.realpath(self.root / path.removeprefix(f"{self.home}/").lstrip("/")))
-        if not found.is_relative_to(self.root.resolve()):
-            raise PermissionError(f"{path!r} leads out of the box")
-        if found.is_fifo():
-            raise PermissionError(f"{path!r} is no file, and would wait for ever")
-        return found
+    def _inside(self, path: str) -> str:
+        self._stand()
+        return path.removeprefix(f"{self.home}/").lstrip("/") or "."
+
+    @contextlib.contextmanager
+    def _as_it_is(self) -> Iterator[None]:
+        """Note an error that is the agent's; one of the node is none."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in NODE_ERRORS:
+                raise OperationError(f"The folder of a box fails: {error}.") from error
+            self.unread = error
+            raise
 
     async def end_processes(self) -> None:
         """Kill whatever runs in the box, and wait for its end."""
@@ -187,6 +242,9 @@ class Box:
         await self.end_processes()
         if self._watch is not None:
             self._watch.cancel()
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
         for folder in (self.root, *([self._judge] if self._judge else [])):
             try:
                 folder.rmdir()

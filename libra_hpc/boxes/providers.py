@@ -63,6 +63,8 @@ class Provider(NamedTuple):
     """Whether it can show further files to a command."""
     network: bool = False
     """Whether it has a network of its own, unless ``env.network`` is "host"."""
+    shown: Callable[[], list[str]] = list
+    """Folders of the node that each of its boxes shows, besides those of the system."""
 
 
 def bwrap_program() -> str | None:
@@ -86,8 +88,6 @@ def bubblewrap(program: str) -> Provider:
         disk = size(place.limits.disk)
         for path in ("/tmp", "/dev/shm"):
             line += [*(["--size", str(disk)] if disk else []), "--tmpfs", path]
-        for path in dict.fromkeys((sys.base_prefix, sys.prefix)):
-            line += ["--ro-bind", path, path] if not path.startswith("/usr") else []
         line += ["--bind", str(place.root), WORK, "--chdir", WORK]
         line += ["--bind", str(place.home), JUDGE_HOME] if place.home else []
         for inside, outside in place.mounts.items():
@@ -99,7 +99,11 @@ def bubblewrap(program: str) -> Provider:
         line += ["--remount-ro", "/dev", "--remount-ro", "/"]
         return [*line, "--", *limited(place, command)]
 
-    return Provider(wrap, network=True)
+    return Provider(wrap, network=True, shown=_python_folders)
+
+
+def _python_folders() -> list[str]:
+    return [path for path in dict.fromkeys((sys.base_prefix, sys.prefix)) if not path.startswith("/usr")]
 
 
 def template(parts: Sequence[str]) -> Provider:

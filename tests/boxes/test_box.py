@@ -18,6 +18,7 @@ import msgspec
 import psutil
 import pytest
 
+from libra_hpc.boxes import beneath
 from libra_hpc.boxes.box import Box
 from libra_hpc.boxes.providers import Provider, bubblewrap, bwrap_program, none, template
 from libra_hpc.config.job import EnvSection, LimitsSection
@@ -185,6 +186,51 @@ async def test_a_file_of_the_agent_leads_nobody_out_of_the_box(tmp_path: Path) -
     await box.close()
 
 
+SWAPS = """
+import os, sys
+def swapped(name, make, secret):
+    make("new")
+    os.rename("new", name)
+    os.symlink(secret, "new")
+    os.rename("new", name)
+def folder(name):
+    os.mkdir(name)
+    open(f"{name}/answer", "w").write("mine")
+folder("true"), os.symlink(os.path.dirname(sys.argv[1]), "false")
+while True:
+    swapped("answer", lambda name: os.link("true/answer", name), sys.argv[1])
+    for other in ("true", "false"):
+        os.rename(other, "where"), os.rename("where", other)
+"""
+"""Turns a file and a folder into links to a secret and its folder, and back, as often as it can."""
+
+
+@pytest.mark.parametrize("kernel", ["openat2", "without"])
+@pytest.mark.parametrize("races", [2_000, pytest.param(100_000, marks=pytest.mark.nightly)])
+async def test_no_race_reads_or_writes_a_file_of_the_node(
+    tmp_path: Path, races: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name is one thing when it is looked at, and another when it is opened."""
+    (tmp_path / "node").mkdir()
+    (secret := tmp_path / "node/answer").write_text("hidden")
+    if kernel == "without":
+        monkeypatch.setattr(beneath, "_OPENAT2", 10_000)
+    box, found = Box(tmp_path, BWRAP, EnvSection()), set[bytes | type[OSError]]()
+    swapping = asyncio.create_task(box.run([sys.executable, "-IS", "-c", SWAPS, str(secret)]))
+    await _until((box.root / "answer").is_symlink)
+    for race in range(races):
+        for path in ("answer", "where/answer"):
+            try:
+                await (box.write(path, b"mine") if race % 2 else box.read(path))
+                found.add(await box.read(path))
+            except OSError as error:
+                found.add(type(error))
+    assert {b"mine"} < found <= {b"mine", b"", OSError, FileNotFoundError, NotADirectoryError, PermissionError}
+    assert secret.read_text() == "hidden"
+    await box.close()
+    await swapping
+
+
 HIDES = f"""
 import asyncio, os, sys
 from libra_hpc.boxes.box import Box
@@ -249,6 +295,10 @@ async def test_a_box_that_cannot_start_is_no_answer_of_its_command(tmp_path: Pat
     with pytest.raises(ValueError, match="null byte"):
         await box.run("echo \0")
     assert (await box.run("exit 1; echo never")).exit_code == 1
+    assert (await box.run(f"echo {'x' * (1 << 17)}")).exit_code == 126, "it is the agent that asks for it"
+    box.root.rename(tmp_path / "away")
+    with pytest.raises(OperationError, match="folder of the box is gone"):
+        await box.run("true")
     for one in (box, plain):
         await one.close()
 

@@ -61,6 +61,8 @@ async def test_no_reward_is_forged_and_no_zero_escaped(
 ) -> None:
     end = await ended(tokenizer, tmp_path, sandbox, 41, attacks.ATTACKS[name])
     assert (end.done, end.reward, end.info["turns"]) == (True, 0.0, 1)
+    if sandbox == "bwrap":
+        assert end.info["moved_aside"] == (name in attacks.PLANTED)
 
 
 @pytest.mark.parametrize("sandbox", ["bwrap", "none"])
