@@ -5,33 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import math
 import os
 import secrets
 import signal
 import stat
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from libra_hpc.config.job import EnvSection
 from libra_hpc.errors import OperationError
 from libra_hpc.process.child_environment import direct
-from libra_hpc.process.reaper import descendants_of
+from libra_hpc.process.reaper import become_subreaper, children_of, descendants_of, end_marked, reaped
 
-from .beneath import made, opened
+from .folder import opened, place, remove, used
 from .providers import JUDGE_HOME, WORK, BoxedCommand, Provider, size
 
 OUTPUT_BYTES = 1 << 20
 """Most bytes of a command's output; of a longer one the end is kept."""
 READ_BYTES = 1 << 26
 """Most bytes of a file that is read: one with holes may be larger than the disk, and is read into the host's memory."""
-DRAIN_S, POLL_S = 1.0, 0.002
-"""Most seconds for output that a process beyond the group holds open, and for the end of all that run; a look takes
-20 us."""
+DRAIN_S, END_S, POLL_S = 1.0, 10.0, 0.002
+"""Most seconds for output that a process beyond the box holds open, and for the end of all that is killed; seconds
+between two looks at that."""
 NODE_ERRORS = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EMFILE, errno.ENFILE}
 """Errors of a folder that are its node's, whatever an agent leaves there."""
 WATCH_S = 1.0
@@ -56,7 +55,11 @@ class Ran(NamedTuple):
 class Box:
     """``folder``: below which its own is made; ``env.sandbox`` has become ``provider``."""
 
+    marks: ClassVar[set[int]] = set()
+    """Marks of the commands in flight, of all boxes."""
+
     def __init__(self, folder: str | Path, provider: Provider, env: EnvSection) -> None:
+        become_subreaper()
         self._provider, self._env = provider, env
         self.root = Path(tempfile.mkdtemp(prefix="box-", dir=folder))
         self._folder = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
@@ -69,8 +72,8 @@ class Box:
         """The folder as its commands see it."""
         self._judge: Path | None = None
         """A judge's home, once one is asked."""
-        self._running: dict[asyncio.subprocess.Process, str] = {}
-        """Commands in flight, and the limit that ended them."""
+        self._own = {"HOME": self.home}
+        self._running = set[_Running]()
         self._watch: asyncio.Task[None] | None = None
 
     async def run(
@@ -94,30 +97,20 @@ class Box:
         line = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         with contextlib.closing(_Output()) as output:
             try:
-                process = await self._started(line, output, env or {}, mount or {}, socket)
+                running = await self._started(line, output, env or {}, mount or {}, socket)
             except OSError as error:  # a command too long, or the folder as the agent left it
                 return Ran(CANNOT_START, f"{error}\n")
-            below = set[int]()
             try:
-                try:
-                    async with asyncio.timeout(timeout_s or None):
-                        await output.stood
-                        below = descendants_of(process.pid)
-                        await process.wait()
-                except TimeoutError:
-                    self._end(process, "time")
-                # What is left of it holds the output open.
-                self._end(process)
-                code = await process.wait()
-                await asyncio.wait({output.ended}, timeout=DRAIN_S)
-                ran = Ran(code, output.text, self._running[process])
+                async with asyncio.timeout(timeout_s or None):
+                    await output.stood
+                    running.below = children_of(running.process.pid) if self._provider.home else ()
+                    await running.process.wait()
+            except TimeoutError:
+                running.end("time")
             finally:
-                self._end(process)
-                del self._running[process]
-                # A namespace dies a moment after the process that made it.
-                until = time.monotonic() + DRAIN_S
-                while any(_lives(pid) for pid in below) and time.monotonic() < until:
-                    await asyncio.sleep(POLL_S)
+                await self._ended(running)
+            await asyncio.wait({output.ended}, timeout=DRAIN_S)
+            ran = Ran(await running.process.wait(), output.text, running.limit)
         if not (output.stands or ran.limit):
             raise OperationError(f"The box did not start: {ran.output.strip()[-300:]}")
         return ran
@@ -126,6 +119,7 @@ class Box:
         """From now on commands are a judge's: they have an empty home, so that no settings or modules that the agent
         left there are theirs. The working folder, where its solution lies, is the same."""
         self._judge = Path(tempfile.mkdtemp(prefix="box-home-", dir=self.root.parent))
+        self._own = {"HOME": JUDGE_HOME if self._provider.home else str(self._judge), "PYTHONNOUSERSITE": "1"}
 
     async def _started(
         self,
@@ -134,14 +128,12 @@ class Box:
         env: Mapping[str, str],
         mount: Mapping[str, str],
         socket: Path | None,
-    ) -> asyncio.subprocess.Process:
+    ) -> _Running:
         env = {**env, **direct({**os.environ, **env})}
-        own = {"HOME": self.home}
-        if self._judge is not None:
-            own = {"HOME": JUDGE_HOME if self._provider.home else str(self._judge), "PYTHONNOUSERSITE": "1"}
-        given = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8", **own, **env}
-        exports = {name: given[name] for name in own} if self._judge else {}
+        given = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C.UTF-8", **self._own, **env}
+        exports = {name: given[name] for name in self._own}
         limits, network = self._env.limits, self._env.network == "host"
+        Box.marks.add(output.mark)
         try:
             mounts = self._mounted(mount)
             command = BoxedCommand(self.root, network, mounts, limits, output.mark, socket, self._judge, exports)
@@ -150,37 +142,24 @@ class Box:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output.theirs,
                 stderr=output.theirs,
-                cwd=self.root,
+                cwd=str(self.root),
                 env=given,
                 process_group=0,
             )
         except OSError as error:
-            if error is self.unread or error.errno == errno.E2BIG:
+            Box.marks.discard(output.mark)
+            # Without isolation an agent can remove its own folder.
+            removed = not self._provider.home and error.filename == str(self.root)
+            if removed or error is self.unread or error.errno == errno.E2BIG:
                 raise
             raise OperationError(f"The box cannot start {line[0]!r}: {error}.") from error
         finally:
             os.close(output.theirs)
-        self._running[process] = ""
+        running = _Running(process, output.mark)
+        self._running.add(running)
         if self._watch is None:
             self._watch = asyncio.create_task(self._watched())
-        return process
-
-    def _stand(self) -> None:
-        """Let the folder be there with its rights, which its agent can take away."""
-        if self._folder < 0:
-            raise OperationError("The box is closed.")
-        try:
-            same = os.path.samestat(os.lstat(self.root), os.fstat(self._folder))
-        except FileNotFoundError:
-            same = False
-        if not same:
-            if self._provider.home:  # no agent in there reaches it
-                raise OperationError("The folder of the box is gone.")
-            _remove(self.root)
-            self.root.mkdir(stat.S_IRWXU)
-            os.close(self._folder)
-            self._folder, self.moved_aside = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY), self.moved_aside + 1
-        os.fchmod(self._folder, stat.S_IRWXU)
+        return running
 
     def _mounted(self, mount: Mapping[str, str]) -> dict[str, str]:
         """All mounts; places in the folder are made before, because what mounts would follow links there."""
@@ -188,16 +167,16 @@ class Box:
         mounts = {os.path.normpath(inside): outside for inside, outside in mounts.items()}
         for inside, outside in mounts.items():
             if inside.startswith(f"{WORK}/"):
-                with self._as_it_is():
-                    self.moved_aside += made(self._folder, inside.removeprefix(WORK), os.path.isdir(outside))
+                with self._noted():
+                    self.moved_aside += place(self._folder, inside.removeprefix(WORK), os.path.isdir(outside))
         return mounts
 
     async def read(self, path: str) -> bytes:
-        """Content of a file; the path is relative to the folder, which it cannot leave.
+        """Content of a file; the path is relative to the folder, and no link is followed.
 
-        Raises `OSError` whatever else the agent has put there: a folder, a link out, more than `READ_BYTES`.
+        Raises `OSError` whatever else the agent has put there: a folder, a link, more than `READ_BYTES`.
         """
-        with self._as_it_is(), open(opened(self._folder, self._inside(path), os.O_RDONLY), "rb") as file:
+        with self._noted(), open(self._opened(path, os.O_RDONLY), "rb") as file:
             content = file.read(READ_BYTES + 1)
             if len(content) > READ_BYTES:
                 raise OSError(errno.EFBIG, f"more than {READ_BYTES:,} bytes", path)
@@ -205,38 +184,46 @@ class Box:
 
     async def write(self, path: str, content: bytes | str) -> None:
         """Write a file, and make the folders that it needs; raises as `read`."""
-        inside, flags = self._inside(path), os.O_WRONLY | os.O_CREAT
-        with self._as_it_is():
-            try:
-                found = opened(self._folder, inside, flags)
-            except FileNotFoundError:
-                self.moved_aside += made(self._folder, os.path.dirname(inside))
-                found = opened(self._folder, inside, flags)
-            with open(found, "wb") as file:
-                file.truncate(0)
-                file.write(content.encode() if isinstance(content, str) else content)
+        with self._noted(), open(self._opened(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
+            file.truncate(0)
+            file.write(content.encode() if isinstance(content, str) else content)
 
-    def _inside(self, path: str) -> str:
+    def _opened(self, path: str, flags: int) -> int:
         self._stand()
-        return path.removeprefix(f"{self.home}/").lstrip("/") or "."
+        return opened(self._folder, path.removeprefix(f"{self.home}/"), flags)
+
+    def _stand(self) -> None:
+        """Give the folder the rights that its agent has taken away, without which nothing could judge it."""
+        if self._folder < 0:
+            raise OperationError("The box is closed.")
+        os.fchmod(self._folder, stat.S_IRWXU)
 
     @contextlib.contextmanager
-    def _as_it_is(self) -> Iterator[None]:
-        """Note an error that is the agent's; one of the node is none."""
+    def _noted(self) -> Iterator[None]:
+        """Note an error that is not the node's."""
         try:
             yield
         except OSError as error:
-            if error.errno in NODE_ERRORS:
-                raise OperationError(f"The folder of a box fails: {error}.") from error
-            self.unread = error
+            self.unread = self.unread if error.errno in NODE_ERRORS else error
             raise
 
     async def end_processes(self) -> None:
         """Kill whatever runs in the box, and wait for its end."""
-        for process in list(self._running):
-            self._end(process)
-        for process in list(self._running):
-            await process.wait()
+        for running in list(self._running):
+            await self._ended(running)
+
+    async def _ended(self, running: _Running) -> None:
+        """End a command and what it has left; raises `OperationError` where that does not end."""
+        running.end()
+        await running.process.wait()
+        Box.marks.discard(running.mark)
+        until = time.monotonic() + END_S
+        # This process gets what the killed leave: a namespace, which dies a moment later, or what goes on without one.
+        while end_marked(Box.marks) or not all(map(reaped, running.below)):
+            if time.monotonic() > until:
+                raise OperationError(f"Processes of a box have not ended {END_S:g} s after they were killed.")
+            await asyncio.sleep(POLL_S)
+        self._running.discard(running)
 
     async def close(self) -> None:
         await self.end_processes()
@@ -245,16 +232,15 @@ class Box:
         if self._folder >= 0:
             os.close(self._folder)
             self._folder = -1
-        for folder in (self.root, *([self._judge] if self._judge else [])):
+        for folder in self._folders:
             try:
                 folder.rmdir()
             except OSError:  # it has files, whose removal takes its time
-                await asyncio.to_thread(_remove, folder)
+                await asyncio.to_thread(remove, folder)
 
-    def _end(self, process: asyncio.subprocess.Process, limit: str = "") -> None:
-        self._running[process] = self._running.get(process) or limit
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+    @property
+    def _folders(self) -> list[Path]:
+        return [self.root, self._judge] if self._judge else [self.root]
 
     async def _watched(self) -> None:
         """End what uses more than the limits of all processes together."""
@@ -262,25 +248,43 @@ class Box:
         most_memory, most_disk = size(limits.memory), size(limits.disk)
         while True:
             await asyncio.sleep(WATCH_S)
-            for process in list(self._running):
-                pids = descendants_of(process.pid)
+            for running in self._running:
+                pids = descendants_of(running.process.pid)
                 memory = sum(_resident(pid) for pid in pids)
                 if limits.processes and len(pids) > limits.processes:
-                    self._end(process, "processes")
+                    running.end("processes")
                 elif most_memory and memory > most_memory:
-                    self._end(process, "memory")
+                    running.end("memory")
             if self._running and most_disk:
-                used = await asyncio.to_thread(_used, self.root)
-                if used > most_disk:
-                    for process in list(self._running):
-                        self._end(process, "disk")
+                pids = {pid for running in self._running for pid in running.below}
+                if await asyncio.to_thread(used, self._folders, pids) > most_disk:
+                    for running in self._running:
+                        running.end("disk")
+
+
+@dataclass(eq=False)
+class _Running:
+    """A command in flight."""
+
+    process: asyncio.subprocess.Process
+    mark: int
+    """What its processes carry, and those that they leave to others (`libra_hpc.process.reaper.LOCKS`)."""
+    limit: str = ""
+    """The limit that ended it."""
+    below: Collection[int] = ()
+    """First processes of its namespace, which end last."""
+
+    def end(self, limit: str = "") -> None:
+        self.limit = self.limit or limit
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class _Output:
     """A pipe of our own: of its, `asyncio` waits for the last writer before it reports that a process has ended."""
 
     def __init__(self) -> None:
-        self.mark, self.stands = secrets.token_hex(16), False
+        self.mark, self.stands = secrets.randbits(60), False
         """What the box prints before the command runs, and whether it has come."""
         self._ours, self.theirs = os.pipe()
         self._loop = asyncio.get_running_loop()
@@ -314,54 +318,9 @@ class _Output:
         os.close(self._ours)
 
 
-def _lives(pid: int) -> bool:
-    """Whether a process runs; no zombie does."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def _resident(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return 0
-
-
-def _remove(folder: Path) -> None:
-    # Python's own removal holds a descriptor for each level; folders may lack the rights of their owner.
-    subprocess.run(
-        ["/bin/sh", "-c", 'rm -rf "$1" || { chmod -R u+rwX "$1"; rm -rf "$1"; }', "sh", str(folder)],
-        check=False,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def _used(folder: Path) -> float:
-    """Bytes on disk; endless where folders are deeper than a path can be."""
-    try:
-        return sum(_sizes(folder))
-    except (OSError, RecursionError):
-        return math.inf
-
-
-def _readable(error: OSError) -> None:
-    """Let the owner read a folder at the next look."""
-    if error.errno == errno.ENAMETOOLONG:
-        raise error
-    with contextlib.suppress(OSError):
-        found = os.open(error.filename, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY)
-        try:
-            os.chmod(f"/proc/self/fd/{found}", os.fstat(found).st_mode & 0o7777 | stat.S_IRWXU)
-        finally:
-            os.close(found)
-
-
-def _sizes(folder: Path) -> Iterator[int]:
-    for base, _, names in os.walk(folder, onerror=_readable):
-        for name in names:
-            with contextlib.suppress(OSError):
-                yield os.lstat(os.path.join(base, name)).st_blocks * 512

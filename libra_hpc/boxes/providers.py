@@ -44,8 +44,8 @@ class BoxedCommand(NamedTuple):
     mounts: Mapping[str, str]
     """Folders and files that a command can read, by their place in the box."""
     limits: LimitsSection
-    mark: str
-    """What is printed once the box stands, before the command runs."""
+    mark: int
+    """What is printed once the box stands, before the command runs, and what all its processes carry from then on."""
     socket: Path | None = None
     """The endpoint's socket; None: no need of it."""
     home: Path | None = None
@@ -149,7 +149,7 @@ def size(text: str) -> int:
 def limited(place: BoxedCommand, command: Sequence[str]) -> list[str]:
     """A command below the kernel's limits of one process; those of all together are watched."""
     memory, disk, processes = size(place.limits.memory), size(place.limits.disk), place.limits.processes
-    sets = [f"echo {place.mark}", "ulimit -c 0"]
+    sets = [f"ulimit -w {place.mark} 2>/dev/null || ulimit -x {place.mark}", f"echo {place.mark}", "ulimit -c 0"]
     sets += [f"export {name}={shlex.quote(value)}" for name, value in place.exports.items()]
     sets += [f"ulimit -v {memory >> 10}"] if memory else []
     sets += [f"ulimit -f {disk >> 9}"] if disk else []

@@ -289,7 +289,7 @@ class LimitsSection(Section, frozen=True):
     memory: Size = "4G"
     """Memory of all its processes, and address space of each."""
     disk: Size = "2G"
-    """Its folder, one file, and its `/tmp`."""
+    """Its folder, `/tmp` and `/dev/shm` together, a file 4 KiB at least; one file."""
     processes: Annotated[int, Meta(ge=0)] = 256
     """Processes at once."""
     wall_s: Annotated[Seconds, Meta(gt=0)] = 3600.0

@@ -359,11 +359,11 @@ class AgentEpisode(Episode):
             if not (unread := error is self._box.unread):
                 why = f"it fails for {self.prompt_id} ({type(error).__name__}: {error})"
                 raise UserError(f"task.reward = {self._task.made.reward!r}: {why}.") from error
-        left = {"moved_aside": self._box.moved_aside, "unread": float(unread)}
+        self._numbers.update(moved_aside=self._box.moved_aside, unread=int(unread))
         numbers = {"turns": self._turns, "samples": self._conversation.samples, "agent_failed": float(failed)}
         causes = {f"new_{cause}": count for cause, count in self._conversation.causes.items()}
         limit = {f"limit_{ran.limit}": 1.0} if ran.limit else {}
-        return Turn.end(found, (), **numbers, **left, **causes, **+self._numbers, **limit)
+        return Turn.end(found, (), **numbers, **causes, **+self._numbers, **limit)
 
 
 def _coroutine(field: str, name: str) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ A process whose parent ends becomes the child of its nearest ancestor that is a 
 
 - `become_subreaper`, once at the start -> what is left of children that die comes here and not to init.
 - `end_children` -> all children but those to spare are killed and reaped, and those that come up in their place.
+- `end_marked` -> one round of the same for what carries a mark of something that has ended.
 - `end_strangers` -> one round of the same, sparing the children it names and those of this session.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Collection
@@ -19,6 +21,9 @@ from collections.abc import Collection
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WALL = 0x40000000
 """__WALL of waitpid: children of every kind."""
+LOCKS = 10
+"""RLIMIT_LOCKS, which limits nothing since Linux 2.4.25. All that a process starts have its number, and none but root's
+can raise it."""
 POLL_S = 0.001
 """Between two rounds of `end_children`: a killed process takes about as long to end."""
 
@@ -49,7 +54,7 @@ def children() -> set[int]:
     """Ids of this process's children, ended ones that are not reaped included."""
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         return _children_by_scan()  # a kernel without CONFIG_PROC_CHILDREN
-    return _children_of(os.getpid())
+    return children_of(os.getpid())
 
 
 def _children_by_scan() -> set[int]:
@@ -73,14 +78,14 @@ def descendants() -> set[int]:
 def descendants_of(pid: int) -> set[int]:
     """Ids of all processes below a process."""
     found: set[int] = set()
-    new = children() if pid == os.getpid() else _children_of(pid)
+    new = children() if pid == os.getpid() else children_of(pid)
     while new:
         found |= new
-        new = {child for pid in new for child in _children_of(pid)} - found
+        new = {child for pid in new for child in children_of(pid)} - found
     return found
 
 
-def _children_of(pid: int) -> set[int]:
+def children_of(pid: int) -> set[int]:
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -95,7 +100,7 @@ def end_children(limit_s: float, spared: Collection[int] = ()) -> bool:
     Children in ``spared`` go on, with all below them: whoever started them waits for them.
     """
     deadline = time.monotonic() + limit_s
-    while left := [pid for pid in children().difference(spared) if not _reaped(pid)]:
+    while left := [pid for pid in children().difference(spared) if not reaped(pid)]:
         if time.monotonic() > deadline:
             return False
         for pid in left:
@@ -121,6 +126,23 @@ def end_strangers(known: Collection[int]) -> list[int]:
     return killed
 
 
+def end_marked(running: Collection[int]) -> bool:
+    """Kill and reap, in one round, children of this subreaper whose mark is not in ``running``, and all below them.
+
+    A mark is a limit `LOCKS` other than this process's. False when there are none.
+    """
+    own, found = resource.getrlimit(LOCKS), False
+    for pid in children():
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            mark = resource.prlimit(pid, LOCKS)
+            if mark != own and mark[1] not in running:
+                found = True
+                for one in (pid, *descendants_of(pid)):
+                    _kill(one)
+                reaped(pid)
+    return found
+
+
 def _kill(pid: int) -> bool:
     """SIGKILL; False where that is not permitted or the process is gone."""
     try:
@@ -130,7 +152,8 @@ def _kill(pid: int) -> bool:
     return True
 
 
-def _reaped(pid: int) -> bool:
+def reaped(pid: int) -> bool:
+    """Whether a child has ended; it is reaped then."""
     try:
         return os.waitpid(pid, os.WNOHANG | _WALL)[0] == pid
     except ChildProcessError:

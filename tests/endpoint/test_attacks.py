@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from libra_hpc.boxes.box import Box
+from libra_hpc.boxes.providers import chosen
+from libra_hpc.config.job import EnvSection
 from libra_hpc.endpoint.agent_task import AgentEnvironment, AgentTask
 from libra_hpc.tasks.base import Turn
 from libra_hpc.tasks.tokenizer import TaskTokenizer
@@ -20,6 +25,7 @@ import json, os, sys, urllib.request
 body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "Solve."}]}).encode()
 headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
 urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers))
+os.environ["PROGRAM"] = sys.orig_argv[-2]
 os.execv("/bin/sh", ["sh", "-c", sys.argv[1]])
 """
 """An agent: one turn, then a command."""
@@ -43,7 +49,8 @@ async def ended(tokenizer: TaskTokenizer, folder: Path, sandbox: str, answer: in
     command = (
         f"echo 42 > answer.txt; echo answer = {answer} > solution.py; {command.replace('SECRET', f'{folder}/secret')}"
     )
-    row = {"prompt": command, "tests": str(folder / "tests"), "mounted": sandbox != "none"}
+    wait_s = 0.6 * command.endswith("sleep 0.1")
+    row = {"prompt": command, "tests": str(folder / "tests"), "mounted": sandbox != "none", "wait_s": wait_s}
     task = AgentTask(
         tokenizer,
         data=write_rows(folder, row),
@@ -62,7 +69,7 @@ async def test_no_reward_is_forged_and_no_zero_escaped(
     end = await ended(tokenizer, tmp_path, sandbox, 41, attacks.ATTACKS[name])
     assert (end.done, end.reward, end.info["turns"]) == (True, 0.0, 1)
     if sandbox == "bwrap":
-        assert end.info["moved_aside"] == (name in attacks.PLANTED)
+        assert end.info.get("moved_aside", 0.0) == (name in attacks.PLANTED)
 
 
 @pytest.mark.parametrize("sandbox", ["bwrap", "none"])
@@ -71,3 +78,19 @@ async def test_an_honest_solution_keeps_its_reward(
     tokenizer: TaskTokenizer, tmp_path: Path, name: str, sandbox: str
 ) -> None:
     assert (await ended(tokenizer, tmp_path, sandbox, 42, attacks.HONEST[name])).reward == 1.0
+
+
+async def test_the_judge_of_the_page_counts_what_an_exit_code_does_not_show(tmp_path: Path) -> None:
+    code = re.search(
+        r"^async def counted.*?^```", Path(__file__, "../../../docs/agents.md").resolve().read_text(), re.M | re.S
+    )
+    assert code is not None
+    exec(code[0].removesuffix("```"), judge := dict[str, Any]())
+    row = {"cases": [{"input": "1", "output": "1\n"}, {"input": "2", "output": "4\n"}]}
+    found = []
+    for solution in ("import sys; print(int(sys.argv[1]) ** 2)", "import os; os._exit(0)", "print(1)"):
+        box = Box(tmp_path, chosen(EnvSection()), EnvSection())
+        await box.write("solution.py", solution)
+        found.append((await judge["counted"](row, box))["cases"])
+        await box.close()
+    assert found == [1.0, 0.0, 0.5]
