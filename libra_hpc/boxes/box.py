@@ -12,6 +12,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -33,6 +34,8 @@ DRAIN_S, END_S, POLL_S = 1.0, 10.0, 0.002
 between two looks at that."""
 NODE_ERRORS = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EMFILE, errno.ENFILE}
 """Errors of a folder that are its node's, whatever an agent leaves there."""
+OF_AGENT = ContextVar("OF_AGENT", default=False)
+"""Whether this code is the agent's: a task or thread of a coroutine may outlive it."""
 WATCH_S = 1.0
 """Seconds between two looks at what all processes of a box use."""
 
@@ -194,7 +197,7 @@ class Box:
 
     def _stand(self) -> None:
         """Give the folder the rights that its agent has taken away, without which nothing could judge it."""
-        if self._folder < 0:
+        if self._folder < 0 or (self._judge and OF_AGENT.get()):
             raise OperationError("The box is closed.")
         os.fchmod(self._folder, stat.S_IRWXU)
 

@@ -24,7 +24,7 @@ _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 @contextlib.contextmanager
-def _above(folder: int, path: str, make: Callable[[int, str], None] | None) -> Iterator[tuple[int, str]]:
+def _above(folder: int, path: str, make: Callable[[int, str], None] | None = None) -> Iterator[tuple[int, str]]:
     """Descriptor of the folder that has the last part of a path, and that part; ``make`` lets a level be there."""
     *above, name = [level for level in path.split("/") if level not in ("", ".")] or ["."]
     if ".." in (*above, name):
@@ -35,8 +35,6 @@ def _above(folder: int, path: str, make: Callable[[int, str], None] | None) -> I
                 make(folder, level)
             folder = os.open(level, _FOLDER, dir_fd=folder)
             stack.callback(os.close, folder)
-            if make is not None:
-                os.chmod(f"/proc/self/fd/{folder}", os.fstat(folder).st_mode & 0o7777 | stat.S_IRWXU)
         yield folder, name
 
 
@@ -61,6 +59,7 @@ def place(folder: int, path: str, is_folder: bool) -> int:
     moved = list[str]()
 
     def clear(parent: int, name: str, is_folder: bool = True) -> None:
+        _give_rights(parent)
         with contextlib.suppress(FileNotFoundError):
             if (stat.S_ISDIR if is_folder else stat.S_ISREG)(os.lstat(name, dir_fd=parent).st_mode):
                 return
@@ -97,9 +96,13 @@ def _readable(error: OSError) -> None:
     with contextlib.suppress(OSError):
         found = os.open(error.filename, _FOLDER)
         try:
-            os.chmod(f"/proc/self/fd/{found}", os.fstat(found).st_mode & 0o7777 | stat.S_IRWXU)
+            _give_rights(found)
         finally:
             os.close(found)
+
+
+def _give_rights(folder: int) -> None:
+    os.chmod(f"/proc/self/fd/{folder}", os.fstat(folder).st_mode & 0o7777 | stat.S_IRWXU)
 
 
 def _sizes_beside(pid: int) -> Iterator[int]:

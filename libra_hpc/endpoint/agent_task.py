@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from libra_hpc.boxes.box import Box, Ran
+from libra_hpc.boxes.box import OF_AGENT, Box, Ran
 from libra_hpc.boxes.providers import SOCKET, Provider, chosen
 from libra_hpc.chat.selftest import choose_dialect
 from libra_hpc.config.job import EnvSection
@@ -312,6 +312,7 @@ class AgentEpisode(Episode):
         task, url = self._task, f"{self._task.endpoint.url}/v1"
         if task.made.agent is None:
             return await self._program(box)
+        OF_AGENT.set(True)
         try:
             await task.made.agent(self._row, Address(url, self._key), box)
         except SynchronousClient as error:

@@ -214,13 +214,15 @@ while True:
 """Turns a file and a folder into links to a secret and its folder, and back, as often as it can."""
 
 
-@pytest.mark.parametrize("races", [2_000, pytest.param(100_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "races", [2_000, pytest.param(100_000, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])]
+)
 async def test_no_race_reads_or_writes_a_file_of_the_node(tmp_path: Path, races: int) -> None:
     """A name is one thing when it is looked at, and another when it is opened."""
     (tmp_path / "node").mkdir()
     (secret := tmp_path / "node/answer").write_text("hidden")
     box, found = Box(tmp_path, BWRAP, EnvSection()), set[bytes | type[OSError]]()
-    swapping = asyncio.create_task(box.run([sys.executable, "-IS", "-c", SWAPS, str(secret)]))
+    swapping = asyncio.create_task(box.run([sys.executable, "-IS", "-c", SWAPS, str(secret)], timeout_s=0))
     await _until((box.root / "answer").is_symlink)
     for race in range(races):
         for path in ("answer", "where/answer"):

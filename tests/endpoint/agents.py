@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from openai import APIStatusError, AsyncOpenAI, BadRequestError, OpenAI
+from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, OpenAI
 
+from libra_hpc.errors import OperationError
 from libra_hpc.tasks.base import EnvironmentFailed
 
 if TYPE_CHECKING:
@@ -240,6 +241,26 @@ async def away(row: Any, client: AsyncOpenAI) -> None:
 async def slow(row: Any, client: AsyncOpenAI) -> None:
     await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
     await asyncio.sleep(60)
+
+
+async def lingering(row: Any, endpoint: Any, box: Any) -> None:
+    """A task and its thread that go on when it has ended: they ask, and write what its judge reads."""
+    client = OpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0)
+    await asyncio.to_thread(client.responses.create, model="policy", input="x")
+
+    async def goes_on() -> None:
+        await asyncio.sleep(0.1)
+        with contextlib.suppress(APIError):
+            await asyncio.to_thread(client.responses.create, model="policy", input="more")
+        with contextlib.suppress(OperationError):
+            await box.write("answer.txt", "42")
+
+    row["task"] = asyncio.create_task(goes_on())
+
+
+async def late(row: Any, box: Any) -> float:
+    await row["task"]
+    return float(await box.read("answer.txt") == b"42")
 
 
 async def one(row: Any, box: Any) -> dict[str, float]:

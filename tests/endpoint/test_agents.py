@@ -42,7 +42,9 @@ def task_of(
     tokenizer: TaskTokenizer, folder: Path, agent: str, wall_s: float = 60.0, **settings: Any
 ) -> AgentEnvironment:
     data = write_rows(folder, {"prompt": "What is there?", **settings.pop("row", {})})
-    task = AgentTask(tokenizer, data=data, agent=f"{AGENTS}:{agent}", reward=f"{AGENTS}:one")
+    task = AgentTask(
+        tokenizer, data=data, agent=f"{AGENTS}:{agent}", reward=f"{AGENTS}:{settings.pop('reward', 'one')}"
+    )
     env = {"sandbox": "none", "limits": {"wall_s": wall_s}, **settings.pop("env", {})}
     made = task.make({"env": env, **settings})
     assert isinstance(made, AgentEnvironment)
@@ -112,6 +114,11 @@ async def test_an_agent_whose_surroundings_are_away_has_no_reward(tokenizer: Tas
         await play(
             MixedTask(tokenizer, 0, {"buy": task_of(tokenizer, tmp_path, "away")}, [1], {}), lambda context: "yes"
         )
+
+
+async def test_what_outlives_a_coroutine_asks_and_writes_nothing(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
+    played = await play(task_of(tokenizer, tmp_path, "lingering", reward="late"), lambda context: "yes")
+    assert (played.end.reward, played.end.info["turns"], played.end.info["unread"]) == (0.0, 1, 1.0)
 
 
 async def test_an_agent_whose_context_is_full_ends_and_is_judged(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
