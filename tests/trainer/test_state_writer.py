@@ -105,18 +105,3 @@ def test_a_snapshot_is_of_its_step_and_loads_into_the_same_layout(
     assert (scene.engine.state.step, scene.engine.state.updates) == (1, 1)
     assert all(torch.equal(tensor, saved[name]) for name, tensor in scene.state().items())
     assert all(torch.equal(p, weights[name]) for name, p in scene.engine.named_parameters().items())
-
-
-def test_a_thread_that_fails_answers_with_the_reason(
-    tmp_path: Path, world: ReplicaPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scene = Scene(tmp_path, world, monkeypatch, torch.float32)
-    scene.release.set()
-    write = scene.writer.copy(tmp_path / "written")
-    (tmp_path / "written").mkdir()
-    (tmp_path / "written" / "optimizer").write_text("no folder")
-    write()
-    scene.writer.wait()
-    (answer,) = scene.answers
-    assert isinstance(answer, SaveFailed)
-    assert "optimizer" in answer.reason

@@ -54,6 +54,9 @@ def test_without_room_nothing_is_written_and_training_goes_on(tmp_path: Path, sm
     (small / "others").write_bytes(bytes(free.f_bavail * free.f_frsize))
     assert "small" in replica.ask(OfferWeights(str(small), 1, -1), OfferFailed).reason
     assert [path.name for path in small.rglob("*")] == ["others"]
+    failed = replica.save(tmp_path / "step-000002", 2, SaveFailed)
+    assert failed.reason == "this replica is at step 1, it cannot save step 2"
+    assert not (tmp_path / "step-000002").exists()
     assert replica.save(tmp_path / "step-000001", 1).step == 1
     assert folders.read_state(tmp_path / "step-000001").step == 1
     assert replica.close() == [0, 0]
@@ -87,18 +90,3 @@ def test_a_write_that_fails_half_way_leaves_nothing_and_works_again_later(tmp_pa
     assert read_offer(offer_path(offers, 2, offered.writer)).size == offered.size
     replica.save(tmp_path / "step-000002", 2)
     assert replica.close() == [0]
-
-
-def test_other_weights_are_not_offered_and_another_step_is_not_saved(tmp_path: Path) -> None:
-    model_dir = tmp_path / "model"
-    make_model("qwen2", model_dir)
-    replica = Replica(tmp_path, "a", model_dir, tp=2)
-    replica.ready()
-    join_all([replica], 1, tmp_path / "g1")
-    step_all([replica], 1, 1)
-    failed = replica.ask(OfferWeights(str(tmp_path), 2, -1), OfferFailed)
-    assert failed.reason == "this replica is at step 1, it cannot offer step 2"
-    failed = replica.save(tmp_path / "step-000002", 2, SaveFailed)
-    assert failed.reason == "this replica is at step 1, it cannot save step 2"
-    assert not (tmp_path / "step-000002").exists()
-    assert replica.close() == [0, 0]
