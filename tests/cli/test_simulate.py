@@ -95,13 +95,6 @@ def test_steps_under_a_staleness_bound(trace: Path, capsys: pytest.CaptureFixtur
     assert overlapped["makespan_s"] < together["makespan_s"]
 
 
-def test_a_trajectory_no_engine_can_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "long.jsonl"
-    path.write_text(line(9000000))
-    assert simulate(str(path), *FLEET) == 2
-    assert "9000005 tokens long" in capsys.readouterr().err
-
-
 def test_trajectories_end_at_the_longest_context(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(trace), *FLEET, "--policy", "least_loaded", "--json"]
     assert simulate(*arguments) == 0

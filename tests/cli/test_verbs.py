@@ -143,21 +143,6 @@ def test_a_snapshot_of_an_earlier_attempt_is_not_shown(submitted: RunDir, queue:
     assert json.loads(cli("status", "--json").out)["status"] is None
 
 
-def test_a_start_that_failed_is_listed_as_failed(site: Path, queue: Queue, cli: Cli) -> None:
-    cli("submit", "run.toml")
-    queue.answer = JobInfo("4711", JobState.FAILED, "NonZeroExitCode", exit_code=1)
-    assert json.loads(cli("list", "--json").out)[0]["state"] == "failed"
-
-
-def test_list_names_every_run(site: Path, queue: Queue, cli: Cli) -> None:
-    assert "no runs" in cli("list").err
-    synthetic.make_run(site / "runs")
-    cli("submit", "run.toml")
-    rows = json.loads(cli("list", "--json").out)
-    assert {row["run"]: row["state"] for row in rows} == {"quick-001": "completed", "quick-002": "pending"}
-    assert "quick-002" in cli("list").out
-
-
 def test_summary_prints_facts_and_draws_the_picture(site: Path, queue: Queue, cli: Cli) -> None:
     run = synthetic.make_run(site / "runs")
     assert "3 steps, 500 tokens" in cli("summary", "quick-001").out

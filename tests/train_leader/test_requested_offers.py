@@ -25,14 +25,6 @@ def test_a_version_is_asked_for_once_and_again_after_a_failure_or_a_change() -> 
     assert [offers.failed(3.0) for _ in range(5)] == [False] * 4 + [True]
 
 
-def test_an_offer_builds_on_the_version_that_was_published_last() -> None:
-    offers = RequestedOffers((1,), -1)
-    assert offers.base == -1
-    offers.ask(0, 0.0)
-    offers.answered(1, answer(0))
-    assert offers.base == 0
-
-
 def test_whole_tensors_are_asked_for_where_an_answer_or_the_trainers_were_lost() -> None:
     def forget(offers: RequestedOffers) -> None:
         offers.ask(1, 0.0)

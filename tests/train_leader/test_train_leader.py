@@ -46,14 +46,6 @@ async def test_a_state_too_old_to_replay_ends_the_run_with_a_reason() -> None:
     assert fatal.restart, "the attempt started from a checkpoint, from which it can go on"
 
 
-async def test_stop_saves_at_the_next_boundary() -> None:
-    world = World().start(1)
-    await world.step(1)
-    world.leader.on_stop("SIGTERM")
-    await world.finish()
-    assert world.saved == [(1, 2, [])]
-
-
 async def test_a_stop_after_a_step_waits_for_its_batch() -> None:
     world = World().start(1)
     await world.step(1)
