@@ -26,6 +26,7 @@ from libra_hpc.weights.names import ReplicaPlace
 
 from .batches import samples
 from .support import OPTIMIZER, make_model
+from .test_attention import drawn
 
 HEAD = 16
 CUDA = torch.device("cuda")
@@ -134,14 +135,7 @@ def test_the_kernels_equal_plain_torch(dtype: str) -> None:
 def test_a_model_has_the_same_gradients_with_them(
     tmp_path: Path, world: ReplicaPlace, kind: str, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model(kind, tmp_path)
-    torch.manual_seed(1)
-    engine = TrainEngine(
-        read_shape(tmp_path), torch.device("cpu"), torch.float32, world, OPTIMIZER, recompute=recompute
-    )
-    with torch.no_grad():
-        for parameter in engine.ddp.parameters():
-            parameter.normal_(std=0.1)
+    engine = drawn(kind, tmp_path, world, recompute)
     packs = pack([decode(sample) for sample in samples(2)], 96, engine.device)
     found = []
     for on_cuda in (False, True):

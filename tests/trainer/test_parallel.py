@@ -43,6 +43,11 @@ ONE_GROUP = {"num_key_value_heads": 1}
         pytest.param("qwen2", {"tied": True}, Layout(tp=2, pp=2), "full", marks=pytest.mark.nightly),
         pytest.param("qwen3", {}, Layout(tp=2, dp=2), "none", marks=pytest.mark.nightly),
         pytest.param("qwen2", {"tied": True, "layers": 3}, Layout(pp=2, dp=2), "none", marks=pytest.mark.nightly),
+        ("qwen3", {}, Layout(cp=2), "selective"),
+        pytest.param("olmo3", {}, Layout(cp=2), "selective", marks=pytest.mark.nightly),
+        pytest.param("olmo3", {}, Layout(tp=2, pp=2, cp=2), "none", marks=pytest.mark.nightly),
+        pytest.param("qwen2", {}, Layout(tp=2, cp=2), "full", marks=pytest.mark.nightly),
+        pytest.param("qwen3", {}, Layout(cp=2, dp=2), "none", marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -96,24 +101,6 @@ def test_ranks_share_the_work_of_one_long_sequence() -> None:
         # Each row sees all positions up to its own.
         work.append(int((part.positions[0] + 1).sum()))
     assert max(work) < 1.02 * min(work)
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    ("kind", "layout", "recompute"),
-    [
-        ("qwen3", Layout(cp=2), "selective"),
-        pytest.param("olmo3", Layout(cp=2), "selective", marks=pytest.mark.nightly),
-        pytest.param("olmo3", Layout(tp=2, pp=2, cp=2), "none", marks=pytest.mark.nightly),
-        pytest.param("qwen2", Layout(tp=2, cp=2), "full", marks=pytest.mark.nightly),
-        pytest.param("qwen3", Layout(cp=2, dp=2), "none", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_world_with_context_ranks_equals_one_process(
-    tmp_path: Path, world: ReplicaPlace, kind: str, layout: Layout, recompute: str
-) -> None:
-    make_model(kind, tmp_path / "model")
-    assert_equals_one_process(tmp_path, world, layout, recompute=recompute)
 
 
 @pytest.mark.engine

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.config.learn import Recompute
-from libra_hpc.models.architecture import read_shape
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 from libra_hpc.trainer.model.attention import Segments, rectangles
@@ -20,12 +19,11 @@ from libra_hpc.trainer.model.megatron_model import attend_with
 from libra_hpc.trainer.model.packing import COLUMNS, Example, decode, example, pack
 from libra_hpc.trainer.model.prefixes import SHORTEST
 from libra_hpc.trainer.shards import SampleWork, spread, tokens_of
-from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 
 from .batches import loss_tokens, samples
-from .support import ALGORITHM, OPTIMIZER, Replica, assert_same_step, build, join_all, make_model
-from .test_attention import place_of, varlen
+from .support import ALGORITHM, Replica, assert_same_step, build, join_all, make_model
+from .test_attention import drawn, place_of, varlen
 
 CPU = torch.device("cpu")
 SHARED = SampleWork(shares=True)
@@ -121,12 +119,7 @@ def test_rows_see_their_own_sequence_alone(examples: list[Example], micro_tokens
     ("kind", "recompute"), [("qwen3", "none"), ("qwen3", "full"), ("olmo3", "selective"), ("gpt_oss", "none")]
 )
 def test_a_model_has_the_same_gradients(tmp_path: Path, world: ReplicaPlace, kind: str, recompute: Recompute) -> None:
-    make_model(kind, tmp_path)
-    engine = TrainEngine(read_shape(tmp_path), CPU, torch.float32, world, OPTIMIZER, recompute=recompute)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in engine.ddp.parameters():
-            parameter.normal_(std=0.1)
+    engine = drawn(kind, tmp_path, world, recompute)
     examples = [decode(sample) for sample in alike(2)]
     kernels = [rectangles] if kind == "gpt_oss" else [rectangles, Segments(varlen)]
     found = []

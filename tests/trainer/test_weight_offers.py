@@ -115,58 +115,56 @@ def test_each_version_has_what_changed_since_the_one_before(
     assert run.publish(5).pieces == (), "nothing changed"
 
 
-def test_a_version_that_was_not_offered_is_in_the_next(tmp_path: Path, world: ReplicaPlace) -> None:
-    run = Offering(tmp_path, world)
-    run.publish(0)
-    run.train(3)
-    assert run.publish(3).base == 0
+@pytest.fixture
+def offering(tmp_path: Path, world: ReplicaPlace) -> Offering:
+    """One that has published its first weights."""
+    made = Offering(tmp_path, world)
+    made.publish(0)
+    return made
 
 
-def test_an_offer_that_could_not_be_written_is_in_the_next(tmp_path: Path, world: ReplicaPlace) -> None:
-    run = Offering(tmp_path, world)
-    run.publish(0)
-    run.train()
+def test_a_version_that_was_not_offered_is_in_the_next(offering: Offering) -> None:
+    offering.train(3)
+    assert offering.publish(3).base == 0
+
+
+def test_an_offer_that_could_not_be_written_is_in_the_next(offering: Offering, tmp_path: Path) -> None:
+    offering.train()
     with pytest.raises(OSError, match="No such file"):
-        run.offers.write(tmp_path / "absent", 1, 0)
-    run.train()
-    assert run.publish(2).base == 0
+        offering.offers.write(tmp_path / "absent", 1, 0)
+    offering.train()
+    assert offering.publish(2).base == 0
 
 
-def test_a_step_that_is_done_again_after_it_was_offered(tmp_path: Path, world: ReplicaPlace) -> None:
-    run = Offering(tmp_path, world)
-    run.publish(0)
-    before = run.engine.state.capture()
-    run.train()
-    run.publish(1)
-    run.engine.state.restore(before)
-    assert run.publish(2).base == 1, "the weights of version 0 again"
-    run.train(2, minibatches=1)
-    run.publish(3)
+def test_a_step_that_is_done_again_after_it_was_offered(offering: Offering) -> None:
+    before = offering.engine.state.capture()
+    offering.train()
+    offering.publish(1)
+    offering.engine.state.restore(before)
+    assert offering.publish(2).base == 1, "the weights of version 0 again"
+    offering.train(2, minibatches=1)
+    offering.publish(3)
 
 
-def test_a_state_that_is_loaded_after_an_offer(tmp_path: Path, world: ReplicaPlace) -> None:
-    run = Offering(tmp_path, world)
-    run.publish(0)
-    run.train()
-    saved = {name: piece.clone() for name, piece in snapshot.pieces(run.engine.state).items()}
-    run.train()
-    run.publish(2)
-    for name, piece in snapshot.pieces(run.engine.state).items():
+def test_a_state_that_is_loaded_after_an_offer(offering: Offering, tmp_path: Path) -> None:
+    offering.train()
+    saved = {name: piece.clone() for name, piece in snapshot.pieces(offering.engine.state).items()}
+    offering.train()
+    offering.publish(2)
+    for name, piece in snapshot.pieces(offering.engine.state).items():
         piece.copy_(saved[name])
-    run.engine.state.refresh()
-    assert run.publish(3).base == 2
-    checkpoint.load_policy(run.engine, tmp_path / "model")
-    assert run.publish(4).base == WHOLE, "these weights were not cast from masters"
+    offering.engine.state.refresh()
+    assert offering.publish(3).base == 2
+    checkpoint.load_policy(offering.engine, tmp_path / "model")
+    assert offering.publish(4).base == WHOLE, "these weights were not cast from masters"
 
 
-def test_another_base_than_the_last_version_gets_whole_tensors(tmp_path: Path, world: ReplicaPlace) -> None:
-    run = Offering(tmp_path, world)
-    run.publish(0)
-    run.train()
-    run.published = -1
-    assert run.publish(1).base == WHOLE
-    run.train()
-    run.offers.write(tmp_path, 2, 0)
+def test_another_base_than_the_last_version_gets_whole_tensors(offering: Offering, tmp_path: Path) -> None:
+    offering.train()
+    offering.published = -1
+    assert offering.publish(1).base == WHOLE
+    offering.train()
+    offering.offers.write(tmp_path, 2, 0)
     assert read_offer(offer_path(tmp_path, 2, "t0")).base == WHOLE
 
 
@@ -188,11 +186,9 @@ def test_whole_tensors_come_through_two_buffers_and_are_written_in_parts(
     assert {piece.encoding for piece in run.publish(0).pieces} == {"dense"}
 
 
-def test_the_cast_is_that_of_megatron(tmp_path: Path, world: ReplicaPlace) -> None:
+def test_the_cast_is_that_of_megatron(offering: Offering) -> None:
     """Also where a rounding is a tie, and for values that are no numbers."""
-    run = Offering(tmp_path, world)
-    run.publish(0)
-    state = run.engine.state
+    state = offering.engine.state
     for shard in state.shards.values():
         drawn = torch.randint(-(2**31), 2**31 - 1, shard.master.shape, dtype=torch.int32) & ~0x7FFF
         shard.master.data.copy_(drawn.view(torch.float32))
@@ -200,7 +196,7 @@ def test_the_cast_is_that_of_megatron(tmp_path: Path, world: ReplicaPlace) -> No
     for name, shard in state.shards.items():
         found = state.parameters[name].data.view(-1)[shard.begin : shard.end]
         assert torch.equal(found.view(torch.int16), shard.master.data.to(torch.bfloat16).view(torch.int16)), name
-    run.publish(1)
+    offering.publish(1)
 
 
 @pytest.mark.engine
