@@ -96,13 +96,6 @@ def test_any_change_of_pins_project_or_extras_changes_the_fingerprint(
     assert len(prints) == 3
 
 
-def test_a_folder_that_is_no_environment_is_never_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("")
-    with pytest.raises(install.InstallError, match="is no virtual environment"):
-        install.make_venv(tmp_path)
-    assert (tmp_path / "precious").exists()
-
-
 def test_the_wrong_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 10, 1))
     with pytest.raises(install.InstallError, match=r"needs Python 3\.11"):
@@ -149,12 +142,16 @@ def test_what_is_installed_is_compiled_also_where_processes_may_not(
     assert [path.name.split(".")[0] for path in packages.rglob("*.pyc")] == ["module"]
 
 
-def test_errors_are_one_line_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_environment_is_one_line_on_stderr_and_never_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "precious").write_text("")
     assert install.main(["login", "--venv", str(tmp_path)]) == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert "is no virtual environment" in error
+    assert error.count("\n") == 1
+    assert (tmp_path / "precious").exists()
 
 
 def wheel(folder: Path, name: str, version: str) -> Path:

@@ -37,6 +37,13 @@ def start(folder: Path, compute: dict[str, Any], **environ: str) -> tuple[RunDir
     return executed(folder, {"compute": compute}, {"srun": SRUN}, HERE=str(folder), **environ)
 
 
+def environment(folder: Path, compute: dict[str, Any], **environ: str) -> list[str]:
+    """The variables of such a run's ranks, ``NAME=value``."""
+    _, done = start(folder, compute, **environ)
+    assert done.returncode == 0, done.stderr
+    return (folder / "a run" / "environment").read_text().splitlines()
+
+
 @pytest.mark.parametrize(
     ("setup", "command", "code"),
     [
@@ -75,9 +82,7 @@ def test_without_an_interpreter_slurms_output_still_has_the_cause(tmp_path: Path
 
 def test_what_sites_do_is_no_failure(tmp_path: Path) -> None:
     known = ['. "$HERE/module.sh"', "module load cuda", "false || true", "if false; then", "  exit 1", "fi"]
-    _, done = start(tmp_path, {"setup": [*known, 'export A="[$NOT_SET]"']})
-    assert done.returncode == 0, done.stderr
-    assert "A=[]" in (tmp_path / "a run" / "environment").read_text().splitlines()
+    assert "A=[]" in environment(tmp_path, {"setup": [*known, 'export A="[$NOT_SET]"']})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -97,11 +102,7 @@ def test_a_signal_that_ends_the_set_up_is_no_fault_of_its_lines(number: signal.S
 def test_variables_in_values_are_those_of_the_node(tmp_path: Path) -> None:
     env = {"HF_HOME": "/lustre/$USER/hf", "PATH_2": "${HF_HOME}:$TMPDIR", "PRICE": '5$ "`$$x`" \\ 100% $(id)'}
     compute = {"env": env, "local_dir": "/scratch/$USER/$SLURM_JOB_ID", "setup": ["SLURM_JOB_ID=17"]}
-    _, done = start(tmp_path, compute, USER="ada")
-    assert done.returncode == 0, done.stderr
-    found = dict(
-        line.split("=", 1) for line in (tmp_path / "a run" / "environment").read_text().splitlines() if "=" in line
-    )
+    found = dict(line.split("=", 1) for line in environment(tmp_path, compute, USER="ada") if "=" in line)
     assert found["HF_HOME"] == "/lustre/ada/hf"
     assert found["PATH_2"] == "/lustre/ada/hf:/scratch/ada/17"
     assert found["PRICE"] == '5$ "`$x`" \\ 100% $(id)'
@@ -109,9 +110,7 @@ def test_variables_in_values_are_those_of_the_node(tmp_path: Path) -> None:
 
 def test_caches_of_compilers_are_on_the_nodes_disk_unless_they_have_a_place(tmp_path: Path) -> None:
     compute = {"env": {"VLLM_CACHE_ROOT": "/lustre/vllm"}, "local_dir": "/scratch/$USER"}
-    _, done = start(tmp_path, compute, USER="ada", CUDA_CACHE_PATH="/home/cuda")
-    assert done.returncode == 0, done.stderr
-    found = (tmp_path / "a run" / "environment").read_text().splitlines()
+    found = environment(tmp_path, compute, USER="ada", CUDA_CACHE_PATH="/home/cuda")
     inductor, triton = (f"/scratch/ada/cache-{os.getuid()}/{name}" for name in ("inductor", "triton"))
     wanted = {f"TORCHINDUCTOR_CACHE_DIR={inductor}", f"TRITON_CACHE_DIR={triton}"}
     assert {*wanted, "VLLM_CACHE_ROOT=/lustre/vllm", "CUDA_CACHE_PATH=/home/cuda"} <= set(found)
@@ -119,9 +118,7 @@ def test_caches_of_compilers_are_on_the_nodes_disk_unless_they_have_a_place(tmp_
 
 def test_caches_that_outlive_the_job_are_apart_from_temporary_files(tmp_path: Path) -> None:
     compute = {"cache_dir": "/lustre/$USER/c", "local_dir": "/scratch/$SLURM_JOB_ID", "setup": ["SLURM_JOB_ID=17"]}
-    _, done = start(tmp_path, compute, USER="ada", CUDA_CACHE_PATH="/home/cuda")
-    assert done.returncode == 0, done.stderr
-    found = (tmp_path / "a run" / "environment").read_text().splitlines()
+    found = environment(tmp_path, compute, USER="ada", CUDA_CACHE_PATH="/home/cuda")
     wanted = {f"{COMPILED}=/lustre/ada/c", "VLLM_CACHE_ROOT=/lustre/ada/c/vllm", "CUDA_CACHE_PATH=/home/cuda"}
     assert {*wanted, "TMPDIR=/scratch/17"} <= set(found)
 
@@ -131,8 +128,8 @@ def test_a_login_shell_reads_the_profile_of_the_site(tmp_path: Path) -> None:
     config = {"slurm": {"login_shell": True}, "compute": {"setup": ['module "$1"']}}
     script = tmp_path / "script"
     script.write_text("\n".join(set_up_lines(validate(config), {})))
-    environment = {**os.environ, "HOME": str(tmp_path)}
-    done = subprocess.run(["bash", script, "load"], env=environment, capture_output=True, text=True)
+    home = {**os.environ, "HOME": str(tmp_path)}
+    done = subprocess.run(["bash", script, "load"], env=home, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "module load\n"), done.stderr
 
 
