@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic
@@ -17,17 +19,12 @@ from tests.facts import synthetic
 from .conftest import Cli, Outcome, Queue, one_line
 
 
-def test_the_page_is_written_into_the_run_and_its_path_printed(site: Path, queue: Queue, cli: Cli) -> None:
-    run = synthetic.make_run(site / "runs")
-    outcome = cli("report", "quick-001", "--html")
-    assert outcome == Outcome(0, f"{run.report}\n", "")
-    assert "completed" in run.report.read_text()
-
-
-def test_the_page_goes_where_it_should(site: Path, queue: Queue, cli: Cli) -> None:
+def test_the_page_is_written_where_it_should_and_its_path_printed(site: Path, queue: Queue, cli: Cli) -> None:
     run = synthetic.make_run(site / "runs")
     assert cli("report", "quick-001", "--html", "--out", "page.html").out == f"{site / 'page.html'}\n"
     assert not run.report.exists()
+    assert cli("report", "quick-001", "--html") == Outcome(0, f"{run.report}\n", "")
+    assert "completed" in run.report.read_text()
     refused = one_line(cli("report", "quick-001", "--html", "--out", "absent/page.html"))
     assert "--out = 'absent/page.html': the page cannot be written (No such file or directory); valid:" in refused
 
@@ -51,41 +48,29 @@ def test_only_its_owner_reads_the_page_unless_asked_for_otherwise(site: Path, qu
     assert refused == Outcome(2, "", "error: --share = 'everybody': unknown value; valid: private, group, all.\n")
 
 
-def make_unfinished(folder: Path, state: str) -> RunDir:
-    """A run without a recorded end, whose last snapshot has ``state``."""
-    run = synthetic.make_run(folder)
+NO_END = "No end of this run is recorded."
+
+
+@pytest.mark.parametrize(
+    ("last", "job", "shown", "hidden"),
+    [
+        ("running", JobState.RUNNING, [NO_END], []),
+        ("running", JobState.NODE_FAIL, ["a node failed"], [NO_END]),
+        ("running", JobState.UNKNOWN, [NO_END, "Slurm has no record of it"], []),
+        ("cancelled", JobState.CANCELLED, ['<p class="state cancelled">cancelled</p>'], [NO_END]),
+        ("cancelled", JobState.PENDING, ['<p class="state requeued">requeued</p>'], []),
+    ],
+)
+def test_a_run_without_a_recorded_end_is_reported_as_its_job_stands(
+    last: str, job: JobState, shown: list[str], hidden: list[str], site: Path, queue: Queue, cli: Cli
+) -> None:
+    run = synthetic.make_run(site / "runs")
     run.result.unlink()
-    write_atomic(run.status, encode_status(synthetic.make_status(run, state=state)))
-    return run
-
-
-def test_a_job_that_was_killed_is_not_reported_as_running(site: Path, queue: Queue, cli: Cli) -> None:
-    run = make_unfinished(site / "runs", "running")
-    queue.answer = JobInfo("4711", JobState.RUNNING)
-    cli("report", "quick-001")
-    assert "No end of this run is recorded." in run.report.read_text()
-    queue.answer = JobInfo("4711", JobState.NODE_FAIL)
+    write_atomic(run.status, encode_status(synthetic.make_status(run, state=last)))
+    queue.answer = JobInfo("4711", job)
     cli("report", "quick-001")
     text = run.report.read_text()
-    assert "No end of this run is recorded." not in text
-    assert "a node failed" in text
-
-
-def test_a_run_that_slurm_has_forgotten_is_neither_over_nor_surely_running(site: Path, queue: Queue, cli: Cli) -> None:
-    run = make_unfinished(site / "runs", "running")
-    queue.answer = JobInfo("4711", JobState.UNKNOWN)
-    cli("report", "quick-001")
-    text = run.report.read_text()
-    assert "No end of this run is recorded." in text
-    assert "Slurm has no record of it" in text
-
-
-def test_a_stopped_run_that_is_queued_again_is_not_over(site: Path, queue: Queue, cli: Cli) -> None:
-    run = make_unfinished(site / "runs", "cancelled")
-    for state, shown in ((JobState.CANCELLED, "cancelled"), (JobState.PENDING, "requeued")):
-        queue.answer = JobInfo("4711", state)
-        cli("report", "quick-001")
-        assert f'<p class="state {shown}">{shown}</p>' in run.report.read_text()
+    assert [words in text for words in (*shown, *hidden)] == [True] * len(shown) + [False] * len(hidden)
 
 
 def test_a_run_that_waits_in_the_queue_is_reported(site: Path, queue: Queue, cli: Cli) -> None:
