@@ -41,12 +41,6 @@ def test_the_layout_is_that_of_the_middleware(path: Path) -> None:
     assert struct.unpack_from("<IIQIIII", raw, 2 * SLOT_BYTES) == slot
 
 
-def test_a_view_is_read_as_it_was_written(path: Path) -> None:
-    written = view(served=3, kv_use=0.25, alone_s=0.5, beside_s=0.75)
-    PageWriter(path).write(written)
-    assert Page(path).read() == pytest.approx(written, abs=1e-6)
-
-
 def test_processes_add_up_and_the_oldest_sign_of_life_counts(path: Path) -> None:
     now = time.monotonic()
     PageWriter(path, 1).write(view(written=now - 1.0, served=1, kv_use=0.5, alone_s=0.25, beside_s=0.5))

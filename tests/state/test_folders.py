@@ -47,13 +47,6 @@ def test_a_manifest_that_is_torn_missing_or_incomplete_is_damage(tmp_path: Path)
     assert folders.verify(folder) == "manifest.json is missing."
 
 
-def test_the_manifest_covers_the_data_position(tmp_path: Path) -> None:
-    folder = state(tmp_path, 7, folders.DataPosition(7, 56, (), (folders.StepRecord(7, 1.0, {}),)))
-    path = folder / folders.POSITION_FILE
-    path.write_bytes(path.read_bytes().replace(b"56", b"57"))
-    assert folders.verify(folder) == "state.json has not the checksum with which it was written."
-
-
 def test_sizes_alone_find_lost_and_torn_files(tmp_path: Path) -> None:
     folder = state(tmp_path, 7)
     flip(folder / WEIGHTS)

@@ -48,12 +48,14 @@ def test_a_version_passes_the_core_and_then_every_receiver_with_a_carrier() -> N
     assert nodes.chains() == {rank: [1, 2, 3, 5] for rank in (1, 2, 3, 5)}
 
 
-def test_nothing_is_published_before_the_carriers_of_the_core_are_there() -> None:
+def test_nothing_is_published_before_the_carriers_of_the_core_are_there_and_all_versions_then() -> None:
     nodes = Nodes(1, 3)
     nodes.publish(0)
+    nodes.publish(1)
     nodes.publisher.on_wanted(WeightsWanted(3, -1))
     assert not nodes.taken()
     nodes.start(2)
+    assert nodes.versions(1) == nodes.versions(2) == nodes.versions(3) == [0, 1]
     assert nodes.chains() == {rank: [1, 2, 3] for rank in (1, 2, 3)}
 
 
@@ -78,14 +80,6 @@ def test_a_carrier_of_the_core_that_starts_again_is_found_by_all_and_gets_what_i
     nodes.taken()
     nodes.start(3)
     assert {rank: nodes.versions(rank) for rank in (1, 2, 3)} == {1: [], 2: [], 3: [6]}, "it needs nothing before"
-
-
-def test_versions_that_waited_for_a_carrier_of_the_core_are_all_published() -> None:
-    nodes = Nodes(1)
-    nodes.publish(0)
-    nodes.publish(1)
-    nodes.start(2)
-    assert nodes.versions(1) == nodes.versions(2) == [0, 1]
 
 
 def test_a_node_that_wants_weights_gets_the_newest_or_hears_that_there_are_none() -> None:

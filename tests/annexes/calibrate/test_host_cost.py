@@ -36,24 +36,17 @@ def test_real_steps_give_the_figures_of_the_device_table() -> None:
     assert found.host_sequence_s == pytest.approx(device("h200").host_sequence_s, rel=0.15)
 
 
-def test_a_new_device_file_has_the_whole_device(tmp_path: Path) -> None:
+def test_a_device_is_written_whole_and_other_lines_of_the_file_stay(tmp_path: Path) -> None:
     path = tmp_path / "devices.toml"
-    mine = msgspec.structs.replace(device("a800"), host_s=3e-3)
-    write_host_cost(mine, path)
-    assert device("a800", path) == mine
-    assert device("a800-sxm", path) == mine
-
-
-def test_other_lines_of_the_file_stay(tmp_path: Path) -> None:
-    path = tmp_path / "devices.toml"
-    write_host_cost(msgspec.structs.replace(device("a800"), host_s=1e-3), path)
+    a800 = msgspec.structs.replace(device("a800"), host_s=1e-3)
+    write_host_cost(a800, path)
     mine = device_file(tmp_path / "mine.toml", "mine", memory_bytes=9e9, host_s=5e-3).read_text()
     path.write_text(f"{path.read_text()}# ours\n{mine}")
     write_host_cost(msgspec.structs.replace(device("mine", path), host_s=7e-3, host_sequence_s=1e-5), path)
     assert "# ours" in path.read_text()
     assert (device("mine", path).host_s, device("mine", path).host_sequence_s) == (7e-3, 1e-5)
     assert device("mine", path).memory_bytes == 9e9
-    assert device("a800", path).host_s == 1e-3
+    assert device("a800", path) == device("a800-sxm", path) == a800
 
 
 def test_steps_shorter_than_the_device_allows_are_refused() -> None:
