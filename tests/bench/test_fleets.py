@@ -8,7 +8,7 @@ import math
 import pytest
 
 from bench import fleets_rows, fleets_search
-from bench.fleets import judge, line, ratio
+from bench.fleets import judge, line
 from bench.fleets_rows import MIXED, ROWS, Setting, engines_of, fleets_of, work
 from bench.fleets_search import Contestant, Effort, Search, beside, parameters_of, seconds
 from bench.fleets_training import Roles, train_seconds
@@ -20,18 +20,12 @@ STEADY = SMALL._replace(pools=(("a800", 24),), batches=6, eta=1)
 QUICK = Effort(choosing=(1_000,), reporting=(0, 1), pairs=2, tuned=1, finalists=1)
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(autouse=True)
+def rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are played in a moment."""
     monkeypatch.setitem(ROWS, "small", SMALL)
-    _forget()
-    return "small"
-
-
-@pytest.fixture
-def steady(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(ROWS, "small steady", STEADY)
     _forget()
-    return "small steady"
 
 
 def _forget() -> None:
@@ -84,12 +78,12 @@ def test_a_dearer_pair_of_switches_costs_a_synchronous_batch_its_seconds(monkeyp
     assert taken[1] - taken[0] == pytest.approx(60.0, abs=1e-6)
 
 
-def test_training_seconds_are_those_of_the_cost_model(steady: str) -> None:
-    one, two, three = (train_seconds(steady, 0, Roles(train=nodes)).seconds for nodes in (1, 2, 3))
+def test_training_seconds_are_those_of_the_cost_model() -> None:
+    one, two, three = (train_seconds("small steady", 0, Roles(train=nodes)).seconds for nodes in (1, 2, 3))
     assert one > 1.5 * two > 0.0
     assert two > three
-    assert train_seconds(steady, 0, Roles()).seconds == three
-    assert two == pytest.approx(train_seconds(steady, 0, Roles(core=1, beside=1)).seconds, rel=0.2)
+    assert train_seconds("small steady", 0, Roles()).seconds == three
+    assert two == pytest.approx(train_seconds("small steady", 0, Roles(core=1, beside=1)).seconds, rel=0.2)
 
 
 def test_every_second_group_has_slow_tools() -> None:
@@ -114,15 +108,15 @@ def test_misleading_outcomes_are_the_opposite_of_the_learned_ones() -> None:
     assert same
 
 
-def test_a_contestant_over_the_limit_has_lost(small: str) -> None:
+def test_a_contestant_over_the_limit_has_lost() -> None:
     fleet = fleets_of(SMALL, fleets_rows.MAX_CONTEXT)[0]
-    assert seconds((small, Contestant(fleet, "sticky"), 0, 10.0, 0)) == math.inf
+    assert seconds(("small", Contestant(fleet, "sticky"), 0, 10.0, 0)) == math.inf
 
 
-def test_the_search_finds_a_planted_best_contestant(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_finds_a_planted_best_contestant(monkeypatch: pytest.MonkeyPatch) -> None:
     fleets = fleets_of(SMALL, fleets_rows.MAX_CONTEXT)
     mix = fleets[-1]
-    wanted = Contestant(mix, "la_mlfq", parameters_of("la_mlfq", small, 1_000, mix)[2], "share 0.3")
+    wanted = Contestant(mix, "la_mlfq", parameters_of("la_mlfq", "small", 1_000, mix)[2], "share 0.3")
 
     def distance(job: fleets_search.Job) -> float:
         made = job[1]
@@ -131,54 +125,48 @@ def test_the_search_finds_a_planted_best_contestant(small: str, monkeypatch: pyt
         return 100.0 + sum(cost for mine, best, cost in pairs if mine != best) + far
 
     monkeypatch.setattr(fleets_search, "seconds", distance)
-    search = Search(Inline(), small, QUICK, lambda text: None)
+    search = Search(Inline(), "small", QUICK, lambda text: None)
     assert search.opponents(fleets_rows.MAX_CONTEXT)[0] == wanted
 
 
-def test_a_rule_that_needs_admission_is_not_lost(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_needs_admission_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def distance(job: fleets_search.Job) -> float:
         return 100.0 + 10.0 * (job[1].rule != "tp_sticky") if job[1].admission else math.inf
 
     monkeypatch.setattr(fleets_search, "seconds", distance)
-    best = Search(Inline(), small, QUICK, lambda text: None).opponents(fleets_rows.MAX_CONTEXT)[0]
+    best = Search(Inline(), "small", QUICK, lambda text: None).opponents(fleets_rows.MAX_CONTEXT)[0]
     assert best.rule == "tp_sticky"
     assert best.admission
 
 
-def test_split_and_turn_keep_their_places_until_the_end(steady: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_and_turn_keep_their_places_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def distance(job: fleets_search.Job) -> float:
         roles = job[1].roles
         return 100.0 + 10.0 * abs(roles.train - 2) if roles.train else 150.0 - roles.keep_kv
 
     monkeypatch.setattr(fleets_search, "seconds", distance)
-    found = Search(Inline(), steady, QUICK, lambda text: None).opponents(fleets_rows.MAX_CONTEXT)
+    found = Search(Inline(), "small steady", QUICK, lambda text: None).opponents(fleets_rows.MAX_CONTEXT)
     assert {one.roles for one in found} == {Roles(train=2), Roles(keep_kv=True)}
 
 
-def test_the_judge_reports_ours_and_the_opponent(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_reports_ours_and_the_opponent(monkeypatch: pytest.MonkeyPatch) -> None:
     def distance(job: fleets_search.Job) -> float:
         return 1_000.0 if job[1].rule == "cmlfq" else 1_500.0 + 100.0 * job[2]
 
     monkeypatch.setattr(fleets_search, "seconds", distance)
-    row = judge(Inline(), small, QUICK)
+    row = judge(Inline(), "small", QUICK)
     assert row["x"][0] == pytest.approx(math.sqrt(1.5 * 1.6))
     assert row["x"][1] < 1.5 < 1.6 < row["x"][2]
     assert set(row["found"]) == {"ours", "opponent"}
     assert line(row)[3] == "1.55"
 
 
-def test_the_judge_reports_a_steady_row_with_both_kinds_of_opponents(
-    steady: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_judge_reports_a_steady_row_with_both_kinds_of_opponents(monkeypatch: pytest.MonkeyPatch) -> None:
     def distance(job: fleets_search.Job) -> float:
         roles = job[1].roles
         return 500.0 + roles.train if roles.train else 300.0 + roles.switch_s
 
     monkeypatch.setattr(fleets_search, "seconds", distance)
-    row = judge(Inline(), steady, QUICK)
+    row = judge(Inline(), "small steady", QUICK)
     assert row["found"]["opponent"]["seconds"] == [380.0, 380.0]
     assert row["found"]["split"]["seconds"] == [501.0, 501.0]
-
-
-def test_equal_ratios_have_no_error() -> None:
-    assert ratio([2.0, 4.0], [1.0, 2.0]) == pytest.approx((2.0, 2.0, 2.0))

@@ -26,6 +26,7 @@ from bench.gpu_check_switch import FIRST, HELD, LATER, show
 from libra_hpc.errors import UserError
 from libra_hpc.models.devices import device
 from libra_hpc.models.memory import memory_limit
+from tests.annexes.lend.test_lender import lives
 
 SETTING = Setting(device="cpu", limit_s=60.0)
 
@@ -36,13 +37,6 @@ def run(tmp_path: Path, script: str, limit_s: float = 30.0, budget_s: float = 60
     command = ["bash", "-c", f"echo '{line}' > {tmp_path}/odd.jsonl\n{script}"]
     runner = check.Runner(SETTING, tmp_path, budget_s, leave_s=0.5)
     return runner.run(check.Step("odd", "an odd step", limit_s), command)
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_a_step_that_fails_leaves_its_figures_and_its_reason(tmp_path: Path) -> None:
@@ -58,7 +52,7 @@ def test_a_late_step_is_ended_with_its_processes_and_leaves_its_figures(tmp_path
     assert outcome.figures == [Figure("half, s", 1.5)]
     beside, patience = int((tmp_path / "pid").read_text()), time.monotonic() + 30.0
     # A killed process takes a moment to end.
-    while running(beside):
+    while lives(beside):
         assert time.monotonic() < patience, "a process of the step is left"
         time.sleep(0.02)
 
