@@ -109,5 +109,6 @@ def test_libra_moves_down_too_and_again_whatever_it_costs() -> None:
 def test_libra_counts_a_trajectory_until_it_ends() -> None:
     policy, board = Libra(), board_of(("a", 1), ("b", 1))
     assert [policy.route(turn_of(f"t{i}"), board, 0.0).engine for i in range(3)] == ["a", "b", "a"]
-    policy.finished(ended("t1", "p", 10), 1.0)
-    assert policy.route(turn_of("t4"), board, 1.0).engine == "b"
+    for name in ("t0", "t2"):
+        policy.finished(ended(name, "p", 10), 1.0)
+    assert policy.route(turn_of("t4"), board, 1.0).engine == "a"
