@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple
 from libra_hpc.config.job import EnvSection
 from libra_hpc.errors import OperationError
 from libra_hpc.process.child_environment import direct
-from libra_hpc.process.reaper import become_subreaper, children_of, descendants_of, end_marked, reaped
+from libra_hpc.process.reaper import become_subreaper, children_of, descendants_of, end_marked
 
 from .folder import opened, place, remove, used
 from .providers import JUDGE_HOME, WORK, BoxedCommand, Provider, size
@@ -222,7 +222,7 @@ class Box:
         Box.marks.discard(running.mark)
         until = time.monotonic() + END_S
         # This process gets what the killed leave: a namespace, which dies a moment later, or what goes on without one.
-        while end_marked(Box.marks) or not all(map(reaped, running.below)):
+        while end_marked(Box.marks):
             if time.monotonic() > until:
                 raise OperationError(f"Processes of a box have not ended {END_S:g} s after they were killed.")
             await asyncio.sleep(POLL_S)

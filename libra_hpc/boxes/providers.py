@@ -76,8 +76,8 @@ def bwrap_program() -> str | None:
 
 def bubblewrap(program: str) -> Provider:
     def wrap(place: BoxedCommand, command: Sequence[str]) -> list[str]:
-        line = [program, "--unshare-all", *(["--share-net"] if place.network else []), "--die-with-parent"]
-        line += ["--new-session", "--cap-drop", "ALL"]
+        line = [*_marked(place), program, "--unshare-all", *(["--share-net"] if place.network else [])]
+        line += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
         for path in SYSTEM:
             if os.path.islink(path):
                 line += ["--symlink", os.readlink(path), path]
@@ -113,7 +113,7 @@ def template(parts: Sequence[str]) -> Provider:
         mounts = "".join(f",{outside}:{inside}:ro" for inside, outside in place.mounts.items())
         mounts += f",{place.home}:{JUDGE_HOME}" if place.home else ""
         named = [part.replace("{root}", str(place.root)).replace("{mounts}", mounts) for part in parts]
-        return [*named, *limited(place, command)]
+        return [*_marked(place), *named, *limited(place, command)]
 
     return Provider(wrap, mounts=any("{mounts}" in part for part in parts))
 
@@ -146,10 +146,20 @@ def size(text: str) -> int:
     return int(memory_mb(text) * MIB)
 
 
+def _mark(place: BoxedCommand) -> str:
+    """Shells differ in the letter of `libra_hpc.process.reaper.LOCKS`."""
+    return f"ulimit -w {place.mark} 2>/dev/null || ulimit -x {place.mark}"
+
+
+def _marked(place: BoxedCommand) -> list[str]:
+    """What comes before a box's own program, some of whose processes this host inherits a moment after its end."""
+    return ["/bin/sh", "-c", f'{_mark(place)}; exec "$@"', "sh"]
+
+
 def limited(place: BoxedCommand, command: Sequence[str]) -> list[str]:
     """A command below the kernel's limits of one process; those of all together are watched."""
     memory, disk, processes = size(place.limits.memory), size(place.limits.disk), place.limits.processes
-    sets = [f"ulimit -w {place.mark} 2>/dev/null || ulimit -x {place.mark}", f"echo {place.mark}", "ulimit -c 0"]
+    sets = [_mark(place), f"echo {place.mark}", "ulimit -c 0"]
     sets += [f"export {name}={shlex.quote(value)}" for name, value in place.exports.items()]
     sets += [f"ulimit -v {memory >> 10}"] if memory else []
     sets += [f"ulimit -f {disk >> 9}"] if disk else []
