@@ -35,7 +35,9 @@ ATTACKS = PLANTED | {
     "a process that solves it later": f"{_LATER} & sleep 0.1",
     "one in its own session": f"setsid {_LATER} & sleep 0.1",
     "one without a parent": f"(setsid sh -c 'setsid {_LATER.replace(chr(39), chr(34))} &' &); sleep 0.1",
-    "one that goes on to ask": f"""setsid sh -c 'while :; do {PYTHON} -IS -c "$PROGRAM" true; done' & sleep 0.1""",
+    "one that goes on to ask": (
+        f"""setsid sh -c 'sleep 0.2; while :; do {PYTHON} -IS -c "$PROGRAM" true; done' & sleep 0.1"""
+    ),
     "no answer": "rm answer.txt",
     "a folder for an answer": "rm answer.txt; mkdir answer.txt",
     "an endless pipe": "rm answer.txt; mkfifo answer.txt",

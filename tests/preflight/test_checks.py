@@ -151,6 +151,7 @@ IN_USE: dict[str, tuple[Any, dict[str, Any]]] = {
     "env.box": (["box"], AGENT),
     "env.mounts": (["/shared"], {"task.name": "mine.py:Mine"}),
     "env.network": ("host", AGENT),
+    "env.unenforced": ("accept", AGENT),
     "env.limits.memory": ("2G", AGENT),
     "env.limits.disk": ("1G", AGENT),
     "env.limits.processes": (5, AGENT),
