@@ -59,12 +59,8 @@ def openai_streamed(prompt: str) -> str:
     return completions(prompt, ask)
 
 
-def openai_sampled(prompt: str) -> str:
-    return openai_chat(prompt, temperature=0.2, top_p=0.9, seed=7, user="me", max_completion_tokens=200)
-
-
 def openai_required(prompt: str) -> str:
-    return openai_chat(prompt, tool_choice="required")
+    return openai_chat(prompt, temperature=0.2, seed=7, user="me", tool_choice="required")
 
 
 def openai_responses(prompt: str) -> str:

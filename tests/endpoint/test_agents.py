@@ -17,16 +17,10 @@ from libra_hpc.errors import EnvironmentFailed, OperationError, UserError
 from libra_hpc.process.child_environment import clean_own
 from libra_hpc.tasks.mixture import MixedTask
 from libra_hpc.tasks.tokenizer import TaskTokenizer
-from tests.chat.chat_folder import write_chat_folder
 
 from .played import Played, call, play, write_rows
 
 AGENTS = Path(__file__).with_name("agents.py")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TaskTokenizer:
-    return TaskTokenizer(write_chat_folder(tmp_path_factory.mktemp("policy")))
 
 
 @pytest.fixture(autouse=True)

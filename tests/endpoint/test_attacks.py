@@ -15,7 +15,6 @@ from libra_hpc.config.job import EnvSection
 from libra_hpc.endpoint.agent_task import AgentEnvironment, AgentTask
 from libra_hpc.tasks.base import Turn
 from libra_hpc.tasks.tokenizer import TaskTokenizer
-from tests.chat.chat_folder import write_chat_folder
 
 from . import attacks
 from .played import play, write_rows
@@ -34,11 +33,6 @@ import solution, unittest
 class Tests(unittest.TestCase):
     def test_answer(self): self.assertEqual(solution.answer, 42)
 """
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TaskTokenizer:
-    return TaskTokenizer(write_chat_folder(tmp_path_factory.mktemp("policy")))
 
 
 async def ended(tokenizer: TaskTokenizer, folder: Path, sandbox: str, answer: int, command: str) -> Turn:

@@ -19,15 +19,9 @@ from libra_hpc.endpoint.agent_endpoint import AgentEndpoint
 from libra_hpc.errors import UserError
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.tasks.tokenizer import TaskTokenizer
-from tests.chat.chat_folder import write_chat_folder
 
 from .played import play
 from .test_agents import task_of
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TaskTokenizer:
-    return TaskTokenizer(write_chat_folder(tmp_path_factory.mktemp("policy")))
 
 
 @pytest.mark.parametrize("clients", [20, pytest.param(300, marks=pytest.mark.nightly)])

@@ -12,7 +12,6 @@ import pytest
 from libra_hpc.endpoint.agent_task import AgentEnvironment, AgentTask
 from libra_hpc.files import cache_folder
 from libra_hpc.tasks.tokenizer import TaskTokenizer
-from tests.chat.chat_folder import write_chat_folder
 
 from .played import call, play, write_rows
 from .test_agents import AGENTS, continued
@@ -69,7 +68,6 @@ class Program(NamedTuple):
 TABLE = (
     Program("openai_chat", "openai"),
     Program("openai_streamed", "openai"),
-    Program("openai_sampled", "openai"),
     Program("openai_required", "openai", refused="tool_choice"),
     Program("openai_responses", "openai"),
     Program("anthropic_messages", "openai"),
@@ -91,11 +89,6 @@ TABLE = (
     Program("google_adk", "google-adk"),
     Program("crewai", "crewai"),
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TaskTokenizer:
-    return TaskTokenizer(write_chat_folder(tmp_path_factory.mktemp("policy")))
 
 
 def environment_of(program: Program) -> Path:

@@ -15,16 +15,10 @@ from libra_hpc.endpoint.apis import APIS
 from libra_hpc.endpoint.fields import Histories
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.tasks.tokenizer import TaskTokenizer
-from tests.chat.chat_folder import write_chat_folder
 
 from .played import call, play
 from .test_agents import task_of
 from .test_conversations import ODD
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TaskTokenizer:
-    return TaskTokenizer(write_chat_folder(tmp_path_factory.mktemp("policy")))
 
 
 @pytest.mark.parametrize("seed", range(30))

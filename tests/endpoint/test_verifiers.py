@@ -30,11 +30,6 @@ STUB = Path(__file__).with_name("stub_verifiers")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TaskTokenizer:
-    return TaskTokenizer(write_chat_folder(tmp_path_factory.mktemp("policy")))
-
-
-@pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Interpreter of an environment with the stand-in of verifiers and an installed taskset."""
     folder = tmp_path_factory.mktemp("vf")
