@@ -44,7 +44,8 @@ class CoordinatorWatch:
     async def gone(self) -> None:
         """Return once it is gone."""
         async for stall in ticks(CHECK_S):
-            self._seen_at += stall
+            # A message that arrived meanwhile may have been read first.
+            self._seen_at = min(time.monotonic(), self._seen_at + stall)
             silent_s = time.monotonic() - self._seen_at
             if silent_s > (ORPHAN_S if self._greeted else FIRST_WORD_S):
                 log.error("no word from the coordinator for %.0f s: leaving", silent_s)

@@ -281,7 +281,7 @@ class Coordinator:
         while not self._finished.is_set():
             now = time.time()
             if stall := discount({**self._nodes.contacts, **self._nodes.guests.contacts}, slept_s, period, now):
-                self._ladder.discount(stall)
+                self._ladder.discount(stall, now)
                 self._event("own_stall", reason=f"rank 0 was stopped for {stall:.1f} s", seconds=stall)
             self._check(now)
             if now >= next_layout:

@@ -78,9 +78,9 @@ class Ladder:
         self._stalled = self._was_stalled = False
         """Whether nothing progressed for a limit, since that step and before it."""
 
-    def discount(self, seconds: float) -> None:
-        """This process was stopped."""
-        self._since += seconds
+    def discount(self, seconds: float, now: float) -> None:
+        """This process was stopped; what came meanwhile may have been read first."""
+        self._since = min(now, self._since + seconds)
 
     def late(self, run: Movement, waited_s: float) -> str:
         """A sentence once no step was committed for too long, ``waited_s``; else empty."""

@@ -87,7 +87,7 @@ def test_progress_an_excuse_and_an_own_stall_begin_again() -> None:
     assert stand(STANDS._replace(excused=True)) == []
     ladder = Ladder(SETTINGS, 0.0)
     assert not any(ladder.evaluate(STANDS._replace(mark=at // 50), float(at)) for at in range(600))
-    ladder.discount(1000.0)
+    ladder.discount(1000.0, 1599.0)
     assert ladder.evaluate(STANDS._replace(mark=11), 1729.0) is None
 
 
