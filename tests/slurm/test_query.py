@@ -140,7 +140,7 @@ def test_accounts_of_a_requeued_heterogeneous_job() -> None:
 
 def test_one_question_gives_every_job_of_this_user() -> None:
     text = (
-        "41+0|PENDING|Priority|2026-11-20T08:00:00|N/A|a|libra-hpc:1\x85|/runs/a-001/job.sbatch\n"
+        "41+0|PENDING|Priority|2026-11-20T08:00:00|N/A|a|x|y,libra-hpc:1\x85|/runs/a-001/job.sbatch\n"
         "41+1|PENDING|Priority|N/A|N/A|a|libra-hpc:1\x85|/runs/a-001/job.sbatch\n"
         "40|RUNNING|None|2026-11-20T08:18:37|2026-11-21T08:18:37|b||/my runs|now/b-001/job.sbatch\n"
         "39|TIMEOUT|TimeLimit|2026-11-20T08:18:37|2026-11-20T09:18:37|wrap|(null)|(null)\n\n"
@@ -151,6 +151,7 @@ def test_one_question_gives_every_job_of_this_user() -> None:
         "40": ("RUNNING", "", "/my runs|now/b-001/job.sbatch"),
         "39": ("TIMEOUT", "TimeLimit", ""),
     }
+    assert found["41"].mark == "libra-hpc:1"
     assert [job.start_time is None for job in found.values()] == [True, False, False]
     assert [job.end_time is None for job in found.values()] == [True, True, False]
 

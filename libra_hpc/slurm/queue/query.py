@@ -220,10 +220,13 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
     found, parts = dict[str, JobInfo](), dict[str, list[HetComponent]]()
     # Not at all that Unicode has for the end of a line: a comment is any text.
     for line in text.split("\n"):
-        fields = line.strip().split("|", 7)
-        if len(fields) != 8:
+        fields = line.strip().split("|", 6)
+        if len(fields) != 7:
             continue
-        part, state_text, reason, start, end, name, comment, script = fields
+        part, state_text, reason, start, end, name, rest = fields
+        # The mark ends the user's comment, which may have bars, and so may the script.
+        mark = mark_in(rest)
+        script = rest[rest.find(mark) :].partition("|")[2]
         job_id, plus, component = part.partition("+")
         if component.isdecimal():
             parts.setdefault(job_id, []).append(HetComponent(int(component), part, job_state(state_text), ""))
@@ -238,7 +241,7 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
                 end_time=_epoch(end) if state.ended else None,
                 script=_text(script),
                 name=name,
-                mark=mark_in(comment),
+                mark=mark,
             )
     return {job_id: replace(info, components=tuple(parts.get(job_id, ()))) for job_id, info in found.items()}
 
