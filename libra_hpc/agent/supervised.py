@@ -22,7 +22,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child, send_all, spawn
-from libra_hpc.process.child_environment import MAX_STARTS
 from libra_hpc.process.log_limit import MOST_BYTES, cut
 from libra_hpc.process.progress import WAITS, ProgressWatch, Stall, ticks
 from libra_hpc.process.retry import RestartBudget
@@ -31,6 +30,8 @@ from libra_hpc.protocol.codec import Codec
 from libra_hpc.protocol.engine_state import START, Doing, StateName
 from libra_hpc.slurm.queue.cause import tail, telling_line
 
+MAX_STARTS = 3
+"""Starts of an engine that never became ready: once may be an accident of the node, thrice is the configuration."""
 WATCH_S = 1.0
 """Between two checks of the deadlines; the shortest deadline is a minute."""
 KILL_S = 10.0

@@ -275,7 +275,7 @@ class _Running:
     limit: str = ""
     """The limit that ended it."""
     below: Collection[int] = ()
-    """First processes of its namespace, which end last."""
+    """First processes of its namespace, whose ``/tmp`` and ``/dev/shm`` count."""
 
     def end(self, limit: str = "") -> None:
         self.limit = self.limit or limit

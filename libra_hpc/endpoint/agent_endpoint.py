@@ -177,6 +177,8 @@ class AgentEndpoint:
 
     async def stop(self) -> None:
         if self._runner is not None:
+            # Whoever listens there next may have synchronous clients.
+            SERVED.pop(self._runner.addresses[0], None)
             await self._runner.cleanup()
             self.socket.unlink(missing_ok=True)
 

@@ -12,8 +12,6 @@ import os
 from collections.abc import Iterable, Mapping
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-MAX_STARTS = 3
-"""Starts of an engine that never became ready: once may be an accident of the node, thrice is the configuration."""
 NO_PROXY = ("no_proxy", "NO_PROXY")
 """Where a variable of both spellings is set, a client reads either one."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
