@@ -45,7 +45,7 @@ CAPTURED = (
 """Tokens per step for which CUDA graphs are captured, in strides that waste at most an eighth.
 
 vLLM stops at twice ``max_num_seqs``, at most 512; answers of tools make many steps larger. Without a graph the launch
-of a step takes longer than its computation up to about 2,048 tokens (docs/LOG.md).
+of a step takes longer than its computation up to about 2,048 tokens (docs/log).
 """
 
 CPU_STEP_TOKENS = 512

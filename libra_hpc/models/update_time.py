@@ -2,7 +2,7 @@
 
 - Bytes follow from the share of elements that changed (`libra_hpc.weights.delta`): byte gaps, a bitmap, or all of them.
 - An engine stages and switches whole weights, whatever changed; each of its GPUs has its share of them.
-- A run has measured an update -> its numbers (`measured`) instead of the constants here, docs/LOG.md.
+- A run has measured an update -> its numbers (`measured`) instead of the constants here, docs/log.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 - MPICH sends PMI-1 text lines over the socket ``PMI_FD``.  Slurm reads each with one ``read`` of `REQUEST_BYTES`.
 - Slurm announces values of that same length (``vallen_max``), so a full line is longer than the read.  The value is
-  lost, and the peers decode zeros or wait for ever (docs/LOG.md; MPICH's issue 6924).
+  lost, and the peers decode zeros or wait for ever (docs/log; MPICH's issue 6924).
 - The relay announces `VALUE_BYTES` instead and passes everything else on.  It is a child process of the rank, because
   MPI holds the interpreter's lock while it starts.
 - Another MPI or another plugin -> no relay, or everything passes unchanged.

@@ -10,7 +10,7 @@ import pytest
 from .blocks import PAGES, ROOT
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
-LINKING = [*PAGES, ROOT / "CHANGELOG.md"]
+LINKING = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "docs/log").glob("*.md")]
 
 
 def headings(page: Path) -> set[str]:

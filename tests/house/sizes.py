@@ -31,8 +31,8 @@ def words(*pages: Path) -> int:
 
 
 def user_pages() -> list[Path]:
-    """README and the pages beside the log."""
-    return [ROOT / "README.md", *(page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md")]
+    """README and the pages; the log of each quarter lies below them, in ``docs/log``."""
+    return [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 
 
 if __name__ == "__main__":

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from .sizes import CHECKS, PRODUCT, statements, user_pages, words
-from .sources import ROOT
 
-MOST_PRODUCT, MOST_CHECKS, MOST_WORDS = 41_494, 40_338, 30_730
+MOST_PRODUCT, MOST_CHECKS, MOST_WORDS = 41_494, 40_334, 30_730
 """A commit may only lower them, to what is there."""
-MOST_LOG = 9_000
-"""Words of the log: whoever adds an entry shortens old ones."""
 
 
 def test_the_product_only_shrinks() -> None:
@@ -21,7 +18,3 @@ def test_tests_and_benchmarks_only_shrink() -> None:
 
 def test_user_pages_only_shrink() -> None:
     assert words(*user_pages()) <= MOST_WORDS
-
-
-def test_the_log_stays_readable() -> None:
-    assert words(ROOT / "docs/LOG.md") <= MOST_LOG

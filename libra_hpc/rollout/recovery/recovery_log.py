@@ -9,7 +9,7 @@ A *segment* is a sequence of frames: length, CRC-32, msgpack of a `Trajectory`. 
 first damaged frame. Its name begins with the number of its start; no other start writes to it.
 
 A record is needed until the newest checkpoint has its prompt. If its prompt is trained since then, it is needed only
-if its weight versions are at most the checkpoint's. Sizes and costs: docs/LOG.md.
+if its weight versions are at most the checkpoint's. Sizes and costs: docs/log.
 """
 
 from __future__ import annotations
