@@ -40,52 +40,49 @@ class ConfigKey(NamedTuple):
 
 
 class KeyTable(NamedTuple):
-    """A section of the run file, or several that have the same keys."""
+    """A section of the run file."""
 
-    names: tuple[str, ...]
+    name: str
     text: str
     keys: tuple[ConfigKey, ...]
 
 
 def tables() -> list[KeyTable]:
-    """All sections in the order of the schema; neighbours with the same keys and defaults are one table."""
-    found: list[KeyTable] = []
-    for table in _walk(RunConfig(), ""):
-        if found and found[-1][1:] == table[1:]:
-            found[-1] = found[-1]._replace(names=found[-1].names + table.names)
-        else:
-            found.append(table)
-    return found
+    """All sections in the order of the schema."""
+    return list(_walk(RunConfig(), ""))
 
 
 def select(wanted: str) -> list[KeyTable]:
     """The tables of a section, or a table with one key; raises `UserError` for any other name."""
     everything = tables()
-    found = [table for table in everything if any(f"{name}.".startswith(f"{wanted}.") for name in table.names)]
-    if found:
+    if found := [table for table in everything if f"{table.name}.".startswith(f"{wanted}.")]:
         return found
-    section, _, key = wanted.rpartition(".")
-    for table in everything:
-        keys = tuple(one for one in table.keys if one.name == key)
-        if section in table.names and keys:
-            return [KeyTable((section,), table.text, keys)]
-    known = [name for table in everything for name in table.names]
-    known += [f"{name}.{key.name}" for table in everything for name in table.names for key in table.keys]
-    raise UserError(f"KEY = {wanted!r}: no such section or key{nearest(wanted, known)}.")
+    single = {f"{table.name}.{key.name}": table._replace(keys=(key,)) for table in everything for key in table.keys}
+    if wanted in single:
+        return [single[wanted]]
+    raise UserError(
+        f"KEY = {wanted!r}: no such section or key{nearest(wanted, [*(table.name for table in everything), *single])}."
+    )
 
 
 def as_text(found: Sequence[KeyTable], present: Mapping[str, Any] | None = None) -> str:
     """Markdown of at most `WIDTH` columns, which a terminal shows as well; ``present``: by dotted key."""
-    parts, first = [], dict[str, KeyTable]()
+    parts, first = [], dict[tuple[str, ...], str]()
     for table in found:
-        parts.append(f"## `[{_together(table.names)}]`")
+        parts.append(f"## `[{table.name}]`")
         parts.append(textwrap.fill(table.text, WIDTH))
         # Components have keys in common, and so have tasks: described once, unless each has a value.
-        like = first.setdefault(table.names[0].rpartition(".")[0], table)
-        own = [key for key in table.keys if key not in like.keys or like is table or present]
-        entries = [_entry(key, _present(table.names, key.name, present or {})) for key in own]
-        if known := [f"`{key.name}`" for key in table.keys if key not in own]:
-            entries.append(_filled("- ", f"{', '.join(known)}: as in `[{like.names[0]}]`."))
+        entries, known = [], dict[str, list[str]]()
+        for key in table.keys:
+            before = first.setdefault((key.name, key.valid, json.dumps(key.default), key.text), table.name)
+            if before == table.name or present:
+                name = f"{table.name}.{key.name}"
+                entries.append(
+                    _entry(key, f"Now `{json.dumps(present[name])}`." if present and name in present else "")
+                )
+            else:
+                known.setdefault(before, []).append(f"`{key.name}`")
+        entries += [_filled("- ", f"{', '.join(names)}: as in `[{like}]`.") for like, names in known.items()]
         parts.append("\n".join(entries))
     if any(key.valid == PATH for table in found for key in table.keys):
         parts.append(textwrap.fill(PATHS, WIDTH))
@@ -96,16 +93,15 @@ def as_records(found: Sequence[KeyTable], present: Mapping[str, Any] | None = No
     """One record for each key of each section, for programs; ``present``: by dotted key."""
     return [
         {
-            "key": f"{name}.{key.name}",
+            "key": f"{table.name}.{key.name}",
             "valid": key.valid,
             "unit": key.unit,
             "default": key.default,
             "description": key.text,
             "set_in": ["run file", *key.also_in],
-            **({} if present is None else {"value": present[f"{name}.{key.name}"]}),
+            **({} if present is None else {"value": present[f"{table.name}.{key.name}"]}),
         }
         for table in found
-        for name in table.names
         for key in table.keys
     ]
 
@@ -118,7 +114,7 @@ def _walk(section: Section, name: str) -> Iterator[KeyTable]:
     if own:
         text = re.sub(r"^``\[.*?\]``: ", "", " ".join((kind.__doc__ or "").split()))
         entries = tuple(_key(name, key, found, getattr(section, key), texts[key]) for key, found in own.items())
-        yield KeyTable((name,), _markdown(text[:1].upper() + text[1:]), entries)
+        yield KeyTable(name, _markdown(text[:1].upper() + text[1:]), entries)
     for key, found in known.items():
         if found.section:
             below = found.section() if key in own else getattr(section, key)
@@ -148,31 +144,17 @@ def _also_in(section: str, name: str) -> tuple[str, ...]:
     return (*site, *((f"components.*.{name}",) if section == "slurm" and name in Component.__struct_fields__ else ()))
 
 
-def _present(names: Sequence[str], key: str, present: Mapping[str, Any]) -> str:
-    """The values of a key in the sections of one table, in words."""
-    found = {name: present[f"{name}.{key}"] for name in names if f"{name}.{key}" in present}
-    texts = {name: f"`{json.dumps(value)}`" for name, value in found.items()}
-    if len(set(texts.values())) <= 1:
-        return "".join(f"Now {text}." for text in list(texts.values())[:1])
-    each = ", ".join(f"{name.rpartition('.')[2]} {text}" for name, text in texts.items())
-    return f"Now {each}."
-
-
 def _markdown(text: str) -> str:
     """A docstring with Markdown's quotes, in one line."""
     return " ".join(text.replace("``", "`").split())
-
-
-def _together(names: Sequence[str]) -> str:
-    """One name for tables with the same parent: ``components.planner|train``."""
-    return "|".join([names[0], *(name.rpartition(".")[2] for name in names[1:])])
 
 
 def _entry(key: ConfigKey, present: str) -> str:
     """Valid values of a key, and below them its description, where else it may stand, and its present value."""
     unit = f", in {key.unit}" if key.unit else ""
     also = f" Also allowed in: {', '.join(key.also_in)}." if key.also_in else ""
-    lines = [("- ", f"`{key.name}`: {key.valid}{unit}; default `{json.dumps(key.default)}`."), ("  ", key.text + also)]
+    valid = re.sub(r"^an? ", "", key.valid)
+    lines = [("- ", f"`{key.name}`: {valid}{unit}; default `{json.dumps(key.default)}`."), ("  ", key.text + also)]
     return "\n".join(_filled(indent, line) for indent, line in [*lines, *([("  ", present)] if present else [])])
 
 
