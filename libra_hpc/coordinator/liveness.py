@@ -17,8 +17,8 @@ from typing import NamedTuple
 from libra_hpc.process.progress import stall_of
 from libra_hpc.protocol.agents import Heartbeat
 
-HEARTBEAT_LOST_S = 20.0
-"""A heartbeat comes every second.  Half: a paused network loses nodes; double: their turns wait longer."""
+HEARTBEAT_LOST_S = 10.0
+"""A heartbeat comes every second.  Half: a paused network loses nodes; double: a stopped one costs the run 20 s."""
 LEADER_LOST_S = 45.0
 """Losing a leader restarts all ranks, which costs about a minute; losing another node costs seconds."""
 

@@ -7,7 +7,7 @@
   in the status, for ``deadlines.cannot_now_s``.
 - Rank 0 lives -> rank 0 writes status and events.  None lives -> the owner does, into blocks that it reserved.
 - A rank ends before all have met -> the others are killed after `EARLY_S`, and the start is repeated with its cause.
-- A rank outlives rank 0, or the record that it left, by `STRAGGLERS_S` -> SIGKILL.
+- A rank outlives rank 0 by `STRAGGLERS_S`, or by `LAST_S` all others of a start that rank 0 has ended -> SIGKILL.
 - Slurm takes the job apart -> SIGKILL at once: there is time to queue it again, and for no save.
 - This process is killed -> the ranks save and end (`Fence.orphaned`).
 """
@@ -50,6 +50,9 @@ from .tracking_child import TrackingChild
 
 STRAGGLERS_S = 90.0
 """Training may save for 60 s once rank 0 is gone, and an agent needs up to 15 s to end its engines."""
+LAST_S = 10.0
+"""For what is left of a start that rank 0 ended: it has saved, so only a stopped process takes longer than the others.
+Half: slow engines are killed before they have ended; double: one stopped node costs a restart as much again."""
 EARLY_S = 3.0
 """For the others to end by themselves with the first that did not meet them: all refuse a start alike."""
 MISTAKES = (FileNotFoundError, PermissionError, NotADirectoryError)
@@ -68,13 +71,18 @@ class EndPatience:
     """How long ranks may outlive others of their start; times are monotonic seconds."""
 
     def __init__(self) -> None:
-        self._over_at = self._early_at = math.inf
-        self.first = 0
-        """The rank that ended before all had met; else rank 0."""
+        self._over_at = self._early_at = self._end_at = math.inf
+        """Since rank 0 is over, since one ended before all had met, and since the newest end."""
+        self._ended = self.first = 0
+        """How many have ended; and the rank that ended before all had met; else rank 0."""
 
     def ends(self, ranks: Ranks, recorded: bool, now: float) -> bool:
         """Whether the ranks that live are to be killed; ``recorded``: rank 0 has left why it ends."""
         ended = ranks.links.ended
+        if len(ended) > self._ended:
+            self._ended, self._end_at = len(ended), now
+        if recorded and 0 in ended and now - self._end_at > LAST_S:
+            return True
         if recorded or 0 in ended or len(ended) >= ranks.size - 1 > 0:
             self._over_at = min(now, self._over_at)
         if ranks.links.met:

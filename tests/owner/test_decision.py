@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.owner.decision import START_TRIES, RanksEnded, SoFar, decide
+from libra_hpc.owner.owner import LAST_S, STRAGGLERS_S, EndPatience
 from libra_hpc.protocol.ranks_stop import RanksStop, Why
 
 LIMITS = validate({"slurm": {"restarts": 3, "requeues": 5, "preempted": "stop"}})
@@ -150,3 +152,12 @@ def test_sentences() -> None:
     assert used.message == f"step 40 is saved; not queued again: {why}"
     idle = decide(left("time_limit"), SoFar(idle=(40, 40)), LIMITS)
     assert idle.reason.startswith("the last 2 starts saved no step after step 40: slurm.time_limit is too short")
+
+
+@pytest.mark.parametrize(("recorded", "limit_s"), [(True, LAST_S), (False, STRAGGLERS_S)])
+def test_ranks_that_outlive_the_others_are_killed_sooner_where_rank_0_has_saved(recorded: bool, limit_s: float) -> None:
+    patience, ranks = EndPatience(), SimpleNamespace(links=SimpleNamespace(met=True, ended={1}), size=4)
+    assert not any(patience.ends(ranks, False, float(at)) for at in range(200))  # type: ignore[arg-type]
+    ranks.links.ended |= {0}
+    killed = (at for at in range(200, 400) if patience.ends(ranks, recorded, float(at)))  # type: ignore[arg-type]
+    assert next(killed) - 200 == limit_s + 1
