@@ -115,7 +115,8 @@ class Agent(NodeAgent):
         self.carrier: NodeCarrier | None = None
         self.env_node: EnvNode | None = None
         self._owner = owner or OwnerLink()
-        self._watch = CoordinatorWatch(lambda rank: rank in self._owner.lost)
+        self.ended = self._owner.lost
+        self._watch = CoordinatorWatch(self.ended.__contains__)
         self._given = start_of()
         self._fence = Fence(run.leases, self._given.nonce, self._given.generation)
         self._training: asyncio.Task[Any] | None = None
@@ -207,7 +208,7 @@ class Agent(NodeAgent):
             shared_memory=self.shared_memory,
             kept=self.kept,
             fence=self._fence,
-            ended=self._owner.lost,
+            ended=self.ended,
             secret=self._secret,
             addresses=self._endpoints[self.rank].addresses,
         )

@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from libra_hpc.mesh.mesh import Mesh
@@ -47,6 +47,8 @@ class NodeAgent(ABC):
         self.mesh, self.rank, self.component, self._routes = mesh, mesh.rank, component, routes
         self.private, self.shared_memory = make_folders()
         clean_own(mesh.hosts)
+        self.ended: Mapping[int, str] = {}
+        """See `OwnerLink.lost`; an agent without an owner knows of none."""
         self.engines: list[EngineNode[Any]] = []
         """Parts with children."""
         self.leaders: list[Stops] = []
@@ -71,7 +73,7 @@ class NodeAgent(ABC):
         await self.leave()
         parts: list[Stops] = [*self.leaders, *self.engines]
         await asyncio.gather(*(part.stop() for part in parts))
-        await self.mesh.drain(GOODBYE_S)
+        await self.mesh.drain(GOODBYE_S, self.ended)
         for task in self._tasks:
             task.cancel()
         for folder in (self.private, self.shared_memory):

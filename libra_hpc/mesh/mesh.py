@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from libra_hpc.protocol.agents import MeshMessage
@@ -97,10 +97,10 @@ class Mesh:
     async def run(self) -> None:
         await accept(self._world, self._deliver, self.admit, lambda rank: self.on_closed(rank))
 
-    async def drain(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until the kernel has every message to ranks that are not lost."""
+    async def drain(self, seconds: float, ended: Collection[int] = ()) -> None:
+        """Wait at most ``seconds`` until the kernel has every message to ranks that are neither lost nor ``ended``."""
         deadline = time.monotonic() + seconds
-        while any(self.pending(rank) for rank in self._links.keys() - self._lost) and time.monotonic() < deadline:
+        while any(map(self.pending, self._links.keys() - self._lost - {*ended})) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_S)
 
     def _on_broken(self, rank: int) -> None:

@@ -140,6 +140,7 @@ async def script(mesh):
         send(i)
     await asyncio.sleep(0.2)
     before = mesh.pending(1)
+    await asyncio.wait_for(mesh.drain(3600.0, {1}), 60.0)
     mesh.drop(1)
     send(4)
     await asyncio.wait_for(mesh.drain(3600.0), 60.0)
