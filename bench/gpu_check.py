@@ -50,8 +50,6 @@ class Step(msgspec.Struct, frozen=True):
     title: str
     limit_s: float
     """Several times what it should take: a hang must not use up the time of the others."""
-    asked: bool = False
-    """Whether it runs only where ``--step`` names it."""
 
 
 STEPS = (
@@ -60,7 +58,6 @@ STEPS = (
     Step("training", "training alone", 150.0),
     Step("switch", "node between training and rollout", 220.0),
     Step("tests", "GPU tests", 400.0),
-    Step("pieces", "parts of a training step", 240.0, asked=True),
 )
 
 
@@ -175,9 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", default="", help="short name; default: the largest Qwen3 up to 4B that fits")
     parser.add_argument("--name", default="", help="name in the device table; default: by the driver's name")
     parser.add_argument("--devices", default="", metavar="FILE", help="TOML file with further devices")
-    parser.add_argument(
-        "--step", choices=[step.name for step in STEPS], action="append", help="default: all but pieces"
-    )
+    parser.add_argument("--step", choices=[step.name for step in STEPS], action="append", help="default: all")
     parser.add_argument("--seconds", type=float, default=BUDGET_S, help="for all steps together", dest="limit_s")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="for gpu_check.json and .md")
     options = parser.parse_args(arguments)
@@ -186,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="libra-gpu-check-") as name:
         runner = Runner(setting, Path(name), options.limit_s)
-        for step in [one for one in STEPS if one.name in (options.step or [one.name] * (not one.asked))]:
+        for step in [one for one in STEPS if one.name in (options.step or [one.name])]:
             progress(f"{step.title} ...")
             outcomes.append(runner.run(step))
             found = save(options.out, outcomes, note)

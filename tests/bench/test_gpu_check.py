@@ -98,54 +98,6 @@ def test_the_table_has_ratios_where_something_was_predicted() -> None:
     assert lines[-1].strip() == "training: failed after 7 s: out of memory"
 
 
-def test_an_asked_step_runs_only_where_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    monkeypatch.setattr(
-        check.Runner, "run", lambda _, step: ran.append(step.name) or check.Outcome(step.name, "", "passed", 0.0, [])
-    )
-    asked = [step.name for step in check.STEPS if step.asked]
-    check.main(["--device", "cpu", "--out", str(tmp_path)])
-    assert ran == [step.name for step in check.STEPS if step.name not in asked] != []
-    check.main(["--device", "cpu", "--out", str(tmp_path), "--step", asked[0]])
-    assert ran[-1] == asked[0]
-
-
-@pytest.mark.parametrize(
-    ("kernel", "kind"),
-    [
-        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...cutlass::bfloat16_t...>", "attention"),
-        ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTN", "products"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "products"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "elementwise"),
-        ("Memset (Device)", "elementwise"),
-    ],
-)
-def test_a_kernels_name_has_its_kind(kernel: str, kind: str) -> None:
-    pieces = pytest.importorskip("bench.gpu_check_pieces")
-    assert next(one for one, name in pieces.KERNELS.items() if name.search(kernel)) == kind
-
-
-def test_each_lever_has_a_row_beside_its_plain_form(tmp_path: Path) -> None:
-    pieces = pytest.importorskip("bench.gpu_check_pieces")
-    figures = Figures(tmp_path / "f")
-    bench = pieces.Bench(pieces.choose_device("cpu", 0, 1), SETTING.hardware(), figures)
-    dense, mixture = pieces.GRIDS["cpu"][0]
-    pieces.experts(bench, mixture, 64)
-    pieces.head(bench, dense, 32)
-    pieces.attention(bench, msgspec.structs.replace(dense, layers=1), [32, 32])
-    pieces.elementwise(bench, dense, 64)
-    names = [figure.what for figure in figures.read()]
-    assert all(figure.measured > 0 and figure.predicted > 0 for figure in figures.read())
-    plain = [
-        name for name in names if any(form in name for form in ("plain", "one by one", "padded blocks", "afterwards"))
-    ]
-    for name in plain:
-        lever, form = name.rpartition(":")[0].rsplit(", ", 1)
-        assert name.replace(form, "the trainer's choice") in names, lever
-    assert len(plain) == 3 + 2 + 2 + 1
-    assert len(names) == 2 * len(plain) + 4
-
-
 def test_every_step_has_its_function() -> None:
     assert {step.name for step in check.STEPS} == set(MEASURES)
     assert callable(measure_of("facts"))
