@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 POLICY := models/tiny-keychain
 RUN_FILE := examples/quickstart.toml
 # For `make gpu-check` (docs/gpu-check.md): a folder of wheels for a machine without an index, packages that may be missing there, cuda or
-# cpu, and options of bench.gpu_check.
+# cpu, and options of bench.gpu.
 GPU_CHECK_WHEELS ?=
 GPU_CHECK_WITHOUT ?=
 GPU_CHECK_DEVICE ?= cuda
@@ -99,8 +99,7 @@ else
 endif
 
 gpu-check: $(if $(filter cpu,$(GPU_CHECK_DEVICE)),dev,gpu-venv)
-	@HF_HUB_OFFLINE=1 LIBRA_HPC_SITE=none $(if $(filter cpu,$(GPU_CHECK_DEVICE)),$(VENV),$(CUDA_VENV))/bin/python -m bench.gpu_check \
-	    --device $(GPU_CHECK_DEVICE) $(GPU_CHECK_FLAGS)
+	@HF_HUB_OFFLINE=1 LIBRA_HPC_SITE=none $(if $(filter cpu,$(GPU_CHECK_DEVICE)),$(VENV),$(CUDA_VENV))/bin/python -m bench.gpu --device $(GPU_CHECK_DEVICE) $(GPU_CHECK_FLAGS)
 
 clean:
 	@if [ -x $(BIN)/libra-hpc ]; then $(BIN)/libra-hpc cluster down --remove; fi

@@ -166,11 +166,12 @@ def submit(run_file: Path, *flags: str, overrides: Mapping[str, Any]) -> None:
 
 def policy(seed: int, steps: int = 3000) -> Path:
     """A warm-started tiny policy, made once under `models/`."""
-    folder = POLICIES / f"bench-{seed}"
+    folder = POLICIES / f"bench-{seed}-{steps}"
     if not (folder / "config.json").exists():
         progress(f"making {folder.name} ({steps} supervised steps) ...")
         make = f"make_tiny_policy({str(folder)!r}, {KEYCHAIN_TASK!r}, seed={seed}, steps={steps})"
-        child("-c", f"from libra_hpc_cli.jobs import make_tiny_policy; {make}; print(0)")
+        # The warm start is meant for the CPU.
+        child("-c", f"from libra_hpc_cli.jobs import make_tiny_policy; {make}; print(0)", CUDA_VISIBLE_DEVICES="")
     return folder
 
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
-from bench.gpu_check_steps import SMALLER
-from bench.gpu_model import random_model
+from bench.gpu.model import random_model
+from bench.gpu.setting import SMALLER
 from bench.harness import Figures, Options, by_turns, median, options, progress, report_policies
 from bench.policies import POLICIES
 from bench.replay import Replayer, Setup

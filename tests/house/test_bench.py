@@ -7,11 +7,14 @@ import re
 from .sizes import user_pages
 from .sources import ROOT
 
-MODULES = {path.stem: path for path in (ROOT / "bench").glob("*.py") if path.stem != "__init__"}
+MODULES = {
+    path.stem: list(path.glob("*.py")) or [path] for path in (ROOT / "bench").glob("[a-z]*") if path.suffix != ".toml"
+}
+"""Files by module, or by folder."""
 
 
 def named(text: str) -> set[str]:
-    """Modules of bench in a text."""
+    """Modules and folders of bench in a text."""
     return set(re.findall(r"\bbench[./]([a-z_]+)", text)) & MODULES.keys()
 
 
@@ -22,5 +25,5 @@ def test_every_benchmark_is_on_a_page_in_the_makefile_or_part_of_one_that_is() -
     used = set[str]()
     while todo:
         used.add(one := todo.pop())
-        todo |= named(MODULES[one].read_text()) - used
+        todo |= named("".join(path.read_text() for path in MODULES[one])) - used
     assert used == MODULES.keys()

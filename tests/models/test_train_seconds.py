@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.gpu_check_steps import SMALLER
+from bench.gpu.setting import SMALLER
 from libra_hpc.models.devices import device
 from libra_hpc.models.memory import TrainLayout
 from libra_hpc.models.shapes import ModelShape, model_shape

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.gpu_check_steps import Figures, Setting
-from bench.gpu_model import memory_field, random_model
-from bench.weights import Versions
+import numpy as np
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load_file
+
+from bench.gpu.model import random_model
+from bench.gpu.setting import Figures, Setting, core_layout
 from libra_hpc.annexes.calibrate.measure_steps import Calibrator, MeasurementPlan
 from libra_hpc.annexes.calibrate.measure_training import MeasurementReplica, random_samples
 from libra_hpc.config.load import validate
@@ -23,14 +27,17 @@ from libra_hpc.engine.offline import OfflineEngine
 from libra_hpc.engine.settings import alone
 from libra_hpc.engine.update.staged_update import POLL_S
 from libra_hpc.errors import OperationError
-from libra_hpc.models.devices import Device
-from libra_hpc.models.memory import TrainLayout, train_memory
-from libra_hpc.models.shapes import ModelShape
+from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.memory import train_memory
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.measured import StepPoint
-from libra_hpc.protocol.engine import UpdateWeights
+from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.protocol.engine import UpdateWeights, VersionFiles
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Freed, Join, Joined, Standby, StepDone, TrainStep
+from libra_hpc.weights.delta import dense, encoding_for, sparse
+from libra_hpc.weights.image import Image
+from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, offer_path, payload_path, write_offer
 
 if TYPE_CHECKING:
     from libra_hpc.engine.core import RolloutEngine
@@ -53,38 +60,56 @@ Round = dict[str, float]
 
 
 class SharedDevice:
-    """The engine in this process, the replica in one of its own."""
+    """The engine in this process, the replica in one of its own, and an image of the node's weights."""
 
-    def __init__(self, engine: OfflineEngine, replica: MeasurementReplica, model: Path, vocab: int) -> None:
-        self._engine, self._replica, self._vocab = engine, replica, vocab
-        self._version = self._step = 0
-        (scratch := model / "image").mkdir()
-        self._versions = Versions(scratch, model)
-        self._versions.bring(0)
-        self._image = str(self._versions.image.path)
+    def __init__(self, engine: OfflineEngine, replica: MeasurementReplica, model: Path, scratch: Path) -> None:
+        self._engine, self._replica, self._shape = engine, replica, read_shape(model)
+        self._image, self._version, self._step = Image(scratch, hf_shapes(self._shape), "BF16"), 0, 0
+        tensors = load_file(model / "model.safetensors")
+        self._bits = {name: one.view(torch.int16).flatten().numpy().copy() for name, one in tensors.items()}
+        payload_path(Path(self._bring(1.0).manifests[0])).unlink()
+
+    def _bring(self, share: float) -> VersionFiles:
+        """Bring the image to a new version; its offer takes shared memory until it is removed."""
+        self._version += 1
+        folder, base = self._image.path.parent, WHOLE if share == 1.0 else self._version - 1
+        offer = write_offer(folder, self._version, base, "t0.0", self._changed(share))
+        manifest = offer_path(folder, self._version, "t0.0")
+        self._image.apply(self._version, [(offer, payload_path(manifest).read_bytes())])
+        return VersionFiles(self._version, base, (str(manifest),))
+
+    def _changed(self, share: float) -> Iterator[Encoded]:
+        """Each tensor with the lowest bit of evenly spaced elements turned; at least of the first."""
+        for name, bits in self._bits.items():
+            block, index = TensorBlock(name, 0, 1, bits.size, bits.size), np.arange(0, bits.size, round(1.0 / share))
+            bits[index] ^= 1
+            encoding = encoding_for(index.size, bits.size)
+            if encoding == "dense":
+                yield dense(block, "BF16", bits)
+            else:
+                yield sparse(block, "BF16", encoding, index.astype(np.int32), bits[index])
 
     def round(self) -> Round:
         """To training, two steps, to rollout."""
-        engine, replica = self._engine.engine, self._replica
+        engine, replica, image = self._engine.engine, self._replica, str(self._image.path)
         frees = seconds_of(engine.sleep)
-        self._step = self._version = self._version + 1
-        self._versions.bring(self._version, FEW)
+        payload_path(Path(self._bring(FEW).manifests[0])).unlink()
+        self._step = self._version
         # Memory, and the weights that this node has for rollout.
-        join = Join(self._version, 1, 1, "", weights=self._image, version=self._version)
+        join = Join(self._version, 1, 1, "", weights=image, version=self._version)
         joins = seconds_of(lambda: replica.ask(join, Joined))
         first, later = self._run(), self._run()
-        held = held_bytes(replica)
+        held = held_bytes()
 
         freed = seconds_of(lambda: replica.ask(Standby(), Freed))
-        held -= held_bytes(replica)
-        update = UpdateWeights(self._image, self._version)
+        held -= held_bytes()
+        update = UpdateWeights(image, self._version)
         wakes = seconds_of(engine.wake)
         # Steps of an engine overlap it.
         staged = seconds_of(lambda: stage(engine, update))
         applied = engine.apply(update).seconds
-        self._version += 1
-        changes = self._versions.offer(self._version, CHANGED)
-        update = UpdateWeights(self._image, self._version, (changes,))
+        changes = self._bring(CHANGED)
+        update = UpdateWeights(image, self._version, (changes,))
         by_index = seconds_of(lambda: stage(engine, update))
         return {
             "switch to training, s": frees + joins,
@@ -96,7 +121,7 @@ class SharedDevice:
             "  replica frees its memory, s": freed,
             "  engine takes memory again, s": wakes,
             "  weights staged, s": staged,
-            f"  {self._versions.dense / GB:.2f} GB of weights applied, s": applied,
+            "  weights applied, s": applied,
             f"{CHANGED:.2%} of the weights staged by index, s": by_index,
             "  applied, s": engine.apply(update).seconds,
             HELD: held / GB,
@@ -105,7 +130,7 @@ class SharedDevice:
     def _run(self) -> float:
         """Seconds of forward and backward pass of one trajectory: the update is the core's."""
         self._step += 1
-        samples = random_samples(1, STEP_TOKENS, self._vocab)
+        samples = random_samples(1, STEP_TOKENS, self._shape.vocab)
         order = TrainStep(self._step, self._version, (samples,), (STEP_TOKENS - 1,))
         return seconds_of(lambda: self._replica.ask(order, StepDone))
 
@@ -122,50 +147,35 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.monotonic() - begin
 
 
-def held_bytes(replica: MeasurementReplica) -> int:
-    """Bytes in use on the device by all processes; without a GPU the replica's own memory."""
-    import torch
-
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info(0)
-        return total - free
-    return own_memory(replica)
+def held_bytes() -> int:
+    """Bytes in use on the device by all processes; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free
 
 
-def own_memory(replica: MeasurementReplica) -> int:
-    """Bytes of anonymous memory of the first process: without what it shares with others, or has given back."""
-    pid = replica.pids[0]
-    return memory_field(pid, "RssAnon") - memory_field(pid, "LazyFree", "smaps_rollup")
-
-
-def switches(setting: Setting, figures: Figures) -> None:
+def switch(setting: Setting, figures: Figures) -> None:
     """Measure; raises `OperationError` when engine or replica fail."""
-    hardware, rounds = setting.hardware(), list[Round]()
-    shape = setting.shape(hardware)
+    hardware, rounds, sizes = setting.hardware(), list[Round](), setting.sizes
+    shape, count = setting.shape(hardware), setting.sizes.sequences
+    layout = core_layout(STEP_TOKENS)
+    memory = train_memory(shape, replace(layout, elastic=True), hardware, micro_batches=1, pack_tokens=STEP_TOKENS)
+    limits = {"max_num_seqs": count, "max_model_len": sizes.max_model_len, "kv_cache_mb": sizes.kv_cache_mb}
     with tempfile.TemporaryDirectory(prefix="libra-gpu-") as scratch, random_model(shape, setting.device) as folder:
-        sizes = setting.sizes
-        limits = {
-            "max_num_seqs": sizes.sequences,
-            "max_model_len": sizes.max_model_len,
-            "kv_cache_mb": sizes.kv_cache_mb,
-        }
-        config = alone(str(folder), setting.device, dtype="bfloat16", rollout=limits)
+        (image := folder / "image").mkdir()
         # First the engine: vLLM starts only where most of the device is free.
-        with OfflineEngine(config) as engine:
+        with OfflineEngine(alone(str(folder), setting.device, dtype="bfloat16", rollout=limits)) as engine:
             figures.add("engine's start, s", engine.engine.start_s)
-            count, steps = setting.sizes.sequences, lookup(hardware, shape, 1)
-            points = decode(engine, count)
-            measured, predicted = (
-                1e3 * median(seconds)
-                for seconds in ([p.seconds for p in points], [steps.step_s(count, p.kv_tokens) for p in points])
-            )
-            figures.add(f"decode step of {count} sequences, ms", measured, predicted)
+            points, steps = decode(engine, count), lookup(hardware, shape, 1)
+            predicted = 1e3 * median(steps.step_s(count, point.kv_tokens) for point in points)
+            figures.add(f"decode step of {count} sequences, ms", 1e3 * median(one.seconds for one in points), predicted)
             engine.engine.sleep()
             replica = start_replica(setting, folder, Path(scratch))
             try:
                 replica.answer(EngineState)
                 replica.ask(Standby(), Freed)
-                device = SharedDevice(engine, replica, folder, shape.vocab)
+                device = SharedDevice(engine, replica, folder, image)
                 # The first switch fills caches, and finds the engine in standby.
                 device.round()
                 for _ in range(ROUNDS):
@@ -174,15 +184,8 @@ def switches(setting: Setting, figures: Figures) -> None:
                 decode(engine, count)
             finally:
                 if rounds:
-                    show(rounds, replica_bytes(shape, hardware), figures)
+                    show(rounds, memory.total - memory.workspace, figures)
                 replica.end()
-
-
-def replica_bytes(shape: ModelShape, hardware: Device) -> float:
-    """Of a replica without optimizer after a step, by the memory model."""
-    layout = TrainLayout(tp=1, pp=1, cp=1, ep=1, dp=1, micro_tokens=STEP_TOKENS, elastic=True)
-    memory = train_memory(shape, layout, hardware, micro_batches=1, pack_tokens=STEP_TOKENS)
-    return memory.total - memory.workspace
 
 
 def show(rounds: list[Round], predicted_bytes: float, figures: Figures) -> None:
@@ -209,5 +212,4 @@ def start_replica(setting: Setting, model: Path, folder: Path) -> MeasurementRep
         "slurm": {"device": setting.device},
         "train": {"tp": 1, "pp": 1, "threads": 1, "micro_tokens": STEP_TOKENS},
     }
-    config = validate(sections)
-    return MeasurementReplica(config, folder, elastic=True, random_weights=False)
+    return MeasurementReplica(validate(sections), folder, elastic=True, random_weights=False)

@@ -65,11 +65,3 @@ def _draw(name: str, size: tuple[int, ...], device: str) -> torch.Tensor:
     if name.endswith("norm.weight"):
         return torch.ones(size, dtype=torch.bfloat16)
     return (torch.randn(size, device=device, dtype=torch.bfloat16) * SPREAD).cpu()
-
-
-def memory_field(pid: int | str, field: str, file: str = "status") -> int:
-    """Bytes of a field of ``/proc/PID/FILE``: memory where there is no GPU."""
-    for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"this kernel does not tell a process's {field}")
