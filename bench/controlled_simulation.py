@@ -1,4 +1,4 @@
-"""A simulation whose engines come and go: a controller, called every few seconds, drains, joins and restarts them."""
+"""A simulation whose engines come and go: a controller, called every few seconds, drains and joins them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class ControlledSimulation(Simulation):
         controller_s: float = 5.0,
     ) -> None:
         self._leaving: dict[str, Callable[[], None]] = {}
-        self._joining = self._restarts = 0
-        self._held = False
+        self._joining, self._held = 0, False
         super().__init__(work, engines, policy, settings, training)
         self._controller, self._controller_s = controller, controller_s
         self._at(controller_s, self._control, None)
@@ -44,25 +43,6 @@ class ControlledSimulation(Simulation):
         """A new engine accepts turns after a delay, with the newest weights."""
         self._joining += 1
         self._at(self.now + delay_s, self._joined, spec)
-
-    def restart(self, specs: Sequence[EngineSpec], delay_s: float) -> None:
-        """Restart all ranks: the engines are gone at once, the new ones are up after ``delay_s``.
-
-        Unfinished trajectories begin again from their prompts; finished ones count, as in a live run.  The caller
-        holds training meanwhile.
-        """
-        self._agents.stop()
-        self._leaving.clear()
-        self._sent.clear()
-        self._events.drop(self._ready, self._end)
-        waiting = self.open_trajectories()
-        for trajectory in waiting:
-            trajectory.begin()
-            self._queue.drop(trajectory.name, trajectory.spec.prompt_id, self.now)
-            trajectory.place = "queue"
-        self._joining += 1
-        self._restarts += 1
-        self._at(self.now + delay_s, self._restarted, (specs, waiting, self._restarts))
 
     def hold_training(self, held: bool) -> None:
         """Begin no further training step until it is called again."""
@@ -101,15 +81,6 @@ class ControlledSimulation(Simulation):
         self._active_at = self.now
         self._agents.up(spec, self.training.version)
         self._kick()
-
-    def _restarted(self, item: tuple[Sequence[EngineSpec], list[SimulatedTrajectory], int]) -> None:
-        specs, waiting, number = item
-        self._joining += len(specs) - 1
-        for spec in specs:
-            self._joined(spec)
-        for trajectory in waiting if number == self._restarts else ():
-            self._ready(trajectory)
-        self._applied()
 
     def _answered(self, sent: SentTurn) -> None:
         if sent.engine.name in self._leaving:

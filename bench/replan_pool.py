@@ -1,11 +1,9 @@
 """The nodes of a simulated run: which train, which roll out, and what a move takes.
 
-The first nodes only train and the last ones only roll out (`Site.core`); those between are hybrid.
+The first node only trains and the last one only rolls out; those between are hybrid.
 
 - To rollout: the node leaves the trainers after the current step. Its engine accepts turns ``to_rollout_s`` later.
 - To training: the engine finishes its turns. ``to_train_s`` later the node joins the next step to begin.
-- Repartition: no step begins after the current one. Unfinished trajectories are lost; all nodes work in the new layout
-  ``restart_s`` later.
 - The first step after a change of the training nodes takes ``regroup_s`` longer.
 
 Training seconds do not use the planner's cost model: a fixed part, tokens at a rate, the table `EFFICIENCY`, log-normal
@@ -16,7 +14,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from math import inf
 from typing import Any
 
 import msgspec
@@ -58,12 +55,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that one simulated sequence represents."""
     slots: int = 4
     """Most simulated sequences of an engine at once."""
-    max_model_len: int = 32_768
-    """Longest context, tokens."""
     prompts: int = 16
     group: int = 8
-    core: tuple[int, int] = (1, 1)
-    """Nodes that only train, and that only roll out."""
     eta: int = 2
     """With 1, a reasoning batch waits for its longest trajectory at any split; with 2 or more, nodes decide."""
     sync_s: float = 2.0
@@ -77,12 +70,10 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     to_train_s: float = 45.0
     """A replica starts and receives the state."""
     regroup_s: float = 5.0
-    restart_s: float = 240.0
-    """Checkpoint, process start, weights, compilation and graph capture: minutes on any large run."""
 
-    def steps(self, tp: int = 0) -> StepTimes:
-        """Step times of an engine; by default that of a node at the start."""
-        return Grouped(lookup(self.device, self.model, tp or self.tp), self.stands_for)
+    def steps(self) -> StepTimes:
+        """Step times of an engine."""
+        return Grouped(lookup(self.device, self.model, self.tp), self.stands_for)
 
 
 class Grouped:
@@ -128,39 +119,27 @@ class _Moving(msgspec.Struct):
     free_at: float = -1.0
 
 
-class Layout(msgspec.Struct, frozen=True):
-    """The layout after a restart of all ranks."""
-
-    core: tuple[int, int]
-    """Nodes that only train, and that only roll out."""
-    engines: tuple[tuple[int, int], ...]
-    """(TP, engines) of each node that can roll out, hybrid nodes first."""
-
-
 class ReplanPool:
     """Nodes of one `ControlledSimulation`; call `advance` every few seconds."""
 
     def __init__(self, site: Site, train: int) -> None:
         self.site = site
-        self.nodes: list[NodeFact] = []
+        kinds = ["train", *["hybrid"] * (site.nodes - 2), "rollout"]
+        self.nodes = [
+            NodeFact(rank, kind, "train" if rank < train else "rollout", 0.0) for rank, kind in enumerate(kinds)
+        ]
         self.switches: list[SwitchFact] = []
-        self.ordered: list[tuple[float, str, int]] = []
-        """Every order: (time, direction, rank)."""
-        self.repartitioned: list[float] = []
-        """When all ranks worked again after each repartition."""
-        self._engines_of: dict[int, tuple[int, int]] = {}
+        self.moves = 0
+        """Moves that were ordered."""
         self._moving: list[_Moving] = []
         self._started = 0
-        self._names: dict[int, list[str]] = {}
-        self._next: Layout | None = None
-        self._back_at = inf
-        self._place(Layout(site.core, ((site.tp, 1),) * (site.nodes - site.core[0])), train, 0.0)
+        self._engine_of: dict[int, str] = {}
 
     def simulation(
         self, work: Sequence[TrajectoryRecord], policy: Policy, truth: StepTruth, **control: Any
     ) -> ControlledSimulation:
         """A run on these nodes; ``control``: the simulation's controller, which calls `advance`, and its period."""
-        site, engines = self.site, self._serving_engines()
+        site, engines = self.site, [self.engine(node.rank) for node in self.nodes if node.role == "rollout"]
         settings = SimulationSettings(
             batch_groups=site.prompts,
             eta=site.eta,
@@ -168,95 +147,55 @@ class ReplanPool:
             max_inflight=site.slots * 3 // 2,
             sync_s=site.sync_s,
             report_s=REPORT_S,
-            train_nodes=self.count("train"),
+            train_nodes=sum(node.role == "train" for node in self.nodes),
         )
         return ControlledSimulation(work, engines, policy, settings, training=truth, **control)
 
-    def count(self, role: str) -> int:
-        return sum(node.role == role for node in self.nodes)
-
     @property
     def moving(self) -> bool:
-        """Whether a node is moving, or all of them restart."""
-        return bool(self._moving) or self._next is not None
+        """Whether a node is moving."""
+        return bool(self._moving)
 
     def serving(self) -> list[str]:
-        return [name for node in self.nodes if node.role == "rollout" for name in self._names[node.rank]]
+        return [self._engine_of[node.rank] for node in self.nodes if node.role == "rollout"]
 
-    def engines(self, rank: int) -> list[EngineSpec]:
-        """New engines of a node; each start has its own names."""
+    def engine(self, rank: int) -> EngineSpec:
+        """The new engine of a node; each start has its own name."""
         self._started += 1
-        tp, count = self._engines_of[rank]
-        self._names[rank] = [f"n{rank}.{self._started}" + (f".{i}" if count > 1 else "") for i in range(count)]
-        return [EngineSpec(name, tp, self.site.steps(tp)) for name in self._names[rank]]
+        self._engine_of[rank] = f"n{rank}.{self._started}"
+        return EngineSpec(self._engine_of[rank], self.site.tp, self.site.steps())
 
     def order(self, sim: ControlledSimulation, direction: str, rank: int, now: float) -> None:
         node = _Moving(rank, direction, now)
         self._moving.append(node)
-        self.ordered.append((now, direction, rank))
+        self.moves += 1
         self._role(rank, direction, now)
         if direction == "to_train":
-            names = list(self._names[rank])
 
             def drained() -> None:
-                names.pop()
-                if not names:
-                    node.free_at = sim.now
+                node.free_at = sim.now
 
-            for name in tuple(names):
-                sim.drain(name, drained)
-            return
-        sim.training.nodes -= 1
-        node.step = 0 if sim.training.idle else len(sim.training.steps)
-
-    def repartition(self, sim: ControlledSimulation, layout: Layout) -> None:
-        """Restart all ranks at the next step boundary; no node may be moving."""
-        self._next, self._back_at = layout, inf
-        sim.hold_training(True)
+            sim.drain(self._engine_of[rank], drained)
+        else:
+            sim.training.nodes -= 1
+            node.step = 0 if sim.training.idle else len(sim.training.steps)
 
     def advance(self, sim: ControlledSimulation, now: float) -> None:
         """Advance every moving node whose time has come."""
-        if self._next is not None:
-            self._repartition(sim, self._next, now)
         for node in list(self._moving):
             if node.direction == "to_rollout":
                 if node.free_at < 0.0 and (node.step == 0 or sim.training.steps[node.step - 1].end_at > 0.0):
                     node.free_at = now
-                    for spec in self.engines(node.rank):
-                        sim.join(spec, self.site.to_rollout_s)
-                done = node.free_at >= 0.0 and all(name in sim.engines for name in self._names[node.rank])
+                    sim.join(self.engine(node.rank), self.site.to_rollout_s)
+                done = node.free_at >= 0.0 and self._engine_of[node.rank] in sim.engines
             else:
                 done = node.free_at >= 0.0 and now >= node.free_at + self.site.to_train_s
-                if done:
-                    sim.training.nodes += 1
+                sim.training.nodes += done
             if done:
                 self._moving.remove(node)
                 self._role(node.rank, node.direction.removeprefix("to_"), now)
                 is_train, took_s = node.direction == "to_train", now - node.ordered
                 self.switches.append(SwitchFact(now, "to_train" if is_train else "to_rollout", took_s))
-
-    def _repartition(self, sim: ControlledSimulation, layout: Layout, now: float) -> None:
-        if self._back_at == inf and sim.training.idle:
-            self._back_at = now + self.site.restart_s
-            self._place(layout, layout.core[0], now)
-            sim.training.nodes = layout.core[0]
-            sim.restart(self._serving_engines(), self.site.restart_s)
-        if now >= self._back_at:
-            self._next = None
-            self.repartitioned.append(now)
-            sim.hold_training(False)
-
-    def _place(self, layout: Layout, train: int, now: float) -> None:
-        """Give every node its component, role and engines; ``train`` nodes train."""
-        first, last = layout.core[0], self.site.nodes - layout.core[1]
-        kinds = ["train" if rank < first else "hybrid" if rank < last else "rollout" for rank in range(self.site.nodes)]
-        self.nodes = [
-            NodeFact(rank, kind, "train" if rank < train else "rollout", now) for rank, kind in enumerate(kinds)
-        ]
-        self._engines_of = {first + i: engines for i, engines in enumerate(layout.engines)}
-
-    def _serving_engines(self) -> list[EngineSpec]:
-        return [spec for node in self.nodes if node.role == "rollout" for spec in self.engines(node.rank)]
 
     def _role(self, rank: int, role: str, now: float) -> None:
         self.nodes[rank] = NodeFact(rank, self.nodes[rank].component, role, now)

@@ -2,34 +2,21 @@
 
 - `Static`: never moves.
 - `Live`: the live `Player`, with the snapshot of a live run.
-- `Tiers`: the same with repartitions.
 - `VerlLike`: the published adaptive rule of another framework.
-- `Schedule`: moves at stated steps; with `best_schedule` it is the clairvoyant.
-
-The clairvoyant has the step times of every static run. `best_schedule` is the cheapest path through (step, split). It
-is run like any other rule, with orders one or two steps ahead. It is a strong plan, not a proved bound, because a batch
-that is half done at a move takes other times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
-from math import inf
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
 from bench.controlled_simulation import ControlledSimulation
-from bench.replan_pool import Grouped, Layout, ReplanPool, Site, StepTruth
+from bench.replan_pool import ReplanPool, Site, StepTruth
 from bench.replan_view import View, Watched
-from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.rollout import PlannerSection
-from libra_hpc.config.run import RunConfig
-from libra_hpc.models.step_times.lookup import lookup
-from libra_hpc.planning.live import live_player
 from libra_hpc.planning.live_play import LivePlay
-from libra_hpc.policies.control.layout_choice import EVERY_S
 from libra_hpc.policies.control.player import Player
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.plan import PlanDecision
@@ -59,20 +46,13 @@ class Played(msgspec.Struct, frozen=True):
     seconds: float
     tokens: int
     """Trained on."""
-    ends: list[float]
-    """When each step ended."""
+    steps: int
     moves: int
     """Node moves that were ordered."""
     switching_s: float
     """Node seconds between order and work in the new role."""
     decisions: list[PlanDecision]
     """Other than ``hold``."""
-    repartitioned: list[float]
-    """When all ranks worked again after each repartition."""
-
-    @property
-    def tokens_s(self) -> float:
-        return self.tokens / self.seconds
 
 
 class Rule(Protocol):
@@ -88,10 +68,11 @@ class Static:
 
 
 class Live:
-    """The planner of a live run, by default without repartitions; orders are carried out at once."""
+    """The planner of a live run without repartitions; orders are carried out at once."""
 
-    def __init__(self, settings: PlannerSection, site: Site, planner: Player | None = None) -> None:
-        self.planner = planner or player(settings, site)
+    def __init__(self, settings: PlannerSection, site: Site) -> None:
+        limits = SimulationSettings(max_num_seqs=site.slots, max_inflight=site.slots * 3 // 2, report_s=REPORT_S)
+        self._planner = Player(settings, LivePlay(((site.tp, 1),), POLICY, limits))
         self.decisions: list[PlanDecision] = []
         self.evaluations = 0
         self._interval_s = settings.interval_s
@@ -102,95 +83,11 @@ class Live:
             return
         self._next = now + self._interval_s
         self.evaluations += 1
-        decision = self.planner.decide(view.snapshot(sim), now)
+        decision = self._planner.decide(view.snapshot(sim), now)
         if decision.action != "hold":
             self.decisions.append(decision)
-            self.obey(decision, pool, sim=sim, view=view, now=now)
-
-    def obey(self, decision: PlanDecision, pool: ReplanPool, sim: ControlledSimulation, view: View, now: float) -> None:
-        for rank in decision.nodes:
-            pool.order(sim, decision.action, rank, now)
-
-
-class Tiers(Live):
-    """`Live` with repartitions: the site is written as a run file, and the planner is made as in a live run.
-
-    After a proposal the pool stops at the next step boundary and restarts in the new layout, with a new planner. At
-    most one in `EVERY_S`. The simulator's training seconds do not depend on the parallelism within a node: a gain
-    predicted from another TP or PP does not appear.
-    """
-
-    def __init__(self, settings: PlannerSection, site: Site) -> None:
-        self._site, self._config, self._starts = site, run_file(site, settings), 0
-        super().__init__(settings, site, self._begun())
-
-    def act(self, pool: ReplanPool, sim: ControlledSimulation, view: View, now: float) -> None:
-        if len(pool.repartitioned) > self._starts:
-            self._starts = len(pool.repartitioned)
-            view.restart(sim)
-            self.planner = self._begun(now + EVERY_S)
-        super().act(pool, sim, view, now)
-
-    def obey(self, decision: PlanDecision, pool: ReplanPool, sim: ControlledSimulation, view: View, now: float) -> None:
-        if decision.action != "repartition":
-            super().obey(decision, pool, sim=sim, view=view, now=now)
-            return
-        self._config = with_values(self._config, decision.changes)
-        pool.repartition(sim, layout_of(self._config))
-
-    def _begun(self, after: float = -inf) -> Player:
-        size = self._site.stands_for
-        return live_player(
-            self._config, after, lambda device, shape, tp: Grouped(lookup(device, shape, tp), size), REPORT_S
-        )
-
-
-def player(settings: PlannerSection, site: Site) -> Player:
-    """The player of a live run in this process, without other layouts."""
-    limits = SimulationSettings(max_num_seqs=site.slots, max_inflight=site.slots * 3 // 2, report_s=REPORT_S)
-    return Player(settings, LivePlay(((site.tp, 1),), POLICY, limits))
-
-
-def run_file(site: Site, settings: PlannerSection) -> RunConfig:
-    train, rollout = site.core
-    node = {"gpus": site.tp, "gpu_type": site.device}
-    data: dict[str, Any] = {
-        "slurm": {"device": "cuda"},
-        "model": {"path": site.model},
-        "components": {
-            "train": {"nodes": train, **node},
-            "hybrid": {"nodes": site.nodes - train - rollout, **node},
-            "rollout": {"nodes": rollout, **node},
-        },
-        "algorithm": {"prompts_per_step": site.prompts, "group_size": site.group, "eta": site.eta},
-        "train": {"tp": site.tp, "recompute": True},
-        "rollout": {"tp": site.tp, "max_num_seqs": site.slots, "policy": POLICY, "max_model_len": site.max_model_len},
-        "planner": msgspec.to_builtins(settings),
-    }
-    return validate(data)
-
-
-def layout_of(config: RunConfig) -> Layout:
-    parts = config.components
-    nodes = range(parts.hybrid.nodes + parts.rollout.nodes)
-    engines = tuple(config.rollout.on_node(i) for i in nodes)
-    return Layout((parts.train.nodes, parts.rollout.nodes), engines)
-
-
-class Schedule:
-    """``splits[k]`` training nodes for step k, ordered ``lead`` steps before."""
-
-    def __init__(self, splits: Sequence[int], lead: int) -> None:
-        self._splits, self._lead = splits, lead
-
-    def act(self, pool: ReplanPool, sim: ControlledSimulation, view: View, now: float) -> None:
-        if pool.moving:
-            return
-        step = min(len(sim.training.steps) + self._lead, len(self._splits) - 1)
-        missing = self._splits[step] - pool.count("train")
-        role, direction = ("rollout", "to_train") if missing > 0 else ("train", "to_rollout")
-        for node in [n for n in pool.nodes if n.component == "hybrid" and n.role == role][: abs(missing)]:
-            pool.order(sim, direction, node.rank, now)
+            for rank in decision.nodes:
+                pool.order(sim, decision.action, rank, now)
 
 
 class VerlLike:
@@ -256,9 +153,9 @@ class VerlLike:
         sim.hold_training(True)
         for node in pool.nodes:
             if node.component == "hybrid" and node.role == "train":
-                for spec in pool.engines(node.rank):
-                    self._active.append(spec.name)
-                    sim.join(spec, SWITCH_S / 2.0)
+                spec = pool.engine(node.rank)
+                self._active.append(spec.name)
+                sim.join(spec, SWITCH_S / 2.0)
 
     def _deactivate(self, sim: ControlledSimulation, now: float) -> None:
         self._leaving, self._asked_at, self._gone_at, self._away = True, now, now, len(self._active)
@@ -291,55 +188,11 @@ def play(site: Site, work: Sequence[TrajectoryRecord], rule: Rule, train: int, s
         rule.act(pool, sim, view, now)
 
     result = pool.simulation(work, watched, truth, controller=control, controller_s=ACT_S).run()
-    ends = [s.end_at for s in result.steps]
-    live = rule if isinstance(rule, Live) else None
     return Played(
-        seconds=ends[-1],
+        seconds=result.steps[-1].end_at,
         tokens=sum(s.tokens for s in result.steps),
-        ends=ends,
-        moves=len(pool.ordered),
+        steps=len(result.steps),
+        moves=pool.moves,
         switching_s=sum(s.seconds for s in pool.switches),
-        decisions=live.decisions if live else [],
-        repartitioned=pool.repartitioned,
+        decisions=rule.decisions if isinstance(rule, Live) else [],
     )
-
-
-def best_schedule(runs: dict[int, Played], switch_s: float) -> list[int]:
-    """Training nodes per step: the cheapest path when each step takes its time under that static split.
-
-    A change costs ``switch_s`` seconds.
-    """
-    splits = sorted(runs)
-    lasted = {n: [b - a for a, b in pairwise([0.0, *_smooth(runs[n].ends)])] for n in splits}
-    cost = {n: lasted[n][0] for n in splits}
-    came: list[dict[int, int]] = []
-    for step in range(1, len(lasted[splits[0]])):
-        before = cost
-        source = {n: min(splits, key=lambda m: before[m] + (switch_s if m != n else 0.0)) for n in splits}
-        cost = {n: before[source[n]] + (switch_s if source[n] != n else 0.0) + lasted[n][step] for n in splits}
-        came.append(source)
-    path = [min(splits, key=lambda n: cost[n])]
-    for source in reversed(came):
-        path.append(source[path[-1]])
-    return path[::-1]
-
-
-def _smooth(ends: Sequence[float]) -> list[float]:
-    """The same ends, each step's length averaged with its neighbours': what one batch shifts to the next is no gain."""
-    lengths = [b - a for a, b in pairwise([0.0, *ends])]
-    out, total = [], 0.0
-    for i in range(len(lengths)):
-        near = lengths[max(0, i - 1) : i + 2]
-        total += sum(near) / len(near)
-        out.append(total)
-    return out
-
-
-Runner = Callable[[Rule, int], Played]
-"""(rule, training nodes at the start) -> run, with site, work and seed fixed."""
-
-
-def clairvoyant(run: Runner, statics: dict[int, Played], switch_s: float) -> Played:
-    """The better of two schedules, with orders one and two steps ahead."""
-    splits = best_schedule(statics, switch_s)
-    return min((run(Schedule(splits, lead), splits[0]) for lead in (1, 2)), key=lambda played: played.seconds)

@@ -88,15 +88,7 @@ class View:
         self._pool, self._watched, self._truth, self._total = pool, watched, truth, steps
         self._busy: dict[str, tuple[float, int]] = {}
         self._decode_s = 0.0
-        self._first = 0
         self._measured = MeasuredSteps()
-
-    def restart(self, sim: ControlledSimulation) -> None:
-        """Drop all measurements, as rank 0 does at a restart."""
-        self._measured = MeasuredSteps()
-        self._watched.trajectories.clear()
-        self._busy.clear()
-        self._first = len(sim.training.steps)
 
     def look(self, sim: ControlledSimulation) -> None:
         """Read the engines' counters."""
@@ -113,7 +105,7 @@ class View:
     def snapshot(self, sim: ControlledSimulation) -> PlanSnapshot:
         site, pool = self._pool.site, self._pool
         done = [s for s in sim.training.steps if s.end_at > 0.0]
-        first = max(self._first, len(done) - STEPS)
+        first = max(0, len(done) - STEPS)
         steps = tuple(
             TrainStepFact(at=s.end_at, tokens=s.tokens, nodes=nodes, seconds=s.end_at - s.start_at)
             for s, nodes in zip(done[first:], self._truth.train_nodes[first : len(done)], strict=True)

@@ -51,11 +51,6 @@ def mixture(step: float) -> list[tuple[Profile, float]]:
     return [(REASONING, share), (DOCUMENTS, 1.0 - share)]
 
 
-def steady(step: float) -> list[tuple[Profile, float]]:
-    """No drift: half of each."""
-    return [(REASONING, 0.5), (DOCUMENTS, 0.5)]
-
-
 WORKLOADS: dict[str, Workload] = {"answers grow": answers_grow, "curriculum": curriculum, "mixture": mixture}
 
 

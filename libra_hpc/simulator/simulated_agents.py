@@ -66,18 +66,11 @@ class Agents:
         return engine
 
     def down(self, name: str) -> None:
-        """An engine is gone; it has no turn that is not answered, or none that will be."""
+        """An engine is gone; it has no turn that is not answered."""
         self._board.down(name)
         engine = self.engines.pop(name)
         self._recorder.gone(engine, self._events.now)
         self._events.drop(self._step, argument=engine)
-
-    def stop(self) -> None:
-        """All engines are gone at once; turns in flight are never answered."""
-        self._requests.clear()
-        self._events.drop(self._arrive, self._answer)
-        for name in list(self.engines):
-            self.down(name)
 
     def send(self, trajectory: SimulatedTrajectory, turn: TurnView, decision: Decision) -> SentTurn:
         """Send a routed turn to its engine; raises `OperationError` when no engine can hold it to its end."""

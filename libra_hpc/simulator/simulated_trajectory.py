@@ -46,15 +46,10 @@ class SimulatedTrajectory:
         self.opened_at = self.ready_at = self.asked_at = 0.0
         self.place = ""
         """``queue``, ``engine``, ``tool``, ``done``; empty before admission."""
-        self.begin()
-
-    def begin(self) -> None:
-        """Start before the first turn, first or again."""
         self.turn = self.attained = self.partial = self.sample = 0
         self.context = self.spec.prompt_tokens + self.spec.turns[0].new_tokens
         self.signals: tuple[Signal, ...] = ()
         self.engine = ""
-        self.high = min(self.high, self.context)
 
     def ready(self, now: float) -> None:
         """The turn, or the rest of a migrated one, needs an engine."""

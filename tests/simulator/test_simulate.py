@@ -313,14 +313,6 @@ def test_a_controller_sees_counters_and_moves_engines() -> None:
     assert result.makespan_s == 14.0
 
 
-def test_of_a_trajectory_that_restarts_only_the_prompt_was_computed() -> None:
-    run = SimulatedTrajectory("p/0", TrajectoryRecord("p", 0, 8, (turn(20), turn(5, new=3))))
-    run.answered(27, 0)
-    assert (run.context, run.attained, run.high) == (31, 20, 27)
-    run.begin()
-    assert (run.context, run.attained, run.turn, run.signals, run.high) == (8, 0, 0, (), 8)
-
-
 def test_a_new_sample_is_a_context_of_its_own_and_all_samples_are_trained() -> None:
     turns = (turn(20), turn(5, new=3), msgspec.structs.replace(turn(6, new=10), new_sample=True))
     spec_of = TrajectoryRecord("p", 0, 8, turns)
