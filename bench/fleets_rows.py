@@ -11,15 +11,12 @@ longest context count, because vLLM would not start otherwise.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from bench.scheduling import work_of
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
@@ -154,20 +151,11 @@ ROWS: dict[str, Setting] = {
 }
 
 
-def setting_of(name: str) -> Setting:
-    """A row by name, or so many trajectories of a recorded trace by its path."""
-    return ROWS.get(name, Setting(preset=name))
-
-
 @lru_cache(maxsize=16)
 def work(name: str, seed: int) -> tuple[list[list[TrajectoryRecord]], list[TrajectoryRecord]]:
     """(batches from which the policies learned before, the work); there are none before in most rows."""
-    row = setting_of(name)
+    row = ROWS[name]
     count = row.trajectories * max(1, row.batches)
-    if name not in ROWS:
-        # Draws more than it needs: contexts that no run would allow are left out.
-        recorded = [one for one in work_of(name, seed, 4 * count) if one.context <= MAX_CONTEXT]
-        return [], recorded[:count]
     before = []
     if row.change == "mislead":
         before = [_made(row, count, seed + 1_000)]
@@ -194,13 +182,6 @@ def _opposite(turn: TurnRecord) -> TurnRecord:
     return replace(turn, outcome=outcome, exit_code=code, passed=turn.failed, failed=turn.passed)
 
 
-def longest_context(name: str, seeds: Sequence[int]) -> int:
-    """Where trajectories end: known in generated work, else the longest recorded one of ``seeds``."""
-    if name in ROWS:
-        return MAX_CONTEXT
-    return max(one.context for seed in seeds for one in work(name, seed)[1])
-
-
 # --- fleets
 
 
@@ -221,37 +202,28 @@ def less_nodes(row: Setting, train: int) -> Setting:
     return row._replace(pools=((device, gpus - train * NODE), *others))
 
 
-def usable(row: Setting, longest: int) -> list[list[int]]:
-    """By pool: degrees whose KV cache holds the longest context."""
-    return [[tp for tp in DEGREES if lookup(d, row.model, tp).kv_capacity > longest] for d, _ in row.pools]
-
-
-def homogeneous(row: Setting, longest: int) -> list[Fleet]:
-    """Every fleet with one degree on each kind of GPU."""
-    able = usable(row, longest)
+def homogeneous(row: Setting) -> list[Fleet]:
+    """Every fleet with one degree on each kind of GPU, whose KV caches hold the longest context."""
+    able = [[tp for tp in DEGREES if lookup(d, row.model, tp).kv_capacity > MAX_CONTEXT] for d, _ in row.pools]
     return [tuple(Part(pool, tp, row.pools[pool][1] // tp) for pool, tp in enumerate(tps)) for tps in product(*able)]
 
 
-def fleets_of(row: Setting, longest: int) -> list[Fleet]:
+def fleets_of(row: Setting) -> list[Fleet]:
     """Every homogeneous fleet; with one kind of GPU the common mixes too."""
-    able, same = usable(row, longest), homogeneous(row, longest)
+    found = homogeneous(row)
     if len(row.pools) > 1:
-        return same
-    nodes = row.pools[0][1] // NODE
-    mixed = []
+        return found
+    able, nodes = {fleet[0].tp for fleet in found}, row.pools[0][1] // NODE
     for shares in MIXES:
-        if not set(shares) <= set(able[0]):
-            continue
-        whole, left = sum(shares.values()), nodes
-        counts = {}
+        whole, left, counts = sum(shares.values()), nodes, dict[int, int]()
         for tp, share in shares.items():
             counts[tp] = min(left, max(1, round(nodes * share / whole)))
             left -= counts[tp]
         counts[max(counts)] += left
         fleet = tuple(Part(0, tp, n * NODE // tp) for tp, n in counts.items() if n)
-        if len(fleet) > 1 and fleet not in mixed:
-            mixed.append(fleet)
-    return same + mixed
+        if set(shares) <= able and len(fleet) > 1 and fleet not in found:
+            found.append(fleet)
+    return found
 
 
 def engines_of(row: Setting, fleet: Fleet) -> list[EngineSpec]:
@@ -285,7 +257,3 @@ def quantile_thresholds(name: str, seed: int) -> tuple[int, int, int]:
     """Buckets by the lengths themselves: half, nine tenths and 97 % of the trajectories."""
     cuts = statistics.quantiles([one.generated for one in work(name, seed)[1]], n=100)
     return int(cuts[49]), int(cuts[89]), int(cuts[96])
-
-
-def trace_name(name: str) -> str:
-    return Path(name).name.split(".")[0]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from bench.fleets_rows import NODE, Fleet, Part, Setting, setting_of, work
+from bench.fleets_rows import MAX_CONTEXT, NODE, ROWS, Fleet, Part, Setting, work
 from libra_hpc.errors import OperationError
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
@@ -78,7 +78,7 @@ class Planned(NamedTuple):
 @lru_cache(maxsize=64)
 def train_seconds(name: str, seed: int, roles: Roles) -> Trained:
     """Of the best layout; raises `OperationError` when none fits."""
-    row = setting_of(name)
+    row = ROWS[name]
     batch = BatchWork(row.trajectories, sample_of(work(name, seed)[1]), row.eta)
     cost = TrainCost(model_shape(row.model), device(row.pools[0][0]), NODE, batch.training)
     core = roles.train or roles.core or nodes_of(row)
@@ -99,11 +99,11 @@ def nodes_of(row: Setting) -> int:
     return row.pools[0][1] // NODE
 
 
-def settings_of(row: Setting, longest: int, fleet: Fleet, roles: Roles, portion: int = 0) -> SimulationSettings:
+def settings_of(row: Setting, fleet: Fleet, roles: Roles, portion: int = 0) -> SimulationSettings:
     if not row.batches:
-        return SimulationSettings(max_model_len=longest)
+        return SimulationSettings(max_model_len=MAX_CONTEXT)
     shape, gpu = model_shape(row.model), device(row.pools[0][0])
-    settings = SimulationSettings(max_model_len=longest, batch_groups=row.trajectories // row.group, eta=row.eta)
+    settings = SimulationSettings(max_model_len=MAX_CONTEXT, batch_groups=row.trajectories // row.group, eta=row.eta)
     if roles.train:
         return replace(settings, update=update_time(shape, gpu).by(roles.train * NODE), portion_groups=portion)
     copy_s = 0.0
@@ -113,20 +113,20 @@ def settings_of(row: Setting, longest: int, fleet: Fleet, roles: Roles, portion:
     return replace(settings, colocation=Colocation(roles.switch_s + copy_s), keep_kv=roles.keep_kv)
 
 
-def planned_split(name: str, seeds: Sequence[int], longest: int, policy: str) -> Planned:
+def planned_split(name: str, seeds: Sequence[int], policy: str) -> Planned:
     """The choice of `libra-hpc plan` for the lengths of the work of ``seeds``, among every way in turn."""
-    row = setting_of(name)
+    row = ROWS[name]
     seen = [replace(one, prompt_id=f"{seed}/{one.prompt_id}") for seed in seeds for one in work(name, seed)[1]]
     asked = PlanRequest(
         shape=model_shape(row.model),
         pools=(DevicePool(device(row.pools[0][0]), nodes_of(row), NODE),),
         batch=BatchWork(row.trajectories, sample_of(seen), row.eta),
         group=row.group,
-        max_model_len=longest,
+        max_model_len=MAX_CONTEXT,
         max_num_seqs=SimulationSettings().max_num_seqs,
         space=TrainSpace(),
         lengths="the work of the choosing seeds",
-        work=Work(tuple(seen), Assumed(), longest),
+        work=Work(tuple(seen), Assumed(), MAX_CONTEXT),
         policy=policy,
         in_turn=tuple(InTurn(SWITCH_S, core) for core in (False, True)),
     )

@@ -1,6 +1,6 @@
 """Published scheduling policies that the library does not have, one file each: any `rollout.policy` may name one.
 
-Each file imports only `libra_hpc`, so that ``bench/policies/autellix.py:Autellix`` also works in a run file.
+Each file imports only `libra_hpc`, so that ``bench/policies/stays.py:RoundRobin`` also works in a run file.
 """
 
 from pathlib import Path
@@ -8,15 +8,11 @@ from pathlib import Path
 from libra_hpc.policies.scheduling.registry import policy_names
 
 FILES = {
-    "autellix": "autellix.py:Autellix",
     "cache_aware": "stays.py:CacheAware",
     "cmlfq_cost": "libra.py:CmlfqCost",
     "la_mlfq": "libra.py:LaMlfq",
     "least_live": "stays.py:LeastLive",
-    "length_aware": "length_aware.py:LengthAware",
-    "libra": "libra.py:Libra",
     "round_robin": "stays.py:RoundRobin",
-    "tp_sticky": "tp_sticky.py:TpSticky",
 }
 """Name -> file of this folder and class."""
 POLICIES = {name: name for name in policy_names()} | {

@@ -1,14 +1,9 @@
-"""The rules of Libra (arXiv 2606.03077 and its code): `libra`, the published one, `cmlfq_cost` and `la_mlfq`.
-
-They share a prefix tree of remaining tokens (`PrefixTree`) and length buckets (`LengthBuckets`).  One addition to
-`libra`: if its engine is full, the trajectory gets another engine of its bucket; the original queues there.
-"""
+"""Two rules of Libra's code (arXiv 2606.03077): `cmlfq_cost` with a prefix tree of remaining tokens, and `la_mlfq`."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
 
 from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
@@ -16,7 +11,7 @@ from libra_hpc.policies.scheduling.rules import LiveTrajectories, Rule, eligible
 from libra_hpc.protocol.env import Signal
 
 RING = 200
-"""Samples of a node behind its 90th percentile."""
+"""Newest samples of a node that count."""
 SMALL, MEDIUM = 500, 5_000
 """Upper bounds of the payload classes, tokens."""
 REBUILD_VERSIONS = 5
@@ -37,31 +32,8 @@ class PrefixNode:
     """Samples of one path."""
 
     def __init__(self) -> None:
-        self.count = 0
-        self.mean = 0.0
-        self._ring: deque[float] = deque(maxlen=RING)
-        self._p90: float | None = None
+        self.recent: deque[float] = deque(maxlen=RING)
         self.children: dict[Symbol, PrefixNode] = {}
-
-    def add(self, value: float) -> None:
-        """Learn one sample."""
-        self.count += 1
-        self.mean += (value - self.mean) / self.count
-        self._ring.append(value)
-        self._p90 = None
-
-    @property
-    def recent(self) -> Sequence[float]:
-        """The last samples, oldest first."""
-        return self._ring
-
-    @property
-    def p90(self) -> float:
-        """90th percentile of the last samples; at least one must exist."""
-        if self._p90 is None:
-            values = sorted(self._ring)
-            self._p90 = values[-(-9 * len(values) // 10) - 1]
-        return self._p90
 
 
 class PrefixTree:
@@ -69,7 +41,7 @@ class PrefixTree:
 
     - A path is the sequence of symbols (tool, payload class, status), in a tree per prompt and in a global one.
     - A trajectory of T tokens ends, with tool returns at p_1..p_m -> the root gets T, depth i gets max(0, T - p_i).
-    - A node has the mean of all samples and the 90th percentile of the last `RING`.
+    - A node has the last `RING` samples.
     - A lookup walks the prompt's tree as deep as it matches; without one, the global tree.
     - `REBUILD_VERSIONS` weight versions pass -> both are rebuilt from the last `RECENT` trajectories.
 
@@ -94,7 +66,7 @@ class PrefixTree:
             self._learn(record)
 
     def look_up(self, prompt_id: str, signals: tuple[Signal, ...]) -> PrefixNode:
-        """The deepest node that matches; its count is 0 if nothing was learned."""
+        """The deepest node that matches; without samples if nothing was learned."""
         node = self._prompts.get(prompt_id, self._global)
         for signal in signals:
             child = node.children.get(symbol(signal))
@@ -107,10 +79,10 @@ class PrefixTree:
         if not record.signals:
             return
         for node in (self._global, self._prompts.setdefault(record.prompt_id, PrefixNode())):
-            node.add(record.generated_tokens)
+            node.recent.append(record.generated_tokens)
             for signal, at in zip(record.signals, record.at_signal, strict=False):
                 node = node.children.setdefault(symbol(signal), PrefixNode())
-                node.add(max(0, record.generated_tokens - at))
+                node.recent.append(max(0, record.generated_tokens - at))
 
 
 THRESHOLDS = (4_000, 12_000, 30_000)
@@ -153,76 +125,6 @@ class LengthBuckets:
         return chosen
 
 
-class Libra(Rule):
-    """Moves when mean and 90th percentile of the remaining tokens agree.
-
-    - A new trajectory -> the shortest bucket, whatever its prompt.
-    - A tool returns -> mean and 90th percentile of the remaining tokens at the tree node of its path.
-    - Both are in one bucket -> that bucket is the target; they disagree, or there are no samples -> it stays.
-    - The target is its present bucket -> it stays on its engine.
-    - Otherwise -> it moves at once, up or down, whatever the prefill costs.
-    - Turns go first come, first served, in the queue and in the engines.
-    """
-
-    name = "libra"
-
-    def __init__(self, thresholds: tuple[int, ...] = THRESHOLDS, max_queue_length: int = MAX_QUEUE_LENGTH) -> None:
-        self.tree = PrefixTree()
-        self._buckets = LengthBuckets(thresholds, max_queue_length)
-        self._level: dict[str, int] = {}
-
-    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        """See `Policy.route`."""
-        levels = len(board.classes)
-        level = min(self._level.get(turn.trajectory, 0), max(0, levels - 1))
-        target, reason, numbers = self._target(turn, level, levels)
-        if target == level:
-            last = last_engine(turn, eligible(turn, board))
-            if last is not None:
-                numbers["engine"] = last.engine
-                return Decision(
-                    engine=last.engine,
-                    priority=0,
-                    level=last.level,
-                    template=f"stay on {{engine}}: {reason}",
-                    numbers=numbers,
-                )
-        chosen = self._buckets.choose(target, turn, board)
-        if chosen is None:
-            return wait(board, target)
-        self._level[turn.trajectory] = target
-        numbers |= {"engine": chosen.engine, "bucket": float(target)}
-        return Decision(
-            engine=chosen.engine,
-            priority=0,
-            level=chosen.level,
-            template=f"bucket {{bucket:.0f}}, least connections {{engine}}: {reason}",
-            numbers=numbers,
-        )
-
-    def finished(self, record: Finished, now: float) -> None:
-        """See `Policy.finished`."""
-        self.tree.insert(record)
-        super().finished(record, now)
-
-    def forget(self, trajectory: str) -> None:
-        """See `Policy.forget`."""
-        self._level.pop(trajectory, None)
-        self._buckets.live.drop(trajectory)
-
-    def _target(self, turn: TurnView, level: int, levels: int) -> tuple[int, str, dict[str, float | str]]:
-        if not turn.signals:
-            return level, "no tool has returned", {}
-        node = self.tree.look_up(turn.prompt_id, turn.signals)
-        if not node.count:
-            return level, "nothing is known", {}
-        mean, p90 = self._buckets.level(node.mean, levels), self._buckets.level(node.p90, levels)
-        numbers: dict[str, float | str] = {"mean": node.mean, "p90": node.p90, "seen": float(node.count)}
-        if mean != p90:
-            return level, "mean {mean:.0f} and p90 {p90:.0f} of the remaining tokens disagree", numbers
-        return mean, "mean {mean:.0f} and p90 {p90:.0f} of the remaining tokens agree", numbers
-
-
 Bins = list[tuple[float, float]]
 """(share of the samples, their mean remaining tokens)."""
 
@@ -258,8 +160,8 @@ class CmlfqCost(Rule):
         below = [e for e in free if self._live.count(e) < self._limit] if self._limit > 0 else free
         last = last_engine(turn, free)
         node = self.tree.look_up(turn.prompt_id, turn.signals)
-        numbers: dict[str, float | str] = {"seen": float(node.count)}
-        if not node.count:
+        numbers: dict[str, float | str] = {"seen": float(len(node.recent))}
+        if not node.recent:
             chosen = last or min(below, key=lambda e: (e.tp, self._live.count(e)), default=None)
             reason = "nothing is known: {engine}"
         else:

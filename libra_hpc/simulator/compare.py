@@ -7,15 +7,13 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
 import msgspec
 
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.policies.scheduling.protocol import Policy
-from libra_hpc.policies.scheduling.registry import make_policy, policy_class
+from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.trace import TrajectoryRecord
 
 from .result import SimulationResult
@@ -25,47 +23,9 @@ from .simulate import simulate
 FIELD = "--policy"
 
 
-@runtime_checkable
-class Foresees(Protocol):
-    """The class of a policy that knows the future, which only a simulator has."""
-
-    def foreseeing(
-        self, work: Sequence[TrajectoryRecord], engines: Sequence[EngineSpec], settings: SimulationSettings
-    ) -> Policy:
-        """A policy for exactly this simulation."""
-
-
 class Compared(msgspec.Struct, frozen=True):
     result: SimulationResult
     computed_s: float
-
-
-def compare(
-    work: Sequence[TrajectoryRecord],
-    engines: Sequence[EngineSpec],
-    policies: Sequence[str],
-    settings: SimulationSettings,
-    progress: Callable[[str, int], None] = lambda name, ended: None,
-    before: Sequence[Sequence[TrajectoryRecord]] = (),
-) -> dict[str, Compared]:
-    """Simulate every policy, by its name in a run file; ``progress(name, trajectories that have ended)``.
-
-    A policy that does not foresee is first trained on the batches ``before``, in order.  Raises `UserError` for what
-    cannot be simulated.
-    """
-    done: dict[str, Compared] = {}
-    for name in policies:
-        found = policy_class(name, FIELD)
-        if isinstance(found, Foresees):
-            policy = found.foreseeing(work, engines, settings)
-        else:
-            policy = make_policy(name, FIELD)
-            for earlier in before:
-                simulate(earlier, engines, policy, settings)
-        begin = time.perf_counter()
-        result = simulate(work, engines, policy, settings, progress=partial(progress, name))
-        done[name] = Compared(result, time.perf_counter() - begin)
-    return done
 
 
 def compare_at_once(
@@ -75,7 +35,10 @@ def compare_at_once(
     settings: SimulationSettings,
     progress: Callable[[str, int], None],
 ) -> dict[str, Compared]:
-    """Run `compare` with each policy in a process; raises `OperationError` where one ends without a result."""
+    """Simulate each policy, by its name in a run file, in a process; ``progress(name, trajectories that have ended)``.
+
+    Raises `UserError` for what cannot be simulated, `OperationError` where a process ends without a result.
+    """
     links: dict[Connection, str] = {}
     # Forks, because sixteen thousand trajectories would take seconds to send.
     context = multiprocessing.get_context("fork")
@@ -112,6 +75,8 @@ def _simulated(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(BrokenPipeError):
         try:
-            link.send(compare(work, engines, [name], settings, lambda name, ended: link.send(ended))[name])
+            policy, begin = make_policy(name, FIELD), time.perf_counter()
+            result = simulate(work, engines, policy, settings, progress=link.send)
+            link.send(Compared(result, time.perf_counter() - begin))
         except (UserError, OperationError) as error:
             link.send(error)

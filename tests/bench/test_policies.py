@@ -1,4 +1,4 @@
-"""The published rules in `bench.policies`: who is chosen on small boards and why."""
+"""The rules in `bench.policies`: who is chosen on small boards, why, and who is admitted."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.policies import FILES, POLICIES
-from bench.policies.autellix import BETA, DECODE_S, Autellix, lower_bound_s
-from bench.policies.length_aware import LengthAware
-from bench.policies.libra import FOLLOW_S, CmlfqCost, LaMlfq
+from bench.policies.admission import Admitted
+from bench.policies.libra import FOLLOW_S, CmlfqCost, LaMlfq, PrefixTree, symbol
 from bench.policies.stays import MORE_TURNS, CacheAware, LeastLive, RoundRobin
-from bench.policies.tp_sticky import TpSticky
+from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.registry import make_policy, policy_class
-from tests.policies.scheduling.boards import OK, assert_nothing_is_kept, board_of, drive, ended, turn_of
+from libra_hpc.policies.scheduling.rules import LeastLoaded
+from libra_hpc.protocol.env import Signal
+from tests.policies.scheduling.boards import ERROR, OK, assert_nothing_is_kept, board_of, drive, ended, turn_of
 
 MIXED = (("one", 1), ("uno", 1), ("two", 2), ("four", 4))
 
@@ -30,75 +31,6 @@ def test_everything_is_served_and_nothing_is_kept_of_it(name: str, seed: int) ->
     policy = make_policy(POLICIES[name])
     drive(policy, board_of(*MIXED, cap=2), seed)
     assert_nothing_is_kept(policy)
-
-
-@pytest.mark.parametrize(("prompt", "engine"), [(5_000, "one"), (5_001, "two"), (10_001, "four"), (15_001, "eight")])
-def test_length_aware_maps_the_prompt_to_a_tp_degree(prompt: int, engine: str) -> None:
-    policy, board = LengthAware(), board_of(("eight", 8), ("four", 4), ("two", 2), ("one", 1))
-    assert policy.route(turn_of("t", context=prompt), board, 0.0).engine == engine
-    grown = turn_of("t", context=60_000, at=engine, turns=3)
-    assert policy.route(grown, board, 0.0).engine == engine, "the prompt decides, not the context"
-
-
-def test_length_aware_takes_the_next_degree_and_counts_live_trajectories() -> None:
-    policy, board = LengthAware(), board_of(("a1", 1), ("b1", 1), ("two", 2), ("four", 4), cap=1)
-    assert [policy.route(turn_of(f"t{i}"), board, 0.0).engine for i in range(2)] == ["a1", "b1"], (
-        "one live trajectory each, tool time included"
-    )
-    board.sent("a1", 1)
-    board.sent("b1", 1)
-    assert policy.route(turn_of("u"), board, 0.0).engine == "two"
-    board.sent("two", 1)
-    assert policy.route(turn_of("v"), board, 0.0).engine == "four", "then any other"
-
-
-def test_autellix_serves_the_least_served_program_first_until_the_other_has_waited_as_long() -> None:
-    policy, board = Autellix(), board_of(("a", 1), cap=1)
-    policy.route(turn_of("old"), board, 0.0)
-    tokens = int(100.0 / DECODE_S)
-    old = turn_of("old", attained=tokens, turns=1, ready=10.0)
-    assert policy.key(old, 10.0) == pytest.approx(10.0 + BETA * lower_bound_s(6)), (
-        "100 s of service: queue 6, from 64 s on"
-    )
-    assert policy.route(old, board, 10.0).priority == 6
-    assert (
-        policy.key(turn_of("new", ready=70.0), 70.0)
-        < policy.key(old, 70.0)
-        < policy.key(turn_of("newer", ready=80.0), 80.0)
-    )
-    assert policy.route(old, board, 80.0).priority == 0, "it has waited as long as it was served"
-    served = turn_of("old", attained=tokens, turns=2, ready=90.0)
-    assert policy.key(served, 90.0) == 90.0, "what it waited counts from then on"
-
-
-def test_autellix_sends_long_contexts_to_their_programs_engine() -> None:
-    policy, board = Autellix(), board_of(("a", 1), ("b", 1), cap=2)
-    assert policy.route(turn_of("t", context=3_000), board, 0.0).engine == "a"
-    board.sent("a", 3_000)
-    assert policy.route(turn_of("t", context=4_000, at="a", turns=1), board, 1.0).engine == "a"
-    assert policy.route(turn_of("s", context=2_048, at="a", turns=1), board, 1.0).engine == "b", (
-        "short ones go where there is least to do"
-    )
-    board.sent("a", 3_000)
-    assert policy.route(turn_of("t", context=5_000, at="a", turns=2), board, 2.0).engine == "b"
-    board.answered("a", 3_000)
-    assert policy.route(turn_of("t", context=6_000, at="b", turns=3), board, 3.0).engine == "b", (
-        "it stays with the new one"
-    )
-
-
-def test_tp_sticky_fills_engines_in_proportion_to_their_gpus() -> None:
-    policy, board = TpSticky(), board_of(("small", 1), ("large", 4), cap=99)
-    chosen = [policy.route(turn_of(f"t{number}"), board, 0.0).engine for number in range(10)]
-    assert chosen.count("large") == 8
-    assert policy.route(turn_of("t0", at=chosen[0], turns=1), board, 1.0).engine == chosen[0]
-
-
-def test_tp_sticky_counts_trajectories_in_tools_or_only_turns_in_flight() -> None:
-    board = board_of(("a", 1), ("b", 1))
-    by_life, by_turns = TpSticky(), TpSticky(live=False)
-    assert [p.route(turn_of("s"), board, 0.0).engine for p in (by_life, by_turns)] == ["a", "a"]
-    assert [p.route(turn_of("t"), board, 0.0).engine for p in (by_life, by_turns)] == ["b", "a"]
 
 
 def test_cmlfq_cost_weighs_decoding_against_the_prefill_of_a_move() -> None:
@@ -189,3 +121,92 @@ def test_cache_aware_gives_new_prompts_to_the_engine_with_the_fewest_and_an_unba
     for _ in range(MORE_TURNS + 1):
         board.sent("a", 1)
     assert policy.route(turn_of("p9", "p"), board, 0.0).engine == "b"
+
+
+def test_symbols_carry_tool_size_and_status() -> None:
+    found = [symbol(Signal("t", outcome, 1, 0.0)) for outcome in ("ok", "error", "timeout", "miss")]
+    assert found == [("t", 0, status) for status in ("success", "failure", "timeout", "success")]
+    assert [symbol(Signal("t", "ok", n, 0.0))[1] for n in (500, 501, 5_000, 5_001)] == [0, 1, 1, 2]
+
+
+def test_the_tree_asks_the_prompt_first_walks_as_deep_as_it_matches_and_is_rebuilt() -> None:
+    tree = PrefixTree()
+    tree.insert(ended("a", "p", 1000, signals=(OK, ERROR), at=(100, 400)))
+    assert list(tree.look_up("p", (OK, ERROR)).recent) == [600]
+    assert list(tree.look_up("p", (OK, OK)).recent) == [900], "the deepest match"
+    assert list(tree.look_up("q", (OK, ERROR)).recent) == [600], "no tree of its own: the global one"
+    tree.insert(ended("b", "q", 50, signals=(ERROR,), at=(10,)))
+    assert list(tree.look_up("q", (OK, ERROR)).recent) == [50], "its own root, although the global tree has the path"
+    tree.insert(ended("c", "p", 77))
+    tree.insert(ended("d", "p", 100, signals=(OK,), at=(1,), version=5))
+    assert list(tree.look_up("p", ()).recent) == [1000, 100], "of tools alone, and nothing recent is lost"
+
+
+# --- limits of admission
+
+
+def sent(dispatcher: Dispatcher, now: float = 0.0) -> list[tuple[str, str]]:
+    return [(turn.trajectory, decision.engine) for turn, decision in dispatcher.dispatch(now)]
+
+
+def shared(share: float, engines: str, cap: int = 4) -> tuple[Board, Dispatcher]:
+    """Least loaded under a share of caches of 1,000 tokens."""
+    board = board_of(*((name, 1) for name in engines), cap=cap, kv=1_000)
+    return board, Dispatcher(Admitted(LeastLoaded(), share=share), board)
+
+
+@pytest.mark.parametrize("limit", [{"share": 0.05}, {"most": 1}])
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**32))
+def test_everything_is_served_however_little_is_admitted(limit: dict[str, float], seed: int) -> None:
+    policy = Admitted(make_policy("sticky"), **limit)  # type: ignore[arg-type]
+    drive(policy, board_of(("a", 1), ("b", 1), ("c", 2), cap=3), seed)
+    assert_nothing_is_kept(policy)
+
+
+def test_contexts_of_live_trajectories_fill_at_most_the_share() -> None:
+    board, dispatcher = shared(0.6, "ab")
+    for name in "stuv":
+        dispatcher.ready(turn_of(name, name, context=300), 0.0)
+    assert sent(dispatcher) == [("s", "a"), ("t", "b"), ("u", "a"), ("v", "b")]
+    dispatcher.ready(turn_of("w", "w", context=10), 0.0)
+    assert sent(dispatcher) == [], "both engines are at the share"
+    board.answered("a", 300)
+    assert sent(dispatcher, 1.0) == [], "the trajectory is in a tool call, its cache is still wanted"
+    dispatcher.ready(turn_of("s", "s", at="a", turns=1, context=700), 1.0)
+    assert sent(dispatcher, 1.0) == [("s", "a")], "its own engine admits it beyond the share"
+    board.answered("b", 300)
+    dispatcher.finished(ended("t", "t", 300), 2.0)
+    assert sent(dispatcher, 2.0) == [("w", "b")]
+
+
+def test_at_most_so_many_trajectories_live_at_an_engine() -> None:
+    board = board_of(("a", 1), ("b", 1), cap=4)
+    dispatcher = Dispatcher(Admitted(LeastLoaded(), most=1), board)
+    for name in "stu":
+        dispatcher.ready(turn_of(name, name), 0.0)
+    assert sent(dispatcher) == [("s", "a"), ("t", "b")]
+    board.answered("a", 500)
+    dispatcher.drop("s", "s", 1.0)
+    assert sent(dispatcher, 1.0) == [("u", "a")]
+
+
+def test_a_trajectory_larger_than_the_share_runs_alone() -> None:
+    board, dispatcher = shared(0.5, "a")
+    dispatcher.ready(turn_of("long", "l", context=900), 0.0)
+    dispatcher.ready(turn_of("short", "s", context=100), 0.0)
+    assert sent(dispatcher) == [("long", "a")]
+    board.answered("a", 900)
+    dispatcher.drop("long", "l", 1.0)
+    assert sent(dispatcher, 1.0) == [("short", "a")]
+
+
+def test_turns_set_aside_do_not_keep_admitted_ones_waiting() -> None:
+    board, dispatcher = shared(0.5, "a", cap=64)
+    dispatcher.ready(turn_of("s", "s", context=500), 0.0)
+    assert sent(dispatcher) == [("s", "a")]
+    for number in range(200):
+        dispatcher.ready(turn_of(f"new{number}", "p", context=500), 0.0)
+    board.answered("a", 500)
+    dispatcher.ready(turn_of("s", "s", at="a", turns=1, context=600, ready=1.0), 1.0)
+    assert sent(dispatcher, 1.0) == [("s", "a")], "200 earlier turns are not admitted"

@@ -15,7 +15,7 @@ from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import write_trace
 
 ROOT = Path(__file__).parents[2]
-STICKY = f"{ROOT}/bench/policies/tp_sticky.py:TpSticky"
+ROBIN = f"{ROOT}/bench/policies/stays.py:RoundRobin"
 FLEET = ["--buckets", "2xTP1,1xTP2", "--model", "qwen3-8b", "--device", "a800"]
 
 
@@ -36,12 +36,12 @@ def simulate(*arguments: str) -> int:
 
 
 def test_json_has_every_policy_against_the_best(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(str(trace), *FLEET, "--gpus", "9", "--policy", f"least_loaded,cmlfq,{STICKY}", "--json") == 0
+    assert simulate(str(trace), *FLEET, "--gpus", "9", "--policy", f"least_loaded,cmlfq,{ROBIN}", "--json") == 0
     out = capsys.readouterr()
     answer = json.loads(out.out)
     assert answer["gpus"] == 8
     assert "1 of 9 GPUs stay empty" in out.err
-    assert list(answer["policies"]) == ["least_loaded", "cmlfq", STICKY]
+    assert list(answer["policies"]) == ["least_loaded", "cmlfq", ROBIN]
     generated = {row["generated_tokens"] for row in answer["policies"].values()}
     assert len(generated) == 1
     best_s = min(row["makespan_s"] for row in answer["policies"].values())
@@ -63,13 +63,13 @@ def test_a_policy_whose_process_ends_is_named(trace: Path, tmp_path: Path, capsy
 
 def test_table_fits_and_picture_is_written(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "out.svg"
-    assert simulate(str(trace), *FLEET, "--policy", f"sticky,{STICKY}", "--plot", str(picture)) == 0
+    assert simulate(str(trace), *FLEET, "--policy", f"sticky,{ROBIN}", "--plot", str(picture)) == 0
     out = capsys.readouterr().out
     rows = [line.split()[0] for line in out.splitlines() if line.strip()]
-    assert rows[-5:-3] == ["sticky", "TpSticky"]
+    assert rows[-5:-3] == ["sticky", "RoundRobin"]
     assert "makespan s" in out
     assert "re-prefill: tokens computed again" in out
-    assert ">TpSticky</text>" in picture.read_text()
+    assert ">RoundRobin</text>" in picture.read_text()
 
 
 def test_every_policys_row_is_whole_and_no_line_is_too_long(

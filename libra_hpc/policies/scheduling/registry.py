@@ -41,8 +41,6 @@ def policy_class(name: str, field: str = FIELD) -> type[Any]:
         return found
     if ":" not in name:
         why = "unknown policy (other published rules are files in bench/policies of the sources)"
-        if name == "libra":
-            why = "no longer built in; name its file of the sources, bench/policies/libra.py:Libra"
         raise invalid(field, name, why, [*_POLICIES, FORM])
     members = f"class with {', '.join(MEMBERS[:-1])} and {MEMBERS[-1]}"
     return load_class(field, name, members, lambda found: all(hasattr(found, member) for member in MEMBERS))

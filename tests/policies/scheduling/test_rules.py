@@ -84,8 +84,6 @@ def test_names_and_mistakes() -> None:
         ),
     ):
         make_policy("least_load")
-    with pytest.raises(UserError, match=r"'libra': no longer built in; .* bench/policies/libra\.py:Libra"):
-        check_policy("libra")
 
 
 MINE = """
