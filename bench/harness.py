@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,10 +41,6 @@ T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31,
 Job = TypeVar("Job", bound=tuple[Any, ...])
 Row = TypeVar("Row")
 Options = argparse.Namespace
-Rates = list[tuple[float, int]]
-"""(time in seconds, tokens so far)"""
-Figures = dict[str, float]
-"""Of one part of a live run, by name."""
 median = statistics.median
 
 
@@ -132,13 +128,6 @@ def by_row(
     return found
 
 
-def by_turns(seeds: Sequence[int], opponents: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """(seed, opponent), in reverse order with every other seed, so that drift of the machine's speed cancels."""
-    for turn, seed in enumerate(seeds):
-        for opponent in opponents[::-1] if turn % 2 else opponents:
-            yield seed, opponent
-
-
 def progress(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
@@ -176,13 +165,6 @@ def policy(seed: int, steps: int = 3000) -> Path:
 
 
 # --- results
-
-
-def rate(points: Rates) -> float:
-    """Tokens per second between 10 % and 90 % of the tokens."""
-    total = points[-1][1]
-    inner = [(t, n) for t, n in points if 0.1 * total <= n <= 0.9 * total]
-    return (inner[-1][1] - inner[0][1]) / (inner[-1][0] - inner[0][0])
 
 
 def spread(values: Sequence[float], digits: str = ".2f") -> str:
@@ -263,38 +245,3 @@ def report(
     line = "{cpu}, {cores} cores, {memory_gib} GiB, Python {python}, load {load:.1f}".format(**where)
     show(title, columns, rows, [*notes, line], width)
     write(given, raw)
-
-
-def versus(found: Mapping[tuple[str, int], Mapping[str, Figures]], policies: Sequence[str]) -> list[list[Any]]:
-    """A line for each figure of each part of the runs, by (policy, seed); a part may lack whole seeds.
-
-    Medians over the seeds, then the ratio of the first policy to each other within a seed.
-    """
-    first, *others = policies
-    rows: list[list[Any]] = []
-    for part in dict.fromkeys(part for parts in found.values() for part in parts):
-        runs = {key: parts[part] for key, parts in found.items() if part in parts}
-        for name in next(iter(runs.values())):
-            values = {key: figures[name] for key, figures in runs.items()}
-            row: list[Any] = [f"{part}  {name}"]
-            row += [median([value for (policy, _), value in values.items() if policy == one]) for one in policies]
-            for other in others:
-                ratios = [
-                    value / values[other, seed]
-                    for (policy, seed), value in values.items()
-                    if policy == first and values[other, seed]
-                ]
-                row.append(spread(ratios) if ratios else "-")
-            rows.append(row)
-    return rows
-
-
-def report_policies(
-    given: Options, title: str, found: Mapping[tuple[str, int], Mapping[str, Figures]], notes: Sequence[str]
-) -> None:
-    """Report live runs of ``--policies``."""
-    first, *others = given.policies
-    columns = ["", first, *others, *(f"{first} / {other}" for other in others)]
-    raw = [{"policy": policy, "seed": seed, "parts": parts} for (policy, seed), parts in found.items()]
-    how = "Ratios are taken within a seed: median and range."
-    report(given, title, columns=columns, rows=versus(found, given.policies), notes=[*notes, how], raw=raw)

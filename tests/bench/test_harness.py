@@ -1,4 +1,4 @@
-"""The harness: command lines, lines of a table, and the JSON file; and the work of a benchmark on real engines."""
+"""The harness: command lines, lines of a table, and the JSON file; and a short soak."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import live_kv
 from bench.chaos import soaked
-from bench.harness import WIDTH, by_turns, cells, interval, options, rate, report, seeds, spread, versus
-from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
+from bench.harness import WIDTH, cells, interval, options, report, seeds, spread
 
 ROWS = ("short", "long, cold")
 
@@ -59,22 +57,6 @@ def test_a_line_has_means_and_ranges_of_the_results() -> None:
     assert [interval(values) for values in ([1.0], [1.0, 1.2])] == ["1.00", "1.10 ±1.27"]
 
 
-def test_policies_take_turns_and_their_ratios_are_taken_within_a_seed() -> None:
-    assert "".join(policy for _, policy in by_turns(range(3), "abc")) == "abccbaabc"
-    times = {("a", 0): 1.0, ("b", 0): 2.0, ("a", 1): 30.0, ("b", 1): 20.0, ("a", 2): 4.0, ("b", 2): 4.0}
-    rows = versus({key: {"x": {"seconds": seconds, "moves": 0.0}} for key, seconds in times.items()}, ["a", "b"])
-    assert rows[0] == ["x  seconds", 4.0, 4.0, "1.00 (0.50..1.50)"]
-    assert rows[1] == ["x  moves", 0.0, 0.0, "-"], "a ratio to nothing is none"
-    whole = {(policy, 0): {"x": {"s": 1.0}, "y": {"s": 2.0}} for policy in "ab"}
-    late = {(policy, 1): {"x": {"s": 3.0}} for policy in "ab"}
-    assert versus(whole | late, ["a", "b"])[1] == ["y  s", 2.0, 2.0, "1.00 (1.00..1.00)"], "a part without a seed"
-    assert versus({}, ["a", "b"]) == []
-
-
-def test_a_rate_leaves_out_start_and_end() -> None:
-    assert rate([(0.0, 0), (50.0, 10), (51.0, 50), (52.0, 90), (99.0, 100)]) == pytest.approx(40.0)
-
-
 def test_the_report_is_a_table_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = options("x", "", arguments=["--json", str(tmp_path / "new" / "x.json")])
     report(given, "Title", columns=["row", "s"], rows=[["short", 1.23456]], notes=["a " * 90], raw={"short": [1.23456]})
@@ -83,16 +65,6 @@ def test_the_report_is_a_table_and_a_file(tmp_path: Path, capsys: pytest.Capture
     assert any(line.split() == ["short", "1.23"] for line in lines)
     written = json.loads((tmp_path / "new" / "x.json").read_text())
     assert (written["benchmark"], written["raw"]) == ("x", {"short": [1.23456]})
-
-
-def test_equal_seeds_give_equal_work_that_every_engine_can_hold() -> None:
-    work = live_kv.make_work(3)
-    assert work == live_kv.make_work(3) != live_kv.make_work(4)
-    assert len(work) == live_kv.LOADS["cpu"].groups * live_kv.GROUP_SIZE
-    assert max(record.context for record in work) < 4096
-    turns = (TurnRecord(0, 10), TurnRecord(5, 10))
-    siblings = [TrajectoryRecord("p", sample, 100, turns) for sample in (0, 1)]
-    assert live_kv.held(siblings) == 150, "siblings share the prompt"
 
 
 @pytest.mark.nightly
