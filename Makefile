@@ -89,7 +89,7 @@ docs: dev
 	@$(BIN)/python -m tests.docs.update
 
 bench: venv
-	@for name in learning chat_learning decisions scheduling live_kv planner replan simulated_vs_real; do echo "== $$name"; $(BIN)/python -m bench.$$name || exit 1; done
+	@for name in learning decisions scheduling live_kv planner replan simulated_vs_real; do echo "== $$name"; $(BIN)/python -m bench.$$name || exit 1; done
 
 gpu-venv:
 ifeq ($(GPU_CHECK_WHEELS),)
