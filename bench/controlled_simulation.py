@@ -33,7 +33,7 @@ class ControlledSimulation(Simulation):
         self._controller, self._controller_s = controller, controller_s
         self._at(controller_s, self._control, None)
 
-    def drain(self, name: str, then: Callable[[], None] = lambda: None) -> None:
+    def drain(self, name: str, then: Callable[[], None]) -> None:
         """An engine gets no more turns and leaves when its last one has ended; ``then`` is called at that moment."""
         self.board.set_open(name, False)
         self._leaving[name] = then
@@ -48,16 +48,6 @@ class ControlledSimulation(Simulation):
         """Begin no further training step until it is called again."""
         self._held = held
         self._train()
-
-    @property
-    def waiting(self) -> int:
-        """Turns that wait for an engine."""
-        return len(self._queue)
-
-    @property
-    def in_flight(self) -> int:
-        """Turns at engines, or on their way."""
-        return self._agents.in_flight
 
     def open_trajectories(self) -> list[SimulatedTrajectory]:
         """Trajectories that started and have not ended, in order of admission."""

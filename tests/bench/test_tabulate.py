@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from bench import tabulate as module
-from bench.harness import ROOT
 from libra_hpc.errors import UserError
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.tables import TableTimes, load_table
@@ -114,31 +112,9 @@ def test_experts_are_split_where_that_was_measured_and_whole_elsewhere(configs: 
     assert configs[0]["num_experts"] == 128
 
 
-def test_degrees_that_do_not_shard_the_model_are_left_out(configs: list[dict[str, Any]]) -> None:
-    assert list(module.tabulate("h100", model_shape("qwen2.5-7b")).degrees) == [1, 2, 4]
-
-
 def test_an_unknown_system_is_named() -> None:
     with pytest.raises(
         UserError,
         match=r"system = 'a10': the tool has no such system; valid: a100, h100, h200 \(did you mean 'a100'\?\)",
     ):
         module.tabulate("a10", model_shape("qwen3-8b"))
-
-
-def test_tabulating_without_the_tool_names_what_to_install(tmp_path: Path) -> None:
-    code = (
-        "import sys\nfrom importlib import metadata\n"
-        "def absent(name): raise metadata.PackageNotFoundError(name)\n"
-        "metadata.version = absent\n"
-        "import bench.tabulate as made\n"
-        "made.run(['--system', 'a100', '--model', 'qwen3-8b', '--out', sys.argv[1]])"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert (
-        done.stderr
-        == "error: operator tables are made with aiconfigurator-core, which is not installed; valid: pip install"
-        " 'libra-hpc[tables]'.\n"
-    )
-    assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,6 @@ from bench.controlled_simulation import ControlledSimulation
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.models.update_time import UpdateTime
 from libra_hpc.policies.scheduling.board import Board
-from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
@@ -33,28 +32,6 @@ class Once(Restless):
 
     def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[TurnMigration]:
         return [] if self.seen else super().rebalance(running, board, now)
-
-
-class Pair:
-    """C-MLFQ that is made to put everything short on ``b``, everything long on ``a``."""
-
-    name = "pair"
-
-    def __init__(self, moves: bool) -> None:
-        self._policy, self._moves = CausalMlfq(), moves
-        self.key, self.finished, self.forget = self._policy.key, self._policy.finished, self._policy.forget
-
-    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[TurnMigration]:
-        return self._policy.rebalance(running, board, now) if self._moves else []
-
-    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        other = board.engines["b" if turn.prompt_id.startswith("long") else "a"]
-        if turn.attained_tokens:
-            return self._policy.route(turn, board, now)
-        board.set_open(other.engine, False)
-        decision = self._policy.route(turn, board, now)
-        board.set_open(other.engine, True)
-        return decision
 
 
 def with_(**changes: object) -> SimulationSettings:
@@ -261,17 +238,6 @@ def test_a_turn_that_is_interrupted_on_its_way_begins_elsewhere() -> None:
     assert result.turn_migrations == 0, "nothing had been generated"
 
 
-def test_a_long_turn_beside_others_is_moved_to_an_engine_that_fell_idle() -> None:
-    engines = [spec(name, Linear(400_000, 2**-6, 2**-24, 2**-14)) for name in ("a", "b")]
-    work = [single(f"short{i}", 64, 200) for i in range(2)] + [single(f"long{i}", 20_000, 20_000) for i in range(2)]
-    moved, stayed = (
-        simulate(work, engines, Pair(moves), with_(block_size=16, max_num_seqs=2)) for moves in (True, False)
-    )
-    assert (moved.turn_migrations, stayed.turn_migrations) == (1, 0)
-    assert moved.makespan_s < 0.95 * stayed.makespan_s
-    assert moved.generated_tokens == stayed.generated_tokens
-
-
 def test_a_training_function_gets_the_tokens_of_the_batch_and_the_nodes() -> None:
     asked = []
 
@@ -295,22 +261,6 @@ def test_an_engine_leaves_after_its_turns_and_another_joins() -> None:
     # 25.
     assert result.finish_s == [20.0, 30.0]
     assert {engine.engine: engine.busy_s for engine in result.engines} == {"a": 10.0, "b": 30.0, "c": 0.0}
-
-
-def test_a_controller_sees_counters_and_moves_engines() -> None:
-    seen = []
-
-    def controller(sim: ControlledSimulation, now: float) -> None:
-        seen.append((now, sim.in_flight, sim.waiting, len(sim.open_trajectories())))
-        if now == 4.0:
-            sim.join(spec("b", Linear(400)))
-
-    work = [single(f"p{i}", 4, 10) for i in range(2)]
-    result = ControlledSimulation(
-        work, [spec("a", Linear(400))], Spread(), with_(max_inflight=1), controller=controller, controller_s=4.0
-    ).run()
-    assert seen == [(4.0, 1, 1, 2), (8.0, 2, 0, 2), (12.0, 1, 0, 1)]
-    assert result.makespan_s == 14.0
 
 
 def test_a_new_sample_is_a_context_of_its_own_and_all_samples_are_trained() -> None:

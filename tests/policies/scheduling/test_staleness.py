@@ -170,25 +170,6 @@ GateMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60
 TestGate = GateMachine.TestCase
 
 
-@pytest.mark.parametrize("eta", [0, 1, 4])
-def test_a_consumed_batch_is_credited_once(eta: int) -> None:
-    """A rollout that always fills its capacity holds (eta + 1) B groups after any number of steps.
-
-    Double credit would let it grow by B a step.
-    """
-    gate, count = StalenessGate(eta, 32, max_open=10_000), 0
-    for step in range(41):
-        while gate.capacity:
-            gate.admit(str(count))
-            gate.finish(str(count))
-            count += 1
-        assert gate.outstanding == (eta + 1) * 32
-        assert gate.blocked
-        gate.consume(gate.batch())
-        assert gate.capacity == 0, "nothing more is sampled under this version"
-        gate.publish(step + 1)
-
-
 def test_a_slow_group_is_overtaken_until_its_last_step_and_then_waited_for() -> None:
     gate = StalenessGate(1, 2, max_open=8)
     for name in ("slow", "a", "b", "c"):
