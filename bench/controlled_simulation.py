@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from libra_hpc.policies.scheduling.protocol import Policy
+from libra_hpc.policies.scheduling.turn_migration import Running
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings, Training
 from libra_hpc.simulator.simulate import Simulation
@@ -29,6 +30,8 @@ class ControlledSimulation(Simulation):
     ) -> None:
         self._leaving: dict[str, Callable[[], None]] = {}
         self._joining, self._held = 0, False
+        self.ended: list[tuple[float, SimulatedTrajectory]] = []
+        """When each trajectory ended."""
         super().__init__(work, engines, policy, settings, training)
         self._controller, self._controller_s = controller, controller_s
         self._at(controller_s, self._control, None)
@@ -53,6 +56,10 @@ class ControlledSimulation(Simulation):
         """Trajectories that started and have not ended, in order of admission."""
         return [one for one in self._trajectories.values() if one.place not in ("", "done")]
 
+    def running(self) -> Iterator[Running]:
+        """Turns at engines, with the tokens that these have reported."""
+        return self._running()
+
     def _control(self, _: None) -> None:
         self._controller(self, self.now)
         self._check_stall()
@@ -76,6 +83,10 @@ class ControlledSimulation(Simulation):
         if sent.engine.name in self._leaving:
             self._maybe_gone(sent.engine.name)
         super()._answered(sent)
+
+    def _end(self, trajectory: SimulatedTrajectory) -> None:
+        self.ended.append((self.now, trajectory))
+        super()._end(trajectory)
 
     def _applied(self) -> None:
         if self.engines:

@@ -88,7 +88,11 @@ def options(
             parser.error(f"--trace: {path} is no file")
     if rows:
         default_rows = quick if getattr(given, "quick", False) else () if traces else rows
-        given.rows = [*names(given, "--rows", given.rows, rows, default_rows), *traces]
+        chosen = [name for name in given.rows.split("|") if name] or list(default_rows)
+        for name in chosen:
+            if name not in rows:
+                parser.error(f"--rows: {name!r} is unknown; valid: {', '.join(rows)}")
+        given.rows = [*chosen, *traces]
     if not seeds(given):
         parser.error("--seeds must be at least 1")
     return given
@@ -97,15 +101,6 @@ def options(
 def list_of(kind: type[Any]) -> Callable[[str], list[Any]]:
     """Reads ``a,b,c``."""
     return lambda text: [kind(one) for one in text.split(",")]
-
-
-def names(given: Options, flag: str, text: str, valid: Collection[str], default: Collection[str]) -> list[str]:
-    """The names in ``text``, or the default ones; an unknown one ends the command."""
-    found = [name for name in text.split("|") if name] or list(default)
-    for name in found:
-        if name not in valid:
-            given.error(f"{flag}: {name!r} is unknown; valid: {', '.join(valid)}")
-    return found
 
 
 def seeds(given: Options) -> Sequence[int]:
@@ -143,13 +138,9 @@ def child(*words: str, **own: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def changes(overrides: Mapping[str, Any]) -> list[str]:
-    """Options of `libra-hpc submit` that change keys of the run file."""
-    return [word for key, value in overrides.items() for word in ("-o", f"{key}={value}")]
-
-
 def submit(run_file: Path, *flags: str, overrides: Mapping[str, Any]) -> None:
-    command = [str(Path(sys.executable).with_name("libra-hpc")), "submit", str(run_file), *flags, *changes(overrides)]
+    changes = [word for key, value in overrides.items() for word in ("-o", f"{key}={value}")]
+    command = [str(Path(sys.executable).with_name("libra-hpc")), "submit", str(run_file), *flags, *changes]
     subprocess.run(command, env=engine_environment(), cwd=ROOT, stdout=subprocess.PIPE, check=True)
 
 
@@ -213,23 +204,6 @@ def text(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or value.is_integer() else f"{value:.3g}"
 
 
-def show(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = (), width: int = WIDTH
-) -> None:
-    """Print a table; columns of words are flush left."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    lines = [[text(value) for value in row] for row in rows]
-    for i, column in enumerate(columns):
-        words = i == 0 or any(line[i][:1].isalpha() for line in lines)
-        table.add_column(column, justify="left" if words else "right")
-    for line in lines:
-        table.add_row(*line)
-    console = Console(width=width)
-    console.print(table, highlight=False)
-    for note in notes:
-        console.print(note, highlight=False)
-
-
 def report(
     given: Options,
     title: str,
@@ -240,8 +214,16 @@ def report(
     raw: Any,
     width: int = WIDTH,
 ) -> None:
-    """Print the table with the machine and write the JSON file."""
-    where = machine()
-    line = "{cpu}, {cores} cores, {memory_gib} GiB, Python {python}, load {load:.1f}".format(**where)
-    show(title, columns, rows, [*notes, line], width)
+    """Print the table with the machine, columns of words flush left, and write the JSON file."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    lines = [[text(value) for value in row] for row in rows]
+    for i, column in enumerate(columns):
+        words = i == 0 or any(line[i][:1].isalpha() for line in lines)
+        table.add_column(column, justify="left" if words else "right")
+    for line in lines:
+        table.add_row(*line)
+    console = Console(width=width)
+    where = "{cpu}, {cores} cores, {memory_gib} GiB, Python {python}, load {load:.1f}".format(**machine())
+    for part in (table, *notes, where):
+        console.print(part, highlight=False)
     write(given, raw)

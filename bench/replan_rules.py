@@ -14,7 +14,7 @@ import msgspec
 
 from bench.controlled_simulation import ControlledSimulation
 from bench.replan_pool import ReplanPool, Site, StepTruth
-from bench.replan_view import View, Watched
+from bench.replan_view import View
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.planning.live_play import LivePlay
 from libra_hpc.policies.control.player import Player
@@ -178,16 +178,15 @@ class VerlLike:
 
 def play(site: Site, work: Sequence[TrajectoryRecord], rule: Rule, train: int, seed: int) -> Played:
     """Run ``work`` from a split with ``train`` training nodes."""
-    pool, truth, watched = ReplanPool(site, train), StepTruth(site, seed), Watched(make_policy(POLICY))
-    steps = len(work) // (site.prompts * site.group)
-    view = View(pool, watched, truth, steps)
+    pool, truth = ReplanPool(site, train), StepTruth(site, seed)
+    view = View(pool, truth, len(work) // (site.prompts * site.group))
 
     def control(sim: ControlledSimulation, now: float) -> None:
         pool.advance(sim, now)
         view.look(sim)
         rule.act(pool, sim, view, now)
 
-    result = pool.simulation(work, watched, truth, controller=control, controller_s=ACT_S).run()
+    result = pool.simulation(work, make_policy(POLICY), truth, controller=control, controller_s=ACT_S).run()
     return Played(
         seconds=result.steps[-1].end_at,
         tokens=sum(s.tokens for s in result.steps),
