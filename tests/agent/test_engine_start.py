@@ -7,18 +7,15 @@ from pathlib import Path
 from libra_hpc.agent.engine_start import engine_config
 from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol.layout import ResumePoint
+from tests.stage.node_parts import Outbox
 
 
 def test_an_engine_that_is_rebuilt_begins_with_a_checkpoint_that_still_exists(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     config = validate({"model": {"path": "/models/policy"}})
     start = ResumePoint(10, str(run.checkpoint(10)), 80, ())
-    context = AgentContext(
-        2, RankLayout(("planner", "train", "rollout")), config, run, 1, lambda *args: None, start, tmp_path, tmp_path
-    )
+    context = Outbox().context_of(tmp_path, 2, config=config, start=start)
     run.checkpoint(10).mkdir(parents=True)
     found = engine_config(context, "r2.0", 1, None, -1)
     assert (found.run.model.path, found.version) == (str(run.checkpoint(10) / "policy"), 10)

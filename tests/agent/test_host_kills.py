@@ -16,15 +16,13 @@ from libra_hpc.agent.hosting import hosts as module
 from libra_hpc.agent.hosting.hosts import Hosts
 from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.process import reaper
 from libra_hpc.process.child import Child
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.env import EpisodeOpened, HostReady, OpenEpisode, StepEpisode
-from libra_hpc.protocol.layout import ResumePoint
 from tests.example_files import write_keychain_tokenizer
+from tests.stage.node_parts import Outbox
 
 TASK = f"{Path(__file__).parents[1] / 'host' / 'user_tasks.py'}:Littering"
 LIMIT_S = 60.0
@@ -45,10 +43,7 @@ class Service:
             on_host=lambda host, message: self.seen.append((host, message)),
             on_host_down=lambda host, reason: self.downs.append(host),
         )
-        layout = RankLayout(("planner", "train", "rollout"))
-        context = AgentContext(
-            2, layout, config, RunDir(folder), 1, lambda *_: None, ResumePoint(0, "", 0, ()), self.folder, self.folder
-        )
+        context = Outbox().context_of(self.folder, 2, config=config, run=RunDir(folder))
         self.hosts = Hosts(context, owner)
         self.before = reaper.children()
 

@@ -16,14 +16,12 @@ from libra_hpc.agent.hosting import hosts as module
 from libra_hpc.agent.hosting.env_node import EnvNode
 from libra_hpc.agent.hosting.hosts import Hosts
 from libra_hpc.config.load import validate
-from libra_hpc.facts.rundir import RunDir
-from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
-from libra_hpc.protocol.agents import EnvHostLost, Fatal, FromEnvHost, Log
+from libra_hpc.protocol.agents import EnvHostLost, Fatal, FromEnvHost
 from libra_hpc.protocol.engine_state import SERVING, Doing, EngineState
 from libra_hpc.protocol.env import ChatChoice, CloseEpisode, HostReady
-from libra_hpc.protocol.layout import ResumePoint
-from tests.mesh.test_links import until
+from tests.stage.node_parts import Outbox
+from tests.stage.waiting import until
 
 
 class FakeChild:
@@ -63,27 +61,16 @@ class FakeChild:
         self.exited(self, -9)
 
 
-class Scene:
+class Scene(Outbox):
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(supervised, "Child", FakeChild)
         monkeypatch.setattr(module, "RESTART_S", 0.0)
         config = validate({"deadlines": {"floor_s": 20, "first_s": 100, "factor": 5}})
+        super().__init__()
         self.now = 0.0
-        self.sent: list[Any] = []
         self.seen: list[Any] = []
         self.downs: list[str] = []
-        layout = RankLayout(("planner", "train", "rollout"))
-        context = AgentContext(
-            2,
-            layout,
-            config,
-            RunDir(folder),
-            1,
-            lambda rank, m: self.sent.append(m),
-            ResumePoint(0, "", 0, ()),
-            folder,
-            folder,
-        )
+        context = self.context_of(folder, 2, config=config)
         self.listener = SimpleNamespace(
             on_host=lambda host, m: self.seen.append(m), on_host_down=lambda host, reason: self.downs.append(reason)
         )
@@ -94,13 +81,13 @@ class Scene:
 
     @property
     def failed(self) -> list[str]:
-        return [message.reason for message in self.sent if isinstance(message, Fatal)]
+        return [fatal.reason for fatal in self.of(Fatal)]
 
     @property
     def child(self) -> Any:
         return self.hosts._hosts[0].children[0]
 
-    def send(self, message: Any, at: float) -> None:
+    def reports(self, message: Any, at: float) -> None:
         self.now = at
         self.child.message(self.child, message)
 
@@ -109,9 +96,6 @@ class Scene:
         await self.hosts.check(at)
         for _ in range(4):
             await asyncio.sleep(0)
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [m.fields for m in self.sent if isinstance(m, Log) and m.kind == kind]
 
 
 @pytest.fixture
@@ -122,7 +106,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
 async def test_a_host_that_reports_nothing_is_slow_then_ended_and_followed(scene: Scene) -> None:
     await scene.hosts.start()
     for second in range(8):
-        scene.send(HostReady("toy") if not second else Doing({SERVING: 0.0}), float(second))
+        scene.reports(HostReady("toy") if not second else Doing({SERVING: 0.0}), float(second))
     first = scene.child
     for at, slow, hung in ((17.0, 0, 0), (18.0, 1, 0), (26.9, 1, 0), (27.1, 1, 1), (28.0, 1, 1)):
         await scene.watch(at)
@@ -142,7 +126,7 @@ async def test_a_host_that_reports_nothing_is_slow_then_ended_and_followed(scene
 async def test_how_the_chat_is_written_is_an_event_once(scene: Scene) -> None:
     await scene.hosts.start()
     for template in ("ab", "ab", "cd"):
-        scene.send(HostReady("toy", chats=(ChatChoice(template, 34, "json"),)), 1.0)
+        scene.reports(HostReady("toy", chats=(ChatChoice(template, 34, "json"),)), 1.0)
     assert [(event["calls"], event["template"]) for event in scene.events("chat_choice")] == [
         ("json", "ab"),
         ("json", "cd"),
@@ -153,7 +137,7 @@ async def test_nothing_goes_to_the_next_host_before_its_episodes_are_opened_agai
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await scene.hosts.start()
-    scene.send(HostReady("toy"), 1.0)
+    scene.reports(HostReady("toy"), 1.0)
     scene.listener.on_host_down = lambda host, reason: scene.hosts.send(host, CloseEpisode("opened again"))
     for early in (False, True):
         monkeypatch.setattr(FakeChild, "slow_start", asyncio.get_running_loop().create_future())
@@ -162,7 +146,7 @@ async def test_nothing_goes_to_the_next_host_before_its_episodes_are_opened_agai
         await until(lambda old=old: scene.child is not old)
         scene.hosts.send(0, CloseEpisode("during its start"))
         if early:
-            scene.send(HostReady("toy"), 2.0)
+            scene.reports(HostReady("toy"), 2.0)
         FakeChild.slow_start.set_result(None)
         await asyncio.sleep(0.05)
         scene.hosts.send(0, CloseEpisode("later"))
@@ -178,7 +162,7 @@ async def test_a_host_that_cannot_be_started_is_tried_again(scene: Scene, monkey
         "environment host cannot be started: No space left on device"
     ] * 2
     assert len(scene.downs) == 1, "once one is there"
-    scene.send(HostReady("toy"), 1.0)
+    scene.reports(HostReady("toy"), 1.0)
     assert scene.seen == [HostReady("toy")]
 
 
@@ -186,12 +170,12 @@ async def test_hosts_that_keep_ending_fail_the_run_and_single_ends_never_do(scen
     await scene.hosts.start()
     for number in range(20):
         scene.now = 100.0 * number
-        scene.send(HostReady("toy"), scene.now)
+        scene.reports(HostReady("toy"), scene.now)
         scene.child.exited(scene.child, 1)
         await until(lambda number=number: len(scene.downs) > number)
     assert (scene.failed, len(scene.downs)) == ([], 20)
     for number in range(6):
-        scene.send(HostReady("toy"), 5000.0 + number)
+        scene.reports(HostReady("toy"), 5000.0 + number)
         scene.child.exited(scene.child, 1)
         await until(lambda number=number: len(scene.downs) > 20 + number or scene.failed)
     assert len(scene.failed) == 1
@@ -202,13 +186,11 @@ async def test_an_environment_node_whose_hosts_keep_ending_is_given_up_alone(sce
     layout = RankLayout(("planner", "train", "rollout", "env"))
     scene.hosts = node = EnvNode(replace(scene.hosts._context, rank=3, layout=layout))
     await node.start()
-    ended = lambda: [m for m in scene.sent if isinstance(m, EnvHostLost)]  # noqa: E731
-    states = lambda: [m for m in scene.sent if isinstance(m, EngineState)]  # noqa: E731
     for number in range(6):
-        scene.send(HostReady("toy"), float(number))
+        scene.reports(HostReady("toy"), float(number))
         scene.child.exited(scene.child, 1)
-        await until(lambda number=number: len(ended()) > number or len(states()) > 1)
-    ready, lost = states()
+        await until(lambda number=number: len(scene.of(EnvHostLost)) > number or len(scene.of(EngineState)) > 1)
+    ready, lost = scene.of(EngineState)
     assert (ready.rank, ready.kind, ready.state, lost.rank, lost.kind, lost.state) == (
         3,
         "env",
@@ -218,9 +200,9 @@ async def test_an_environment_node_whose_hosts_keep_ending_is_given_up_alone(sce
         "lost",
     )
     assert lost.reason.startswith("e3.0 ended 6 times in 300 s, the last time because process e3.0 ended with 1")
-    assert (scene.failed, [m.rank for m in ended()]) == ([], [3] * 5)
-    assert FromEnvHost(3, 0, HostReady("toy")) in scene.sent
+    assert (scene.failed, [m.rank for m in scene.of(EnvHostLost)]) == ([], [3] * 5)
+    assert FromEnvHost(3, 0, HostReady("toy")) in scene.of(FromEnvHost)
     await node.reset()
     await node.start()
-    scene.send(HostReady("toy"), 10.0)
-    assert states()[-1].state == "ready"
+    scene.reports(HostReady("toy"), 10.0)
+    assert scene.of(EngineState)[-1].state == "ready"

@@ -9,36 +9,19 @@ import pytest
 
 from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.config.load import validate
-from libra_hpc.facts.rundir import RunDir
-from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol.agents import Log
 from libra_hpc.protocol.carriers import CarrierReady
-from libra_hpc.protocol.layout import ResumePoint
-
-SECRET = b"of the run"
+from tests.stage.node_parts import Outbox
 
 
 def ready(folder: Path, rank: int, message: CarrierReady, **rollout: Any) -> list[Log]:
     """The events of a carrier that has started."""
-    sent: list[Any] = []
+    box = Outbox()
     config = validate({"rollout": rollout, "run": {"engine": "simulated"}})
-    context = AgentContext(
-        rank,
-        RankLayout(("planner", "train", "rollout")),
-        config,
-        RunDir(folder),
-        1,
-        lambda rank, message: sent.append(message),
-        ResumePoint(0, "", 0, ()),
-        folder,
-        folder,
-        secret=SECRET,
-    )
-    carrier = NodeCarrier(context, lambda: None)
+    carrier = NodeCarrier(box.context_of(folder, rank, config=config, secret=b"of the run"), lambda: None)
     assert carrier._config.http_port == (rollout.get("weights_port", 0) if rank == 1 else 0)
     carrier.received(carrier._carrier, 0, message)
-    return [message for message in sent if isinstance(message, Log)]
+    return box.of(Log)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from pathlib import Path
@@ -12,11 +11,8 @@ import pytest
 
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.agent.hosting.storage import Storage
-from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.journal import Journal, LineLog
 from libra_hpc.facts.rundir import RunDir, read_lines
-from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol.agents import Log
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trace import recorded
@@ -24,27 +20,28 @@ from libra_hpc.rollout.recovery.history import history
 from libra_hpc.rollout.recovery.recovered import Recovered
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.traces.read import read_trace
+from tests.stage.node_parts import Outbox
 
 
-def test_decisions_beyond_two_files_are_dropped_and_that_is_logged_once(tmp_path: Path) -> None:
+def storage_in(folder: Path, events: list[Any], **limit: int) -> tuple[Storage, Journal[int], Journal[int]]:
+    trajectories: Journal[int] = Journal(folder / "t.jsonl", lambda n: {"n": n}, 100)
+    decisions: Journal[int] = Journal(folder / "d.jsonl", lambda n: {"n": n}, **limit)
+    return Storage(trajectories, decisions, lambda kind, **f: events.append((kind, f))), trajectories, decisions
+
+
+async def test_decisions_beyond_two_files_are_dropped_and_that_is_logged_once(tmp_path: Path) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
-
-    async def main() -> None:
-        trajectories: Journal[int] = Journal(tmp_path / "t.jsonl", lambda n: {"n": n}, 100)
-        decisions: Journal[int] = Journal(tmp_path / "d.jsonl", lambda n: {"n": n}, most=0)
-        storage = Storage(trajectories, decisions, lambda kind, **fields: events.append((kind, fields)))
-        for n in range(5):
-            decisions.add(n)
-            await storage.flush(None, [])
-            assert len(events) == (n >= 2)
-        await storage.close()
-
-    asyncio.run(main())
+    storage, _, decisions = storage_in(tmp_path, events, most=0)
+    for n in range(5):
+        decisions.add(n)
+        await storage.flush(None, [])
+        assert len(events) == (n >= 2)
+    await storage.close()
     reason = "decisions.jsonl and decisions.jsonl.old have the newest, at most 64 MiB"
     assert events == [("decisions_dropped", {"reason": reason})]
 
 
-def test_a_full_disk_costs_decisions_and_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_costs_decisions_and_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, dict[str, Any]]] = []
     full = True
 
@@ -54,20 +51,13 @@ def test_a_full_disk_costs_decisions_and_is_logged_once(tmp_path: Path, monkeypa
         real(log, lines)
 
     monkeypatch.setattr(LineLog, "append", append)
-
-    async def main() -> None:
-        nonlocal full
-        trajectories: Journal[int] = Journal(tmp_path / "t.jsonl", lambda n: {"n": n}, 100)
-        decisions: Journal[int] = Journal(tmp_path / "d.jsonl", lambda n: {"n": n})
-        storage = Storage(trajectories, decisions, lambda kind, **fields: events.append((kind, fields)))
-        for n in range(6):
-            full = n < 4
-            trajectories.add(n)
-            decisions.add(n)
-            await storage.flush(None, [])
-        await storage.close()
-
-    asyncio.run(main())
+    storage, trajectories, decisions = storage_in(tmp_path, events)
+    for n in range(6):
+        full = n < 4
+        trajectories.add(n)
+        decisions.add(n)
+        await storage.flush(None, [])
+    await storage.close()
     assert [line["n"] for line in read_lines(tmp_path / "t.jsonl")] == [0, 1, 2, 3, 4, 5]
     assert [line["n"] for line in read_lines(tmp_path / "d.jsonl")] == [4, 5]
     assert [(kind, fields.get("part")) for kind, fields in events] == [
@@ -99,32 +89,23 @@ def recovered(*done: tuple[int, int]) -> Recovered:
     return Recovered(found, {})
 
 
-def service(folder: Path, start: ResumePoint) -> tuple[RolloutService, list[Any]]:
-    sent: list[Any] = []
-    layout = RankLayout(("planner", "train", "rollout"))
-    context = AgentContext(
-        2, layout, RunConfig(), RunDir(folder), 1, lambda rank, m: sent.append(m), start, folder, folder
-    )
-    return RolloutService(context), sent
-
-
-def test_what_a_start_does_not_go_on_with_is_left_out_by_every_reader(tmp_path: Path) -> None:
+async def test_what_a_start_does_not_go_on_with_is_left_out_by_every_reader(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.write_json(run.config, {})
 
     async def starts(welcome: ResumePoint, going_on: Recovered) -> None:
-        leader, sent = service(tmp_path, welcome)
-        await leader._supersede(going_on)
-        assert not [m for m in sent if isinstance(m, Log)]
+        box = Outbox()
+        await RolloutService(box.context_of(tmp_path, 2, start=welcome))._supersede(going_on)
+        assert not box.of(Log)
 
-    asyncio.run(starts(ResumePoint(0, "", 0, ()), Recovered({}, {})))
+    await starts(ResumePoint(0, "", 0, ()), Recovered({}, {}))
     assert not run.trajectories.exists(), "the first start goes back on nothing"
     log = LineLog(run.trajectories)
     log.write_all([trace(0, 0, 0.1), trace(0, 1), trace(1, 0), trace(2, 0), trace(3, 0), trace(4, 0)])
-    asyncio.run(starts(ResumePoint(1, "c", 1, (3,)), recovered((2, 0))))
+    await starts(ResumePoint(1, "c", 1, (3,)), recovered((2, 0)))
     log.write_all([trace(1, 0, 0.5), trace(4, 0, 0.5), trace(2, 1, 0.5)])
     log._handle.write(b'{"torn')
-    asyncio.run(starts(ResumePoint(2, "c", 3, (3,)), recovered()))
+    await starts(ResumePoint(2, "c", 3, (3,)), recovered())
     log.write_all([trace(4, 0, 0.9)])
     live = [(0, 0, 0.1), (0, 1, 0.0), (2, 0, 0.0), (3, 0, 0.0), (1, 0, 0.5), (2, 1, 0.5), (4, 0, 0.9)]
     assert [(one.index, one.sample, one.reward) for one in recorded(run.trajectories)] == live

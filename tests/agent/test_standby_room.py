@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.agent.train_scene import Scene
+from tests.stage.waiting import until
 
 
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
-def test_nothing_starts_until_the_others_have_freed_their_memory_or_are_dead(
+async def test_nothing_starts_until_the_others_have_freed_their_memory_or_are_dead(
     tmp_path: Path, end: signal.Signals
 ) -> None:
     trains, other = Scene(tmp_path / "a", rank=2), Scene(tmp_path / "b", rank=2)
     other.node.beside = trains.node
-
-    async def script() -> None:
+    async with trains:
         pid = await trains.ready()
         await asyncio.wait_for(other.node.room(), 30.0)
         os.kill(pid, signal.SIGSTOP)
@@ -29,17 +29,14 @@ def test_nothing_starts_until_the_others_have_freed_their_memory_or_are_dead(
         assert not start.done()
         os.kill(pid, end)
         await asyncio.wait_for(start, 30.0)
-        await other.until(lambda: other.states("ready"))
+        await until(lambda: other.states("ready"))
         await other.node.stop()
 
-    trains.play(script)
 
-
-def test_a_start_that_waits_is_given_up_when_the_node_is_reset(tmp_path: Path) -> None:
+async def test_a_start_that_waits_is_given_up_when_the_node_is_reset(tmp_path: Path) -> None:
     trains, other = Scene(tmp_path / "a", rank=2), Scene(tmp_path / "b", rank=2)
     other.node.beside = trains.node
-
-    async def script() -> None:
+    async with trains:
         pid = await trains.ready()
         os.kill(pid, signal.SIGSTOP)
         trains.node.standby()
@@ -49,5 +46,3 @@ def test_a_start_that_waits_is_given_up_when_the_node_is_reset(tmp_path: Path) -
         os.kill(pid, signal.SIGCONT)
         await asyncio.wait_for(start, 30.0)
         assert not other.node.pids
-
-    trains.play(script)

@@ -6,15 +6,13 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from libra_hpc.agent import supervised
-from libra_hpc.process.child import Child
 from libra_hpc.process.progress import WAITS, Stall
-from libra_hpc.protocol.agents import Fatal, Log, SnapshotPart, WeightsOffered, WeightsWanted
+from libra_hpc.protocol.agents import Fatal, SnapshotPart, WeightsOffered, WeightsWanted
 from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trainer import (
@@ -33,6 +31,7 @@ from libra_hpc.state.store import states
 from libra_hpc.trainer.settings import WorkerConfig, read_config
 from libra_hpc.weights.pieces import offer_path, payload_path
 from tests.agent.train_scene import Scene
+from tests.stage.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -44,77 +43,38 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_stopped_process_is_ended_and_the_replica_counts_as_dead(here: Path) -> None:
-    scene = Scene(here)
-
-    async def script() -> None:
+async def test_a_stopped_process_is_ended_and_the_replica_counts_as_dead(here: Path) -> None:
+    async with Scene(here) as scene:
         pid = await scene.ready()
         # The join ends only once a member that never comes has appeared.
         scene.node.on_message(Join(1, 0, 2, str(here / "g1")))
         await asyncio.sleep(4.5)
-        assert not [log for log in scene.of(Log) if log.kind == "hung"], (
-            "a process that waits reports that every second"
-        )
+        assert not scene.events("hung"), "a process that waits reports that every second"
         scene.node._trainer.slow(Stall("t1.0", "join", 7.0, 12.0, WAITS))
         os.kill(pid, signal.SIGSTOP)
-        await scene.until(lambda: scene.states("lost"))
+        await until(lambda: scene.states("lost"))
         assert not Path(f"/proc/{pid}").exists()
-
-    scene.play(script)
-    (hung,) = [log for log in scene.of(Log) if log.kind == "hung"]
-    assert (hung.fields["rank"], hung.fields["part"]) == (1, "t1")
-    reason = hung.fields["reason"]
+    (hung,) = scene.events("hung")
+    assert (hung["rank"], hung["part"]) == (1, "t1")
+    reason = hung["reason"]
     assert reason.startswith("t1.0: has reported nothing for 4 s (limit 4 s); its last report: join")
-    slow = [(log.fields["part"], log.fields["waits"]) for log in scene.of(Log) if log.kind == "slow"]
-    assert slow == [("t1", True), ("t1", False)]
+    waits = [(slow["part"], slow["waits"]) for slow in scene.events("slow")]
+    assert waits == [("t1", True), ("t1", False)]
 
 
-def test_a_process_that_sigkill_does_not_end_counts_as_dead_and_is_named_as_long_as_it_lives(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervised, "KILL_S", 0.1)
-    monkeypatch.setattr(supervised, "REPEAT_S", 0.2)
-    scene = Scene(here)
-
-    def stuck() -> list[Any]:
-        return [log for log in scene.of(Log) if log.kind == "hung" and "after SIGKILL" in log.fields["reason"]]
-
-    async def script() -> None:
-        pid = await scene.ready()
-        scene.node.on_message(Join(1, 0, 2, str(here / "g1")))
-        await asyncio.sleep(0.2)
-        kill, Child.kill = Child.kill, lambda child: None  # type: ignore[assignment,method-assign]
-        try:
-            os.kill(pid, signal.SIGSTOP)
-            await scene.until(lambda: len(stuck()) >= 2)
-        finally:
-            Child.kill = kill  # type: ignore[method-assign]
-        assert f"t1.0 (process {pid}) lives" in stuck()[0].fields["reason"]
-        assert len(scene.states("lost")) == 2, "one end for each of two parties"
-        os.kill(pid, signal.SIGKILL)
-        await scene.ready()
-        assert len(scene.states("lost")) == 2
-
-    scene.play(script)
-
-
-def test_a_replica_that_never_becomes_ready_fails_the_run_in_one_sentence(here: Path) -> None:
-    scene = Scene(here)
-
-    async def script() -> None:
+async def test_a_replica_that_never_becomes_ready_fails_the_run_in_one_sentence(here: Path) -> None:
+    async with Scene(here) as scene:
         await scene.ready()
         scene.node._trainer.starts = supervised.MAX_STARTS
         scene.node._trainer._exited(scene.node._trainer.children[0], 1)
-        await scene.until(lambda: scene.of(Fatal))
-
-    scene.play(script)
+        await until(lambda: scene.of(Fatal))
     assert scene.of(Fatal)[0].reason == (
         "engine t1 ended 3 times before it was ready, the last time because process t1.0 ended with 1; see"
         f" {scene.run.logs(1)}/t1.0.log"
     )
 
 
-def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(here: Path) -> None:
+async def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(here: Path) -> None:
     scene = Scene(here)
 
     def save(folder: Path, step: int) -> Path:
@@ -127,11 +87,11 @@ def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(h
     async def again() -> int:
         before = len(scene.states("lost"))
         os.kill(scene.node.pids["t1.0"], signal.SIGKILL)
-        await scene.until(lambda: len(scene.states("lost")) > before)
+        await until(lambda: len(scene.states("lost")) > before)
         await scene.ready()
         return scene.node.step
 
-    async def script() -> None:
+    async with scene:
         await scene.ready()
         assert scene.node.step == 0
         snapshots = scene.node.keeper.own
@@ -147,34 +107,24 @@ def test_a_rebuilt_replica_starts_from_the_newest_whole_snapshot_or_checkpoint(h
         save(scene.run.checkpoint(7), 7)
         assert await again() == 7, "a checkpoint may be newer than the newest snapshot"
 
-    scene.play(script)
 
-
-def test_the_train_leader_hears_that_a_replica_writes_its_state_and_nothing_of_other_phases(here: Path) -> None:
-    scene = Scene(here, tp=2)
-
-    async def script() -> None:
+async def test_the_train_leader_hears_that_a_replica_writes_its_state_and_nothing_of_other_phases(here: Path) -> None:
+    async with Scene(here, tp=2) as scene:
         await scene.ready()
         for process in range(2):
             for phase in ("train step", "snapshot", "checkpoint", "write of a saved state"):
                 scene.node.received(scene.node._trainer, process, Doing({phase: 1.0}))
-
-    scene.play(script)
     assert [list(alive.now) for alive in scene.answers(Doing)] == [["snapshot"], ["checkpoint"]], "once for the replica"
 
 
-def test_the_replica_answers_once_also_when_only_the_process_that_writes_fails(here: Path) -> None:
-    scene = Scene(here, tp=2)
-
-    async def script() -> None:
+async def test_the_replica_answers_once_also_when_only_the_process_that_writes_fails(here: Path) -> None:
+    async with Scene(here, tp=2) as scene:
         await scene.ready()
         scene.node.on_message(Join(1, 0, 1, str(here / "g1")))
-        await scene.until(lambda: scene.answers(Joined))
+        await until(lambda: scene.answers(Joined))
         payload_path(offer_path(scene.shm, 0, "t0")).mkdir()
         scene.node.on_message(OfferWeights("", 0, -1))
-        await scene.until(lambda: scene.answers(OfferFailed))
-
-    scene.play(script)
+        await until(lambda: scene.answers(OfferFailed))
     assert len(scene.answers(OfferFailed)) == 1
 
 
@@ -182,26 +132,23 @@ def workers(scene: Scene, rank: int) -> list[WorkerConfig]:
     return [read_config(path) for path in sorted(scene.shm.parent.glob(f"t{rank}.*.json"))]
 
 
-def test_the_nodes_of_a_core_are_one_world_with_one_meeting_point(here: Path) -> None:
+async def test_the_nodes_of_a_core_are_one_world_with_one_meeting_point(here: Path) -> None:
     found: list[WorkerConfig] = []
     for rank in (1, 2):
         folder = here / str(rank)
         folder.mkdir()
         scene = Scene(folder, tp=2, rank=rank, components=("train", "train", "rollout"))
         scene.run.path = here
-
-        async def script(scene: Scene = scene, rank: int = rank) -> None:
+        async with scene:
             await scene.node.start()
             found.extend(workers(scene, rank))
-
-        scene.play(script)
     assert [(worker.rank, worker.device_index) for worker in found] == [(0, 0), (1, 1), (2, 0), (3, 1)]
     assert {(worker.world.dp, worker.elastic) for worker in found} == {(2, False)}
     (meeting,) = {worker.world_rendezvous for worker in found}
     assert Path(meeting).parent.is_dir(), "on the shared file system"
 
 
-def test_processes_that_cannot_start_from_a_snapshot_leave_the_checkpoint_to_the_next_start(here: Path) -> None:
+async def test_processes_that_cannot_start_from_a_snapshot_leave_the_checkpoint_to_the_next_start(here: Path) -> None:
     scene = Scene(here, components=("train", "train", "rollout"))
     name = "step-00000004.attempt-1-7"
     part = scene.node.keeper.own / name
@@ -210,28 +157,21 @@ def test_processes_that_cannot_start_from_a_snapshot_leave_the_checkpoint_to_the
     (partial / folders.STATE_FILE).write_text("{")
     folders.publish(partial, part)
     scene.node._context.resume_point = ResumePoint(4, "", 8, (), snapshot=name)
-
-    async def script() -> None:
+    async with scene:
         await scene.node.start()
-        await scene.until(lambda: scene.of(Fatal))
-
-    scene.play(script)
+        await until(lambda: scene.of(Fatal))
     assert scene.of(Fatal)[0].restart
     assert not part.exists()
 
 
-def test_a_snapshot_of_all_processes_is_a_part_and_its_copy_goes_to_the_next_node(here: Path) -> None:
-    scene = Scene(here, tp=2, components=("train", "train", "rollout"))
-
-    async def script() -> None:
+async def test_a_snapshot_of_all_processes_is_a_part_and_its_copy_goes_to_the_next_node(here: Path) -> None:
+    async with Scene(here, tp=2, components=("train", "train", "rollout")) as scene:
         await scene.node.start()
-        await scene.until(lambda: scene.states("ready"))
+        await until(lambda: scene.states("ready"))
         scene.node.on_message(SaveState("step-00000000.attempt-1-7.1", 0, "snapshot"))
-        await scene.until(lambda: scene.answers(Saved))
+        await until(lambda: scene.answers(Saved))
         scene.node.on_message(SaveState("step-00000003.attempt-1-7.2", 3, "snapshot"))
-        await scene.until(lambda: scene.answers(SaveFailed))
-
-    scene.play(script)
+        await until(lambda: scene.answers(SaveFailed))
     (good,), (bad,) = scene.answers(Saved), scene.answers(SaveFailed)
     assert (good.folder, good.part_of, good.step, good.tier) == ("step-00000000.attempt-1-7.1", 1, 0, "snapshot")
     assert "at step 0" in bad.reason
@@ -241,43 +181,33 @@ def test_a_snapshot_of_all_processes_is_a_part_and_its_copy_goes_to_the_next_nod
     assert scene.of(SnapshotPart)
 
 
-def test_offers_that_were_removed_are_reported_to_the_train_leader(here: Path) -> None:
-    scene = Scene(here)
-
-    async def script() -> None:
+async def test_offers_that_were_removed_are_reported_to_the_train_leader(here: Path) -> None:
+    async with Scene(here) as scene:
         await scene.ready()
         scene.node.on_offers_lost("the folder was removed")
         assert not scene.answers(OfferFailed), "nothing was offered"
         scene.node.on_message(OfferWeights("", 0, -1))
-        await scene.until(lambda: scene.of(WeightsOffered))
+        await until(lambda: scene.of(WeightsOffered))
         scene.node.on_offers_lost("the folder was removed")
-
-    scene.play(script)
     (offered,) = scene.of(WeightsOffered)
     assert [offer.writer for offer in offered.offers] == ["t0"]
     assert scene.answers(OfferFailed) == [OfferFailed(0, "the folder was removed")]
 
 
-def test_a_core_of_several_nodes_restarts_as_a_whole(here: Path) -> None:
-    scene = Scene(here, components=("train", "train", "rollout"))
-
-    async def script() -> None:
+async def test_a_core_of_several_nodes_restarts_as_a_whole(here: Path) -> None:
+    async with Scene(here, components=("train", "train", "rollout")) as scene:
         os.kill(await scene.ready(), signal.SIGKILL)
-        await scene.until(lambda: scene.of(Fatal))
-
-    scene.play(script)
+        await until(lambda: scene.of(Fatal))
     (fatal,) = scene.of(Fatal)
     assert fatal.restart
     assert fatal.reason.startswith("process t1.0 was killed by signal 9; see ")
     assert not scene.states("lost")
 
 
-def test_a_hybrid_node_joins_from_its_image_and_waits_a_while_for_the_version_that_is_on_its_way(here: Path) -> None:
-    core, scene = Scene(here, tp=2), Scene(here / "hybrid", tp=2, rank=2)
-
-    async def script() -> None:
+async def test_a_hybrid_node_joins_from_its_image_and_waits_for_a_version_that_is_on_its_way(here: Path) -> None:
+    async with Scene(here, tp=2) as core, Scene(here / "hybrid", tp=2, rank=2) as scene:
         await core.node.start()
-        await core.until(lambda: core.states("ready"))
+        await until(lambda: core.states("ready"))
         await scene.ready()
         worker, _ = workers(scene, 2)
         assert (worker.elastic, worker.start_dir) == (True, "")
@@ -288,40 +218,34 @@ def test_a_hybrid_node_joins_from_its_image_and_waits_a_while_for_the_version_th
                 await asyncio.sleep(0.1)
                 assert len(scene.answers(Joined)) == 1, "the image has no version yet"
                 scene.weights.write(0, scene.node.on_image)
-            await scene.until(lambda number=number: len(scene.answers(Joined)) == number)
+            await until(lambda number=number: len(scene.answers(Joined)) == number)
             assert len(scene.of(WeightsWanted)) == min(number, 2)
             scene.node.standby()
             await scene.node.start()
-        await core.node.stop()
-
-    scene.play(script)
     received = [(joined.source, joined.received_bytes) for joined in scene.answers(Joined)]
     assert received[0] == ("core", pytest.approx(2 * 8.19e9, rel=0.01)), "half of the weights by each process"
     assert received[1:] == [("image", 0)] * 2
 
 
-def test_a_checkpoint_is_answered_once_by_processes_and_carrier_together(here: Path) -> None:
+async def test_a_checkpoint_is_answered_once_by_processes_and_carrier_together(here: Path) -> None:
     scene = Scene(here)
     first, second, third = (str(here / name) for name in ("first", "second", "third"))
-
-    async def script() -> None:
+    async with scene:
         await scene.ready()
         scene.node.on_message(SaveState(first, 0))
-        await scene.until(lambda: scene.answers(SaveStarted))
+        await until(lambda: scene.answers(SaveStarted))
         await asyncio.sleep(0.1)
         assert not scene.answers(Saved), "its image has no version yet"
         scene.weights.write(0, lambda: None)
-        await scene.until(lambda: scene.answers(Saved))
+        await until(lambda: scene.answers(Saved))
         # The processes refuse, and the carrier would wait for that step.
         scene.node.on_message(SaveState(second, 5))
-        await scene.until(lambda: scene.answers(SaveFailed))
+        await until(lambda: scene.answers(SaveFailed))
         scene.weights.write(1, lambda: None)
         scene.node.on_message(SaveState(third, 0))
-        await scene.until(lambda: len(scene.answers(SaveStarted)) == 3)
+        await until(lambda: len(scene.answers(SaveStarted)) == 3)
         scene.weights.drop_policy()
-        await scene.until(lambda: len(scene.answers(SaveFailed)) == 2)
-
-    scene.play(script)
+        await until(lambda: len(scene.answers(SaveFailed)) == 2)
     (saved,) = scene.answers(Saved)
     assert saved.files.keys() == {"policy/model.safetensors", "trainer.json"}
     folders.publish(Path(first), here / "step-000000", saved.files)
@@ -334,32 +258,24 @@ def test_a_checkpoint_is_answered_once_by_processes_and_carrier_together(here: P
     assert not (Path(second) / "policy").exists()
 
 
-def test_answers_to_an_order_that_was_replaced_complete_no_other(here: Path) -> None:
+async def test_answers_to_an_order_that_was_replaced_complete_no_other(here: Path) -> None:
     """Some processes joined the generation before, the others saw the newer order first."""
-    scene = Scene(here, tp=2)
-
-    async def script() -> None:
+    async with Scene(here, tp=2) as scene:
         await scene.ready()
         (trainer,) = scene.node._engines.values()
         for local_rank, generation in ((0, 7), (1, 8), (0, 8)):
             scene.node.received(trainer, local_rank, Joined(generation, 0, 0, 0.0, attempt=generation))
         assert [answer.generation for answer in scene.answers(Joined)] == [8]
 
-    scene.play(script)
 
-
-def test_a_core_that_rests_keeps_its_state_and_forms_the_next_generation(here: Path) -> None:
-    scene = Scene(here)
-
-    async def script() -> None:
+async def test_a_core_that_rests_keeps_its_state_and_forms_the_next_generation(here: Path) -> None:
+    async with Scene(here) as scene:
         await scene.ready()
         for number in (1, 2):
             scene.node.on_message(Join(number, 0, 1, str(here / f"g{number}")))
-            await scene.until(lambda number=number: len(scene.answers(Joined)) == number)
+            await until(lambda number=number: len(scene.answers(Joined)) == number)
             scene.node.on_message(Standby())
             assert [state.kind for state in scene.states("standby")] == ["train"] * number
             await scene.node.start()
             assert len(scene.states("ready")) == 1 + number
-
-    scene.play(script)
     assert [(joined.source, joined.received_bytes) for joined in scene.answers(Joined)] == [("own", 0)] * 2

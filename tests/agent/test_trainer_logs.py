@@ -10,41 +10,38 @@ import pytest
 
 from libra_hpc.agent import supervised
 from libra_hpc.process import log_limit
-from libra_hpc.protocol.agents import Log
 from tests.agent.train_scene import Scene
+from tests.stage.waiting import until
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("storage", ["quick", "slow"])
-def test_a_process_that_ends_by_itself_is_lost_for_the_reason_in_its_own_log(
+async def test_a_process_that_ends_by_itself_is_lost_for_the_reason_in_its_own_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    scene, seen = Scene(tmp_path), list[float]()
+    scene = Scene(tmp_path)
     log = scene.run.logs(1) / "t1.0.log"
     log.parent.mkdir(parents=True)
     log.write_text("ValueError: of an earlier start\n")
     if storage == "slow":
         monkeypatch.setattr(supervised, "CAUSE_S", 0.05)
         monkeypatch.setattr(supervised, "tail", lambda *_: time.sleep(0.5) or ["OSError: too late"])
-
-    async def script() -> None:
+    async with scene:
         await scene.ready()
         with log.open("a") as file:
             file.write("Traceback\nOSError: the model folder has changed\nleaving\n")
         began = time.monotonic()
         scene.node._trainer._exited(scene.node._trainer.children[0], 1)
-        seen.append(time.monotonic() - began)
-        await scene.until(lambda: scene.states("lost"))
-
-    scene.play(script)
+        took_s = time.monotonic() - began
+        await until(lambda: scene.states("lost"))
     why = ": OSError: the model folder has changed" if storage == "quick" else ""
     assert scene.states("lost")[0].reason == f"process t1.0 ended with 1{why}"
-    assert seen[0] < 0.5, "the loop does not wait"
+    assert took_s < 0.5, "the loop does not wait"
 
 
-def test_a_log_that_grew_in_one_write_before_the_end_is_cut_all_the_same(
+async def test_a_log_that_grew_in_one_write_before_the_end_is_cut_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_limit, "MOST_BYTES", 1 << 16)
@@ -52,13 +49,10 @@ def test_a_log_that_grew_in_one_write_before_the_end_is_cut_all_the_same(
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     scene = Scene(tmp_path)
     log = scene.run.logs(1) / "t1.0.log"
-
-    async def script() -> None:
+    async with scene:
         await scene.ready()
         with log.open("ab") as file:
             file.write(bytes(1 << 20))
-
-    scene.play(script)
     assert log.stat().st_size < 1 << 16
     assert log.with_name("t1.0.log.old").stat().st_size == 1 << 10
-    assert [one.fields["part"] for one in scene.of(Log) if one.kind == "log_cut"] == ["t1.0"]
+    assert [cut["part"] for cut in scene.events("log_cut")] == ["t1.0"]

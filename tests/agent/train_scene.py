@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,17 +10,14 @@ from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol.agents import FromReplica
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.layout import ResumePoint
 from tests.agent.weights_here import WrittenImage
+from tests.stage.node_parts import Outbox
+from tests.stage.waiting import until
 
-PATIENCE_S = 120.0
 
-
-class Scene:
+class Scene(Outbox):
     """A training node of a dry run, with ``tp`` processes: the whole core unless told otherwise."""
 
     def __init__(
@@ -44,27 +40,15 @@ class Scene:
                 "deadlines": {"floor_s": 4.0, "first_s": 60.0},
             }
         )
-        self.sent: list[Any] = []
+        super().__init__()
         self.shm = folder / "shm"
         self.shm.mkdir(parents=True)
         self.run = RunDir(folder / "run")
         self.run.path.mkdir(exist_ok=True)
-        context = AgentContext(
-            rank,
-            RankLayout(("planner", *components)),
-            config,
-            self.run,
-            1,
-            lambda rank, message: self.sent.append(message),
-            ResumePoint(0, "", 0, ()),
-            folder,
-            self.shm,
-        )
+        folders = {"run": self.run, "shared_memory": self.shm}
+        context = self.context_of(folder, rank, "planner", *components, config=config, **folders)
         self.weights = WrittenImage(self.shm)
         self.node = TrainNode(context, cast(NodeCarrier, self.weights))
-
-    def of(self, kind: type) -> list[Any]:
-        return [message for message in self.sent if isinstance(message, kind)]
 
     def states(self, name: str) -> list[EngineState]:
         return [state for state in self.of(EngineState) if state.state == name]
@@ -72,25 +56,17 @@ class Scene:
     def answers(self, kind: type) -> list[Any]:
         return [message.message for message in self.of(FromReplica) if isinstance(message.message, kind)]
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                await asyncio.sleep(0.01)
-
     async def ready(self) -> int:
         """Start the replica; returns the process id of its first process."""
         before = len(self.states("ready"))
         await self.node.start()
-        await self.until(lambda: len(self.states("ready")) > before)
+        await until(lambda: len(self.states("ready")) > before)
         return next(iter(self.node.pids.values()))
 
-    def play(self, script: Callable[[], Awaitable[None]]) -> None:
-        async def main() -> None:
-            watch = asyncio.create_task(self.node.watch())
-            try:
-                await script()
-            finally:
-                await self.node.stop()
-                watch.cancel()
+    async def __aenter__(self) -> Scene:
+        self._watch = asyncio.create_task(self.node.watch())
+        return self
 
-        asyncio.run(main())
+    async def __aexit__(self, *error: Any) -> None:
+        await self.node.stop()
+        self._watch.cancel()

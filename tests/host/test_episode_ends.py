@@ -19,7 +19,8 @@ from libra_hpc.protocol.env import (
     TruncateEpisode,
     TurnUnwanted,
 )
-from tests.host.leader import ANSWER_S, ROOM, Leader, host_settings
+from tests.host.leader import ROOM, Leader, host_settings
+from tests.stage.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -38,10 +39,7 @@ def kept(folder: Path, diary: Path) -> Leader:
 
 
 def wait_for(diary: Path, lines: list[str]) -> None:
-    until = time.monotonic() + ANSWER_S
-    while not diary.exists() or diary.read_text().split("\n")[:-1] != lines:
-        assert time.monotonic() < until, diary.read_text()
-        time.sleep(0.01)
+    wait_until(lambda: diary.exists() and diary.read_text().split("\n")[:-1] == lines)
 
 
 def test_an_episode_that_starts_slowly_blocks_no_other_and_start_may_make_the_prompt(

@@ -22,6 +22,7 @@ from libra_hpc.owner import claim
 from libra_hpc.owner.claim import LeaseRefused, acquire, encode_lease
 from libra_hpc.process import lease as leases
 from libra_hpc.process.lease import BYTES, Fence, Lease, boot, lease_file, newest_lease, start_ticks
+from tests.stage.waiting import wait_until
 
 
 def of(pid: int = 0, host: str = "", **fields: object) -> Lease:
@@ -184,11 +185,6 @@ def test_a_file_that_cannot_be_written_whole_is_not_left(folder: Path, monkeypat
     assert not list(folder.iterdir())
 
 
-def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        time.sleep(0.01)
-
-
 def test_a_world_stops_only_for_another_owner_of_a_newer_generation(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +199,7 @@ def test_a_world_stops_only_for_another_owner_of_a_newer_generation(
         assert (fence.check(), held.taken) == ("", "")
         write(folder, 2, of(4711, "far"))
         assert fence.check().startswith("another owner has the run: process 4711 on far, since ")
-        until(lambda: held.taken)
+        wait_until(lambda: held.taken)
     assert newest_lease(folder)[1] == of(4711, "far", since=newest_lease(folder)[1].since)  # type: ignore[union-attr]
     assert Fence(folder).check() == "", "a world without an owner"
 

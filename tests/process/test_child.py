@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,31 +12,19 @@ import pytest
 from libra_hpc.process.child import Child, send_all
 from libra_hpc.process.child_environment import clean_own, direct, engine_environment, of_rank
 from libra_hpc.protocol.engine import Abort, from_engine, to_engine
+from tests.stage.waiting import until
 
 
-def test_messages_to_a_child_that_ended_before_it_connected_are_dropped(tmp_path: Path) -> None:
-    folder = Path(tempfile.mkdtemp(prefix="c", dir="/tmp"))
-
-    async def work() -> None:
-        gone = asyncio.Event()
-        codes: list[int] = []
-
-        def exited(child: Child, code: int) -> None:
-            codes.append(code)
-            gone.set()
-
-        child = Child("a", folder / "a.sock", to_engine, from_engine, lambda child, message: None, exited)
+async def test_messages_to_a_child_that_ended_before_it_connected_are_dropped(tmp_path: Path) -> None:
+    codes: list[int] = []
+    with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as folder:
+        socket = Path(folder) / "a.sock"
+        child = Child("a", socket, to_engine, from_engine, print, lambda child, code: codes.append(code))
         child.send(Abort("before"))
         await child.start(["/bin/sh", "-c", "exit 3"], dict(os.environ), tmp_path / "a.log")
-        await asyncio.wait_for(gone.wait(), 60.0)
+        await until(lambda: codes)
         child.send(Abort("after"))
-        assert codes == [3]
-        assert child._queue == []
-
-    try:
-        asyncio.run(work())
-    finally:
-        shutil.rmtree(folder)
+    assert (codes, child._queue) == ([3], [])
 
 
 def test_a_message_to_several_children_is_encoded_once() -> None:

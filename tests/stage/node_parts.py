@@ -1,0 +1,47 @@
+"""The surroundings of one part of a node: its context, and what it has sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from libra_hpc.config.run import RunConfig
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.protocol.agents import Log
+from libra_hpc.protocol.layout import ResumePoint
+
+FIRST_START = ResumePoint(0, "", 0, ())
+
+
+class Outbox:
+    """Messages of a part, by the ranks that they are for."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, Any]] = []
+
+    def send(self, rank: int, message: Any) -> None:
+        self.sent.append((rank, message))
+
+    def of(self, *kinds: type) -> list[Any]:
+        return [message for _, message in self.sent if isinstance(message, kinds)]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [log.fields for log in self.of(Log) if log.kind == kind]
+
+    def context_of(
+        self,
+        folder: Path,
+        rank: int,
+        *components: str,
+        config: RunConfig | None = None,
+        start: ResumePoint = FIRST_START,
+        core_rolls_out: bool = False,
+        **fields: Any,
+    ) -> AgentContext:
+        """That of a node of a run with these components, by default one of each; all folders are ``folder``."""
+        layout = RankLayout(components or ("planner", "train", "rollout"), core_rolls_out=core_rolls_out)
+        folders = {"run": RunDir(folder), "private": folder, "shared_memory": folder}
+        made = {"attempt": 1, "send": self.send, "resume_point": start, **folders, **fields}
+        return AgentContext(rank, layout, config or RunConfig(), **made)
