@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator import records as records_module
 from libra_hpc.coordinator.coordinator import Coordinator
 from libra_hpc.facts.rundir import RunDir, read_lines
-from libra_hpc.facts.status import decode_status
-from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.facts.status import Status, decode_status
 from libra_hpc.protocol.agents import Fatal, Heartbeat, Log, MemberJoined, RolloutReport, StopAgent, TrainReport
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import Layout, ResumePoint, StopTraining
@@ -28,37 +27,32 @@ from libra_hpc.protocol.ranks_stop import RanksStop
 from libra_hpc.protocol.repartition_order import encode_order, new_order
 from tests.policies.pool.layout_orders import FormGeneration, StartEngine, all_orders
 from tests.protocol.step_reports import step_report
+from tests.stage.node_parts import Outbox
+from tests.stage.waiting import until
 
 
 def first_beat(rank: int, component: str, life: int = 0) -> Heartbeat:
     return Heartbeat(rank, component, {}, {}, -1, host="h", pid=1, life=life)
 
 
-class Scene:
+class Scene(Outbox):
     def __init__(
         self,
         tmp_path: Path,
         step: int = 0,
         config: RunConfig | None = None,
         components: tuple[str, ...] = ("planner", "train", "hybrid", "rollout"),
+        begun: bool = True,
     ) -> None:
+        """``begun``: all nodes are there."""
+        super().__init__()
         self.run = RunDir(tmp_path)
         self.run.logs(1).mkdir(parents=True, exist_ok=True)
-        self.sent: list[tuple[int, Any]] = []
         self.known = Layout()
-        layout = RankLayout(components)
-        self.context = AgentContext(
-            0,
-            layout,
-            config or RunConfig(),
-            self.run,
-            1,
-            lambda rank, message: self.sent.append((rank, message)),
-            ResumePoint(step, "", 0, ()),
-            tmp_path,
-            tmp_path,
-        )
+        self.context = self.context_of(tmp_path, 0, *components, config=config, start=ResumePoint(step, "", 0, ()))
         self.coordinator = Coordinator(self.context)
+        if begun:
+            self.hello()
 
     def deliver(self, *messages: tuple[int, Any]) -> None:
         for source, message in messages:
@@ -70,12 +64,16 @@ class Scene:
         return msgspec.json.decode(self.run.ended(1).read_bytes(), type=RanksStop)
 
     def hello(self) -> None:
-        self.deliver(
-            *((rank, first_beat(rank, name)) for rank, name in enumerate(("planner", "train", "hybrid", "rollout")))
-        )
+        self.deliver(*((rank, first_beat(rank, name)) for rank, name in enumerate(self.context.layout.components)))
 
     def orders(self, kind: type) -> list[tuple[int, Any]]:
         return [(rank, message) for rank, message in self.sent if isinstance(message, kind)]
+
+    def status(self) -> Status:
+        """It is written now."""
+        self.coordinator._write_status()
+        assert self.coordinator._records._facts.flush(30.0)
+        return decode_status(self.run.status.read_bytes())
 
     @property
     def stop(self) -> StopTraining | None:
@@ -93,7 +91,7 @@ class Scene:
 
 
 def test_engines_start_once_all_nodes_are_there_and_the_core_forms_the_first_generation(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
+    scene = Scene(tmp_path, begun=False)
     scene.deliver((1, first_beat(1, "train")))
     assert not scene.asked(StartEngine)
     scene.hello()
@@ -109,13 +107,15 @@ def test_engines_start_once_all_nodes_are_there_and_the_core_forms_the_first_gen
     assert [rank for rank, layout in scene.orders(Layout) if layout.number == newest.number] == [0, 1, 2, 3]
 
 
-def run_until_over(scene: Scene) -> None:
+def run_until_over(scene: Scene, done: int = -1) -> None:
+    """``done``: the last step that was trained, if training ends it."""
+    if done >= 0:
+        scene.deliver((1, TrainReport(done=done)))
     asyncio.run(asyncio.wait_for(scene.coordinator.run(), 30))
 
 
 def test_a_finished_run_leaves_its_end_and_stops_everyone(tmp_path: Path) -> None:
     scene = Scene(tmp_path, config=validate({"run": {"steps": 1}}))
-    scene.hello()
     scene.deliver(
         (1, step_report(1, reward=0.5, trained_tokens=10, loss_tokens=5, train_nodes=1, train_s=0.1)),
         (1, TrainReport(done=1)),
@@ -129,49 +129,42 @@ def test_a_finished_run_leaves_its_end_and_stops_everyone(tmp_path: Path) -> Non
 
 def test_a_report_behind_a_lost_one_is_taken_once_that_came(tmp_path: Path) -> None:
     scene = Scene(tmp_path, config=validate({"run": {"steps": 3}}))
-    scene.hello()
     scene.deliver(*((1, step_report(step, step_s=1.0, train_nodes=1)) for step in (1, 3, 1, 2, 3)))
-    scene.deliver((1, TrainReport(done=3)))
-    run_until_over(scene)
+    run_until_over(scene, 3)
     steps = [line["step"] for line in read_lines(scene.run.metrics)]
     assert steps == [1, 2, 3], "what is recorded has no gap: the train leader drops all before it"
 
 
-def test_a_request_to_stop_saves_first_and_has_time_for_it(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
+@asynccontextmanager
+async def running(scene: Scene) -> AsyncIterator[None]:
+    """A run that ends with what is within."""
+    async with asyncio.timeout(30.0):
+        run = asyncio.create_task(scene.coordinator.run())
+        yield
+        await run
 
-    async def asked() -> None:
-        running = asyncio.get_running_loop().create_task(scene.coordinator.run())
+
+async def test_a_request_to_stop_saves_first_and_has_time_for_it(scene: Scene) -> None:
+    async with running(scene):
         scene.run.stop.write_text("{}")
-        while not scene.stop:
-            await asyncio.sleep(0.01)
+        await until(lambda: scene.stop)
         scene.deliver((1, TrainReport(done=7)))
-        await running
-
-    asyncio.run(asyncio.wait_for(asked(), 20.0))
     assert scene.end == RanksStop("cancelled", "step 7 is saved", 7)
 
 
 @pytest.mark.parametrize("how", ["evaluated", "cancelled", "hangs"])
-def test_a_run_ends_once_its_last_step_is_evaluated(tmp_path: Path, how: str) -> None:
+async def test_a_run_ends_once_its_last_step_is_evaluated(tmp_path: Path, how: str) -> None:
     sections = {"run": {"steps": 1}, "task": {"eval": [{"name": "held"}]}}
     limits = {"floor_s": 0.1, "first_s": 0.1} if how == "hangs" else {}
     scene = Scene(tmp_path, config=validate(sections | {"deadlines": limits}))
-    scene.hello()
     scene.deliver((3, RolloutReport(evaluates=True)), (1, TrainReport(done=1)))
-
-    async def play() -> None:
-        running = asyncio.create_task(scene.coordinator.run())
+    assert scene.coordinator._ending.message == "step 1 is saved; it is evaluated now"
+    async with running(scene):
         await asyncio.sleep(0.1)
         if how == "cancelled":
             scene.coordinator.on_signal("SIGTERM")
         if how == "evaluated":
             scene.deliver((3, RolloutReport()))
-        await running
-
-    assert scene.coordinator._ending.message == "step 1 is saved; it is evaluated now"
-    asyncio.run(asyncio.wait_for(play(), 20.0))
     sentence, _, given_up = scene.end.sentence.partition("; its evaluation was given up: nothing progressed for ")
     assert (scene.end.why, scene.end.step, sentence, bool(given_up)) == (
         "completed",
@@ -181,37 +174,29 @@ def test_a_run_ends_once_its_last_step_is_evaluated(tmp_path: Path, how: str) ->
     )
 
 
-def test_a_notice_saves_first_and_the_run_counts_as_cancelled(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
+def test_a_notice_saves_first_and_the_run_counts_as_cancelled(scene: Scene) -> None:
     ignored = {"rank": 2, "signal": "SIGTERM", "reason": "SIGTERM is for rank 0"}
     scene.deliver((2, Log("signal_ignored", 1.0, ignored)))
     for _ in range(2):  # the owner passes on what its group got as well
         scene.coordinator.on_signal("SIGTERM")
     scene.deliver((3, Log("signal_ignored", 2.0, {**ignored, "rank": 3})))
     assert scene.stop is not None
-    scene.deliver((1, TrainReport(done=7)))
-    run_until_over(scene)
+    run_until_over(scene, 7)
     assert scene.end == RanksStop("cancelled", "step 7 is saved", 7)
     said = [(event["kind"], event.get("rank")) for event in read_lines(scene.run.events) if "signal" in event]
     assert said == [("signal_ignored", 2), ("stop_requested", None)]
 
 
-def test_a_run_near_its_time_limit_finishes_its_step_and_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_near_its_time_limit_finishes_its_step_and_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LIBRA_HPC_JOB_END", str(int(time.time()) + 60))
     scene = Scene(tmp_path)
-    scene.hello()
     scene.deliver((1, step_report(1, train_nodes=1, step_s=25.0)))
-
-    async def play() -> None:
-        running = asyncio.get_running_loop().create_task(scene.coordinator.run())
-        while not scene.stop:
-            await asyncio.sleep(0.01)
+    async with running(scene):
+        await until(lambda: scene.stop)
         scene.coordinator.on_signal("SIGUSR1")
         scene.deliver((1, TrainReport(done=2)))
-        await running
-
-    asyncio.run(asyncio.wait_for(play(), 20.0))
     assert scene.stop is not None
     assert scene.stop.after == 2
     assert scene.end.why == "time_limit"
@@ -256,45 +241,32 @@ def test_the_nodes_that_the_planner_wants_are_in_the_status_for_the_owner_who_qu
     planner = Borrows()
     monkeypatch.setattr("libra_hpc.coordinator.live_planning.PlayerProcess", lambda config, after: planner)
     scene = Scene(tmp_path, config=validate({"borrow": {"spot": {"nodes": 3}}}))
-    scene.hello()
     wanted = []
     for _ in range(3):
-        scene.coordinator._write_status()
-        wanted.append(until_written(scene))
+        wanted.append(scene.status().spot_nodes)
         scene.coordinator._plan()
     assert wanted == [-1, 2, 0]
     assert [(one.most, one.wanted) for one in planner.seen] == [(3, 0), (3, 2), (3, 0)]
     assert planner.seen[2].since > planner.seen[1].since > planner.seen[0].since == float("-inf")
 
 
-def until_written(scene: Scene) -> int:
-    """`Status.spot_nodes` once it is on disk."""
-    scene.coordinator._records._facts.flush(30.0)
-    return decode_status(scene.run.status.read_bytes()).spot_nodes
-
-
-def after_a_repartition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig, reached: int) -> Scene:
+async def after_a_repartition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig, reached: int
+) -> Scene:
     """A run whose planner proposes at its first evaluation, and whose training then ends at step ``reached``."""
     monkeypatch.setattr("libra_hpc.coordinator.live_planning.PlayerProcess", lambda config, after: Proposes())
     tmp_path.joinpath("config.json").write_text(json.dumps(config.as_data()))
     scene = Scene(tmp_path, config=config)
-    scene.hello()
-
-    async def play() -> None:
-        task = asyncio.create_task(scene.coordinator.run())
-        while not any(e["kind"] == "decision" for e in read_lines(scene.run.events)):
-            await asyncio.sleep(0.01)
+    async with running(scene):
+        await until(lambda: any(e["kind"] == "decision" for e in read_lines(scene.run.events)))
         scene.deliver((1, TrainReport(done=reached)))
-        await asyncio.wait_for(task, 30)
-
-    asyncio.run(play())
     return scene
 
 
-def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(
+async def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scene = after_a_repartition(tmp_path, monkeypatch, DRY_RUN, 3)
+    scene = await after_a_repartition(tmp_path, monkeypatch, DRY_RUN, 3)
     assert scene.stop == StopTraining("repartition")
     assert scene.end.why == "repartition"
     config = load_resolved(scene.run.config)
@@ -309,15 +281,10 @@ def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(
     )
 
 
-def test_the_last_step_ends_the_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = after_a_repartition(tmp_path, monkeypatch, DRY_RUN, DRY_RUN.run.steps)
-    assert scene.end.why == "completed"
-
-
-def test_advice_is_only_written_down_where_the_run_file_says_so(
+async def test_advice_is_only_written_down_where_the_run_file_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scene = after_a_repartition(
+    scene = await after_a_repartition(
         tmp_path, monkeypatch, validate({"run": {"steps": 3}, "planner": {"repartition": "advise"}}), 3
     )
     assert not scene.stop
@@ -325,20 +292,13 @@ def test_advice_is_only_written_down_where_the_run_file_says_so(
     assert scene.end.why == "completed"
 
 
-def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Path) -> None:
+async def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Path) -> None:
     config = with_values(DRY_RUN, {"planner.enabled": False, "planner.interval_s": 0.02})
     tmp_path.joinpath("config.json").write_text(json.dumps(config.as_data()))
     scene = Scene(tmp_path, config=config)
-    scene.hello()
     order = new_order(1, 1.0, dict(CHANGES))
     scene.run.order.write_bytes(encode_order(order))
-
-    async def until(condition: Callable[[], object]) -> None:
-        while not condition():
-            await asyncio.sleep(0.01)
-
-    async def play() -> None:
-        task = asyncio.create_task(scene.coordinator.run())
+    async with running(scene):
         scene.deliver(
             (1, EngineState(1, "train", "ready", seconds=1.0)),
             (1, TrainReport(joined=(MemberJoined(1, 1, 0, 0, 0.1),))),
@@ -350,9 +310,6 @@ def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Pa
         scene.deliver((2, EngineState(2, "rollout", "ready", seconds=1.0)))
         await until(lambda: scene.stop)
         scene.deliver((1, TrainReport(done=3)))
-        await task
-
-    asyncio.run(asyncio.wait_for(play(), 30))
     assert scene.stop == StopTraining("repartition")
     assert scene.end.why == "repartition"
     answers = [(e["kind"], e["by"]) for e in read_lines(scene.run.events) if e.get("order") == order.id]
@@ -361,31 +318,27 @@ def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Pa
 
 def test_an_order_that_comes_too_late_is_refused(tmp_path: Path) -> None:
     scene = Scene(tmp_path, config=validate({"run": {"steps": 7}}))
-    scene.hello()
     scene.run.order.write_bytes(encode_order(new_order(1, 1.0, {"train.tp": 2})))
-    scene.deliver((1, TrainReport(done=7)))
-    run_until_over(scene)
+    run_until_over(scene, 7)
     (refused,) = [e for e in read_lines(scene.run.events) if e["kind"] == "repartition_refused"]
     assert refused["reason"] == "the run is over: completed, step 7 is saved."
     assert not scene.run.order.exists()
 
 
-def test_a_fatal_report_fails_the_run_with_its_reason(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
+def test_a_fatal_report_fails_the_run_with_its_reason(scene: Scene) -> None:
     scene.deliver((3, Fatal(3, "engine r3.0 ended with 1")))
     run_until_over(scene)
     assert scene.end == RanksStop("fatal", "node 3: engine r3.0 ended with 1", 0)
 
 
-def test_nothing_is_written_to_a_descriptor_that_the_launcher_did_not_open(
+async def test_nothing_is_written_to_a_descriptor_that_the_launcher_did_not_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
     monkeypatch.setattr(records_module.os, "write", lambda number, data: written.append(number))
     monkeypatch.delenv("LIBRA_HPC_OUTPUT_FD", raising=False)
-    asyncio.run(Scene(tmp_path / "local").coordinator._records.close("over"))
+    await Scene(tmp_path / "local", begun=False).coordinator._records.close("over")
     assert not written
     monkeypatch.setenv("LIBRA_HPC_OUTPUT_FD", "3")
-    asyncio.run(Scene(tmp_path / "slurm").coordinator._records.close("over"))
+    await Scene(tmp_path / "slurm", begun=False).coordinator._records.close("over")
     assert written == [3]

@@ -22,7 +22,6 @@ from .test_coordinator import Scene, run_until_over
 
 def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_shows_both(tmp_path: Path) -> None:
     scene = Scene(tmp_path, config=validate({"run": {"steps": 6}}))
-    scene.hello()
     scene.deliver(
         (1, EngineState(1, "train", "ready", seconds=1.0)),
         (1, TrainReport(joined=(MemberJoined(1, 1, 0, 0, 0.1),))),
@@ -38,26 +37,19 @@ def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_sho
             scene.coordinator._planning._decisions.add(PlanDecision("hold", -1, "hold: measured", numbers), 0.0)
         scene.deliver((1, step_report(step, step_s=2.5, wait_s=0.5, train_nodes=1)))
         if step == 4:
-            scene.coordinator._write_status()
-            assert scene.coordinator._records._facts.flush(10.0)
-            shown = decode_status(scene.run.status.read_bytes())
+            shown = scene.status()
             assert shown.estimate == StageEstimate(1.5, 2.0, 2.0)
             assert shown.accuracy == StepAccuracy(3, 2.0, 2.5, pytest.approx(0.2))
-    scene.deliver((1, TrainReport(done=6)))
-    run_until_over(scene)
+    run_until_over(scene, 6)
     assert [row["expected_s"] for row in read_lines(scene.run.metrics)] == [None, 2.0, 2.0, 2.0, None, None]
     assert decode_status(scene.run.status.read_bytes()).estimate is None
 
 
-def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
+def test_why_admission_is_paused_is_the_message_while_the_run_runs(scene: Scene) -> None:
     why = "9 of the last 9 trajectories failed."
     report = RolloutReport(failures=(("raised", 9, "KeyError: 'x'"),), paused=why)
     scene.deliver((3, report))
-    scene.coordinator._write_status()
-    assert scene.coordinator._records._facts.flush(10.0)
-    status = decode_status(scene.run.status.read_bytes())
+    status = scene.status()
     assert status.message == "9 of the last 9 trajectories failed; starting engines"
     assert (status.paused, [(found.kind, found.count) for found in status.failures]) == (why, [("raised", 9)])
     scene.deliver((1, Fatal(3, "gone")))
@@ -66,15 +58,11 @@ def test_why_admission_is_paused_is_the_message_while_the_run_runs(tmp_path: Pat
     assert (status.state, status.message) == ("failed", "node 3: gone")
 
 
-def test_the_status_names_a_slow_engine_with_its_node(tmp_path: Path) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
+def test_the_status_names_a_slow_engine_with_its_node(scene: Scene) -> None:
     since = time.mktime((2026, 3, 4, 12, 3, 0, 0, 0, -1))
     report = RolloutReport(slow=(("r3.1", 3, 2.44, since),))
     scene.deliver((3, report))
-    scene.coordinator._write_status()
-    assert scene.coordinator._records._facts.flush(10.0)
-    status = decode_status(scene.run.status.read_bytes())
+    status = scene.status()
     host = next(node.host for node in status.nodes if node.rank == 3)
     assert status.slow == [f"engine r3.1 ({host}) takes 2.4x its class' time per step since 12:03"]
     scene.deliver((1, Fatal(3, "gone")))
@@ -85,7 +73,6 @@ def test_a_late_step_is_an_event_and_an_alert_once(tmp_path: Path) -> None:
     sent = tmp_path / "sent"
     notify = {"command": ["sh", "-c", 'cat >> "$0"', str(sent)], "on": ["stalled"]}
     scene = Scene(tmp_path, config=validate({"notify": notify}))
-    scene.hello()
     now = time.time()
     for later in (0.0, 500.0, 501.0):
         scene.coordinator._check_progress(now + later)
@@ -105,11 +92,9 @@ def test_the_checkpoint_of_the_last_step_may_wait_for_room_as_long_as_for_storag
     config = validate({"run": {"steps": 60}, "deadlines": {"storage_s": 100.0}})
     scene, found = Scene(tmp_path, step=step, config=config), list[float]()
     monkeypatch.setattr(scene.coordinator._ladder, "evaluate", lambda run, now: found.append(run.least_s))
-    scene.hello()
     scene.coordinator._check_progress(time.time())
     assert found == [least_s]
-    scene.deliver((1, TrainReport(done=60)))
-    run_until_over(scene)
+    run_until_over(scene, 60)
 
 
 def test_a_notice_that_comes_again_is_counted_and_leaves_room_for_others() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +16,10 @@ from libra_hpc.coordinator.guard_watch import GuardWatch, read_guards
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.policies.learning.guards import HOLD
-from libra_hpc.protocol.agents import TrainReport
 from libra_hpc.protocol.layout import Layout
 from tests.protocol.step_reports import step_report
 
-from .test_coordinator import Scene
+from .test_coordinator import Scene, run_until_over
 
 BREAKS = 61
 """The first step of the broken policy."""
@@ -47,12 +45,7 @@ def scene_with(tmp_path: Path, guard: str, *checkpoints: int) -> Scene:
     scene = Scene(tmp_path, config=validate({"algorithm": {"guard": guard}}))
     for step in checkpoints:
         scene.run.checkpoint(step).mkdir(parents=True)
-    scene.hello()
     return scene
-
-
-def end(scene: Scene) -> None:
-    asyncio.run(asyncio.wait_for(scene.coordinator.run(), 30))
 
 
 @pytest.mark.parametrize(("guard", "why", "state"), [("pause", "paused", "paused"), ("stop", "broken", "failed")])
@@ -62,8 +55,7 @@ def test_a_broken_policy_ends_the_run_with_the_cause_and_the_way_on(
     scene = scene_with(tmp_path, guard, 40, 50, 60, 70)
     last = play(scene, iter(range(1, 200)))
     assert BREAKS + HOLD < last < BREAKS + 3 * HOLD
-    scene.deliver((1, TrainReport(done=last + 1)))
-    end(scene)
+    run_until_over(scene, last + 1)
     assert (scene.end.why, decode_status(scene.run.status.read_bytes()).state) == (why, state)
     sentence = scene.end.sentence
     assert sentence.startswith("the reward fell from 0.8")
@@ -93,9 +85,7 @@ def events_of(scene: Scene) -> list[dict[str, Any]]:
 def test_the_status_says_what_holds_and_what_follows(tmp_path: Path) -> None:
     scene = scene_with(tmp_path, "pause")
     play(scene, iter(range(1, BREAKS + 15)))
-    scene.coordinator._write_status()
-    events_of(scene)
-    (notice,) = decode_status(scene.run.status.read_bytes()).notices
+    (notice,) = scene.status().notices
     assert notice.startswith("learning notice: the reward fell from 0.8")
     assert "unless that ends, the run pauses at step " in notice
 
@@ -167,6 +157,6 @@ def test_a_planner_that_is_lost_while_the_run_pauses_pauses_it_at_the_next_start
     scene = Scene(tmp_path, step=at + 1)
     guards = read_guards(RunConfig(), run, 1, at + 1)
     scene.coordinator = Coordinator(scene.context, (), guards)
-    end(scene)
+    run_until_over(scene)
     assert scene.end.why == "paused"
     assert f"no checkpoint is as old as step {guards.good_step}" in scene.end.sentence

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -26,7 +25,6 @@ HERE = JoinWanted("g", ("10.0.0.9",), 7)
 def opened(tmp_path: Path) -> Scene:
     """A run in which own engines serve, and whose door is open."""
     scene = Scene(tmp_path)
-    scene.hello()
     scene.deliver((3, EngineState(3, "rollout", "ready")))
     scene.coordinator.nodes.guests.open(FIRST_GUEST + RANKS_OF_A_START)
     return scene
@@ -46,16 +44,12 @@ def leaving(reason: str) -> Heartbeat:
     return Heartbeat(GUEST, "guest", {}, {}, -1, leaving=reason)
 
 
-def kinds(scene: Scene, *wanted: type) -> list[tuple[int, Any]]:
-    return [(rank, message) for rank, message in scene.sent if isinstance(message, wanted)]
-
-
 def test_a_guest_is_announced_to_those_that_send_to_it_and_gets_new_weights_once_it_serves(tmp_path: Path) -> None:
     scene = with_guest(tmp_path)
     assert scene.orders(Layout)[-1][1].rows[GUEST].guest == ("g", ("10.0.0.9",), 7)
     assert scene.orders(Layout)[-1][1].start == scene.context.resume_point
-    assert kinds(scene, Layout)[-1][1].receivers == (3, GUEST)
-    assert GUEST in [rank for rank, _ in kinds(scene, Layout)]
+    assert scene.orders(Layout)[-1][1].receivers == (3, GUEST)
+    assert GUEST in [rank for rank, _ in scene.orders(Layout)]
     assert scene.coordinator.nodes.receivers == (3,), "nothing that the planner sees has it"
     assert scene.coordinator.nodes.layout.rows[GUEST].starts == 0, "the first start is its own"
 
@@ -65,9 +59,9 @@ def test_a_guest_that_leaves_hands_its_turns_on_first_and_its_rank_is_not_used_a
     scene.clear()
     scene.deliver((GUEST, leaving("it got SIGTERM")), (GUEST, leaving("again")))
     assert scene.asked(DrainTurns) == [DrainTurns(GUEST, abort=True)]
-    assert not kinds(scene, StopAgent)
+    assert not scene.orders(StopAgent)
     scene.deliver((3, TurnsDrained(GUEST)))
-    assert [rank for rank, _ in kinds(scene, StopAgent)] == [GUEST]
+    assert [rank for rank, _ in scene.orders(StopAgent)] == [GUEST]
     assert scene.asked(RankLost) == [RankLost(GUEST)]
     scene.deliver((3, TurnsDrained(GUEST)), (GUEST, Heartbeat(GUEST, "guest", {}, {}, 0)))
     assert scene.coordinator.nodes.guests.admit(HERE, 0.0) == GUEST + 1
@@ -87,9 +81,9 @@ def test_a_guest_that_returns_sleeps_without_weights_and_starts_again_or_is_stop
     scene.deliver((GUEST, EngineState(GUEST, "rollout", "ready")))
     assert guests.serving == (GUEST,)
     scene.deliver((GUEST, taken_back), (3, TurnsDrained(GUEST)))
-    assert not kinds(scene, StopAgent)
+    assert not scene.orders(StopAgent)
     scene.deliver((GUEST, leaving("it got SIGTERM")))
-    assert [rank for rank, _ in kinds(scene, StopAgent)] == [GUEST]
+    assert [rank for rank, _ in scene.orders(StopAgent)] == [GUEST]
 
 
 def test_the_loss_of_a_guest_is_an_event_and_no_failure_of_the_run(tmp_path: Path) -> None:

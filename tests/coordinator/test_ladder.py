@@ -16,9 +16,7 @@ from tests.policies.pool.layout_orders import RankLost
 from tests.protocol.step_reports import step_report
 
 from .test_coordinator import Scene, run_until_over
-from .test_lost_nodes import now
 
-__all__ = ["now"]
 IDLE = RolloutReport()
 SETTINGS = DeadlinesSection(floor_s=60.0, first_s=900.0, factor=10.0)
 STANDS = Movement("same", "same", False, 9, 5.0, {}, waits_for="3 turns run")
@@ -94,7 +92,6 @@ def test_progress_an_excuse_and_an_own_stall_begin_again() -> None:
 def standing(folder: Path, version: int) -> Scene:
     """A run after step 9, whose hybrid node rolls out with the weights of ``version``."""
     scene = Scene(folder)
-    scene.hello()
     scene.coordinator._step = 7
     scene.deliver((1, EngineState(1, "train", "ready")), (1, TrainReport(joined=(MemberJoined(1, 1, 0, 0, 0.1),))))
     scene.deliver(*((rank, EngineState(rank, "rollout", "ready")) for rank in (2, 3)))

@@ -12,7 +12,6 @@ import pytest
 from libra_hpc.agent import coordinator_watch
 from libra_hpc.agent.coordinator_watch import CoordinatorWatch
 from libra_hpc.config.load import validate
-from libra_hpc.coordinator import coordinator as module
 from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, NodeContact, discount, lost_nodes
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
@@ -33,30 +32,18 @@ def silence(scene: Scene, rank: int, now: list[float], seconds: float) -> None:
     scene.coordinator._check(now[0])
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Epoch seconds as the coordinator sees them."""
-    found = [1000.0]
-    monkeypatch.setattr(module.time, "time", lambda: found[0])
-    return found
-
-
 @pytest.mark.parametrize(("kind", "state", "returns"), [("env", "lost", True), ("rollout", "closed", False)])
 def test_a_node_whose_hosts_end_too_often_is_lost_alone_and_for_good_if_its_engines_are_closed(
-    tmp_path: Path, now: list[float], kind: EngineKind, state: StateName, returns: bool
+    now: list[float], scene: Scene, kind: EngineKind, state: StateName, returns: bool
 ) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
     scene.deliver((2, EngineState(2, kind, state, reason="2.0 ended 6 times in 300 s")))
     assert (scene.coordinator.state, scene.asked(RankLost)) == ("running", [RankLost(2)])
     assert scene.coordinator.nodes.takes_back(2) is returns
 
 
 def test_a_silent_node_is_lost_and_taken_back_as_a_new_one_when_it_is_heard_again(
-    tmp_path: Path, now: list[float]
+    now: list[float], scene: Scene
 ) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
     silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
     assert scene.coordinator.state == "running"
     assert scene.asked(RankLost) == [RankLost(2)]
@@ -78,7 +65,6 @@ def test_a_spare_node_replaces_one_that_slurm_sets_down_even_if_it_fell_silent_b
 ) -> None:
     for spare, replaceable in ((0, 4), (1, 2), (1, 4)):
         scene = Scene(tmp_path / f"{spare}{replaceable}")
-        scene.hello()
         scene.coordinator._given = msgspec.structs.replace(scene.coordinator._given, spare=spare)
         scene.coordinator._replaceable = replaceable
         silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
@@ -92,9 +78,7 @@ def test_a_spare_node_replaces_one_that_slurm_sets_down_even_if_it_fell_silent_b
         assert scene.asked(RankLost) == [RankLost(2)]
 
 
-def test_a_node_that_is_lost_again_and_again_is_quarantined_and_named(tmp_path: Path, now: list[float]) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
+def test_a_node_that_is_lost_again_and_again_is_quarantined_and_named(now: list[float], scene: Scene) -> None:
     nodes, waited = scene.coordinator.nodes, []
     while not nodes.quarantined:
         silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
@@ -107,18 +91,15 @@ def test_a_node_that_is_lost_again_and_again_is_quarantined_and_named(tmp_path: 
             scene.deliver((2, first_beat(2, "hybrid", nodes.layout.rows[2].life)))
     assert waited == [0.0, 30.0, 60.0, 60.0, 0.0]
     assert not nodes.takes_back(2)
-    scene.deliver((1, TrainReport(done=scene.context.config.run.steps)))
-    run_until_over(scene)
+    run_until_over(scene, scene.context.config.run.steps)
     sentence = "node 2 is quarantined: lost 5 times in an hour"
     assert [e["reason"] for e in read_lines(scene.run.events) if e["kind"] == "node_quarantined"] == [sentence]
     assert decode_status(scene.run.status.read_bytes()).notices.count(sentence) == 1
 
 
 def test_a_node_that_is_off_for_12_s_and_on_for_5_s_is_quarantined_with_one_event(
-    tmp_path: Path, now: list[float]
+    now: list[float], scene: Scene
 ) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
     while not scene.coordinator.nodes.quarantined:
         assert now[0] < 1150.0
         silence(scene, 2, now, 12.0)
@@ -126,8 +107,7 @@ def test_a_node_that_is_off_for_12_s_and_on_for_5_s_is_quarantined_with_one_even
         scene.deliver((2, Heartbeat(2, "", {}, {}, -1)))
     assert scene.asked(RankLost) == [RankLost(2)]
     assert not scene.coordinator.nodes.takes_back(2)
-    scene.deliver((1, TrainReport(done=scene.context.config.run.steps)))
-    run_until_over(scene)
+    run_until_over(scene, scene.context.config.run.steps)
     kinds = [event["kind"] for event in read_lines(scene.run.events)]
     assert (kinds.count("node_quarantined"), kinds.count("node_lost")) == (1, 1)
 
@@ -140,24 +120,20 @@ async def test_the_end_of_the_coordinators_process_ends_the_wait_for_it(monkeypa
     watch.seen()
     ending = asyncio.create_task(watch.gone())
     assert not (await asyncio.wait({ending}, timeout=0.2))[0]
-    time.sleep(3.0)  # this process is stopped, and reads first what came meanwhile
+    time.sleep(1.2)  # this process is stopped, and reads first what came meanwhile
     watch.seen()
     lost.add(0)
     await asyncio.wait_for(ending, 1.0)
 
 
-def test_a_node_whose_end_the_owner_saw_is_lost_at_once(tmp_path: Path, now: list[float]) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
+def test_a_node_whose_end_the_owner_saw_is_lost_at_once(now: list[float], scene: Scene) -> None:
     scene.context.ended = {2: ""}
     scene.coordinator._check(now[0])
     assert scene.asked(RankLost) == [RankLost(2)]
 
 
 @pytest.mark.parametrize(("leader", "stage"), [(1, "training"), (3, "rollout")])
-def test_all_ranks_end_when_a_leader_is_lost(tmp_path: Path, now: list[float], leader: int, stage: str) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
+def test_all_ranks_end_when_a_leader_is_lost(now: list[float], scene: Scene, leader: int, stage: str) -> None:
     silence(scene, leader, now, HEARTBEAT_LOST_S + 1)
     assert scene.coordinator.state == "running", "a restart of all costs more than some more patience"
     silence(scene, leader, now, LEADER_LOST_S)
@@ -180,9 +156,7 @@ def test_all_ranks_restart_when_a_further_node_of_the_core_is_lost(tmp_path: Pat
     assert scene.end.sentence.startswith("node 2, which has a part of the trainers, was lost (no heartbeat for")
 
 
-def test_silences_of_most_nodes_at_once_cost_none_of_them(tmp_path: Path, now: list[float]) -> None:
-    scene = Scene(tmp_path)
-    scene.hello()
+def test_silences_of_most_nodes_at_once_cost_none_of_them(now: list[float], scene: Scene) -> None:
     for _ in range(2 * SILENCES):
         now[0] += 12.0
         scene.coordinator._check(now[0])
@@ -263,7 +237,6 @@ def test_a_replica_goes_before_trainers_of_the_core_that_wait_for_peers(
     tmp_path: Path, now: list[float], waits: bool, rank: int, lost: bool
 ) -> None:
     scene = Scene(tmp_path, config=validate({"planner": {"hybrid_start": "train"}}))
-    scene.hello()
     scene.deliver(*((one, EngineState(one, "train", "ready")) for one in (1, 2)))
     reason = f"t{rank}.0: join has not ended after 90 s (limit 180 s); it waits for peers"
     for _ in range(2):  # each process reports it
@@ -276,12 +249,10 @@ def test_a_defect_of_an_agent_or_of_rank_0_itself_asks_for_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(tmp_path / "agent")
-    scene.hello()
     scene.deliver((3, Fatal(3, "MemoryError: ", restart=True, defect=True)))
     run_until_over(scene)
     assert scene.end == RanksStop("defect", "node 3: MemoryError: ", 0)
     scene = Scene(tmp_path / "rank-0")
-    scene.hello()
 
     def raises(now: float) -> None:
         raise RuntimeError("can't start new thread")

@@ -15,12 +15,12 @@ from libra_hpc.coordinator.repartitioner import Repartitioner
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.files import write_once
-from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.policies.control.layout_choice import EVERY_S
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.repartition_order import LONGEST, encode_order, new_order
+from tests.stage.node_parts import Outbox
 
 GIVEN = validate(
     {
@@ -44,18 +44,8 @@ class Job:
     def rank_0(self, attempt: int = 2, step: int = 0, speedup: float = 1.0) -> Repartitioner:
         self.run.logs(attempt).mkdir(parents=True, exist_ok=True)
         config = CONFIG.changed(simulated={"speedup": speedup})
-        here = RankLayout.of(self.config())
-        context = AgentContext(
-            0,
-            here,
-            config,
-            self.run,
-            attempt,
-            lambda *a, **k: None,
-            ResumePoint(step, "", 0, ()),
-            self.run.path,
-            self.run.path,
-        )
+        components, start = RankLayout.of(self.config()).components, ResumePoint(step, "", 0, ())
+        context = Outbox().context_of(self.run.path, 0, *components, config=config, start=start, attempt=attempt)
         log = LineLog(self.run.events)
 
         def event(kind: str, **fields: Any) -> None:
@@ -220,19 +210,12 @@ def test_killed_before_the_configuration_is_written_the_order_is_refused_by_the_
     assert not job.run.order.exists()
 
 
-DEATHS: dict[str, tuple[Any, str, int]] = {
-    "before the event": (orders.Orders, "answer", 2),
-    "before the file goes": (orders.Orders, "_remove", 2),
-}
-
-
-@pytest.mark.parametrize("death", DEATHS)
-def test_killed_later_it_is_carried_out_and_logged_once(job: Job, death: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, name, attempt = DEATHS[death]
+@pytest.mark.parametrize("name", ["answer", "_remove"])
+def test_killed_later_it_is_carried_out_and_logged_once(job: Job, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order = job.order(train__tp=2)
-    killed_before(job, monkeypatch, owner, name)
+    killed_before(job, monkeypatch, orders.Orders, name)
     for _ in range(2):
-        again = job.rank_0(attempt=attempt, step=7)
+        again = job.rank_0(step=7)
         assert not again.poll("")
         assert again.last.startswith("after step 7 by the operator")
     assert job.answers() == [("repartition_ordered", "operator", order), ("repartitioned", "operator", order)]

@@ -23,21 +23,30 @@ def limit(steps: tuple[float, ...] = (400.0, 260.0), save_s: float = 95.0, **slu
     return made
 
 
-def test_the_last_step_is_the_one_after_which_another_and_a_save_would_not_fit() -> None:
-    need = FACTOR * (260.0 + 95.0) + MARGIN_S
-    fits = END - 260.0 - need
-    assert limit().stop(7, fits - 1.0, fits - 1.0) is None
-    stop = limit().stop(7, fits + 1.0, fits + 1.0)
-    assert stop == Stop(8, f"time limit in {260.0 + need - 1.0:.0f} s; a step takes 260 s and a save 95 s")
-    assert limit().stop(7, fits - 99.0, fits + 1.0) is None, "in the middle of a step its own end counts"
+NEED = FACTOR * (260.0 + 95.0) + MARGIN_S
+FITS = END - 260.0 - NEED
+"""Until then a step and another one fit, with a save."""
+LAST = END - FACTOR * 95.0 - MARGIN_S
+"""Until then a save fits."""
 
 
-def test_a_late_last_step_is_given_up_when_a_save_would_not_fit_any_more() -> None:
-    last = END - FACTOR * 95.0 - MARGIN_S
-    found = limit().stop(7, END - 1000.0, last - 1.0)
-    assert found is not None
-    assert found.after == 8
-    assert limit().stop(7, END - 1000.0, last + 1.0) == Stop(0, "time limit in 152 s; a save takes 95 s")
+@pytest.mark.parametrize(
+    ("made", "began", "now", "after", "reason"),
+    [
+        (limit(), FITS - 1.0, FITS - 1.0, None, ""),
+        (limit(), FITS + 1.0, FITS + 1.0, 8, f"time limit in {259.0 + NEED:.0f} s; a step takes 260 s and a save 95 s"),
+        (limit(), FITS - 99.0, FITS + 1.0, None, "in the middle of a step its own end counts"),
+        (limit(), END - 1000.0, LAST - 1.0, 8, "time limit in 154 s; a step takes 260 s and a save 95 s"),
+        (limit(), END - 1000.0, LAST + 1.0, 0, "time limit in 152 s; a save takes 95 s"),
+        (limit((400.0,)), END - 800.0, END - 800.0, 8, "time limit in 800 s; a step takes 400 s and a save 95 s"),
+        (limit(), END - 1000.0, END - 1000.0, None, "the slow first step counts only until there is another"),
+        (limit(notice_s=60.0), END - 1.0, END - 1.0, None, "Slurm stops it"),
+    ],
+)
+def test_the_last_step_is_the_one_after_which_another_and_a_save_would_not_fit(
+    made: TimeLimit, began: float, now: float, after: int | None, reason: str
+) -> None:
+    assert made.stop(7, began, now) == (None if after is None else Stop(after, reason))
 
 
 def test_the_last_save_waits_for_the_end_of_a_write_that_is_in_flight() -> None:
@@ -56,13 +65,6 @@ def test_the_last_save_waits_for_the_end_of_a_write_that_is_in_flight() -> None:
     assert writing.stop(7, now, now) is None, "it ends before the step does"
 
 
-def test_the_slow_first_step_counts_only_until_there_is_another() -> None:
-    first, second = limit((400.0,)), limit()
-    now = END - 800.0
-    assert first.stop(1, now, now) is not None
-    assert second.stop(2, END - 1000.0, END - 1000.0) is None
-
-
 def test_a_save_that_was_never_measured_has_a_share_of_the_time() -> None:
     unknown = TimeLimit(SlurmSection(), 0.0, {JOB_END: "3600"})
     assert unknown.save_s == 120.0
@@ -72,13 +74,14 @@ def test_a_save_that_was_never_measured_has_a_share_of_the_time() -> None:
     assert TimeLimit(SlurmSection(), 0.0, {JOB_END: "60"}).save_s == 6.0
 
 
-def test_without_an_end_or_with_a_given_notice_only_slurm_stops_the_run() -> None:
-    assert limit(notice_s=60.0).stop(7, END - 1.0, END - 1.0) is None
-    for text in ("", "N/A", "-5", "9"):
-        unknown = TimeLimit(SlurmSection(), 10.0, {JOB_END: text})
-        unknown.on_step(1.0)
-        assert unknown.stop(7, 20.0, 20.0) is None, text
-        assert unknown.left_s(20.0) == 110.0, "what the notice leaves"
+@pytest.mark.parametrize("text", ["", "N/A", "-5", "9"])
+def test_without_an_end_only_slurm_stops_the_run(text: str) -> None:
+    unknown = TimeLimit(SlurmSection(), 10.0, {JOB_END: text})
+    unknown.on_step(1.0)
+    assert (unknown.stop(7, 20.0, 20.0), unknown.left_s(20.0)) == (None, 110.0), "what the notice leaves"
+
+
+def test_what_is_left_is_less_than_the_job_has() -> None:
     assert limit(notice_s=60.0).left_s(END - 60.0) == 50.0
     assert limit().left_s(END - 3.0) == 4.0
 

@@ -10,29 +10,24 @@ from libra_hpc.config.load import validate
 from libra_hpc.coordinator.live_planning import LIMIT, StepSharing
 from libra_hpc.coordinator.nodes import NodePool
 from libra_hpc.coordinator.observations import Observations
-from libra_hpc.facts.rundir import RunDir
-from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.layout import Layout, ResumePoint
+from libra_hpc.protocol.layout import Layout
 from tests.policies.pool.layout_orders import AwaitMembers, DrainTurns, RestCore, StandbyEngine, StartEngine, all_orders
+from tests.stage.node_parts import Outbox
 
 
-class Scene:
+class Scene(Outbox):
     """One core node (1), which may roll out, two hybrid nodes (2, 3) and a rollout node (4), all at work."""
 
     def __init__(self, tmp_path: Path, core_rolls_out: bool = False, eta: int = 0) -> None:
-        self.sent: list[tuple[int, Any]] = []
+        super().__init__()
         self.seen_of: dict[type, int] = {}
         self.step = 0
         components = "planner", "train", "hybrid", "hybrid", "rollout"
-        layout = RankLayout(components, core_rolls_out=core_rolls_out)
-        send = lambda rank, message: self.sent.append((rank, message))  # noqa: E731
-        start = ResumePoint(0, "", 0, ())
         config = validate({"algorithm": {"eta": eta, "prompts_per_step": 4}, "planner": {"switch_cost_s": 2.0}})
-        context = AgentContext(0, layout, config, RunDir(tmp_path), 1, send, start, tmp_path, tmp_path)
+        context = self.context_of(tmp_path, 0, *components, config=config, core_rolls_out=core_rolls_out)
         self.seen = Observations()
         self.nodes = NodePool(context, lambda kind, **fields: None, self.seen.on_switch, lambda: 0)
         self.nodes.start("rollout")

@@ -57,7 +57,6 @@ def test_a_declared_column_is_shown_everywhere(tmp_path: Path, monkeypatch: pyte
     for table in ("COORDINATOR", "COLUMNS"):
         monkeypatch.setattr(columns, table, [*getattr(columns, table), probe])
     scene = Scene(tmp_path)
-    scene.hello()
     for step, value in ((1, 2.0), (2, 5.0)):
         scene.deliver((1, step_report(step, probe=value, step_s=1.0)))
     scene.deliver((1, TrainReport(done=2)))

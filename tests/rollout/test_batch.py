@@ -135,7 +135,6 @@ async def test_a_line_has_every_column(tmp_path: Path) -> None:
     await world.finish()
     first, report = world.of(StepReport)
     scene = Scene(tmp_path, config=RunConfig())
-    scene.hello()
     applied = EngineVersion(3, "3.0", 1, pause_s=0.001, stage_s=0.2, recomputed=40, wire_s=0.1, image_s=0.1)
     scene.deliver((1, first), (3, applied), (1, report), (1, TrainReport(done=2)))
     await asyncio.wait_for(scene.coordinator.run(), 30)
