@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from libra_hpc.endpoint.agent_task import AgentEnvironment, AgentTask
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.tasks.base import PolicyTurn, Task, Turn
@@ -17,6 +18,7 @@ from tests.rollout.plant import generated
 Policy = Callable[[str], str | list[int] | None]
 """From the text of the context to that of the turn, or to its tokens; None: it goes on until nobody waits for it."""
 ROOM = 4096
+AGENTS = Path(__file__).with_name("agents.py")
 
 
 class Played:
@@ -76,6 +78,16 @@ async def play(task: Task, policy: Policy, index: int = 0, room: int = ROOM, del
 def call(name: str, **arguments: Any) -> str:
     """A tool call as the policy of these tests writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def task_for(
+    tokenizer: TaskTokenizer, folder: Path, row: Mapping[str, Any], *, reward: str, given: Any = None, **agent: Any
+) -> AgentEnvironment:
+    """A task of one row; ``reward``: a function of `agents.py`; ``given``: sections of the run file."""
+    judge = reward if ":" in reward else f"{AGENTS}:{reward}"
+    task = AgentTask(tokenizer, data=write_rows(folder, row), reward=judge, **agent).make(given or {})
+    assert isinstance(task, AgentEnvironment)
+    return task
 
 
 def write_rows(folder: Path, *rows: Mapping[str, Any]) -> str:

@@ -18,9 +18,7 @@ from libra_hpc.process.child_environment import clean_own
 from libra_hpc.tasks.mixture import MixedTask
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
-from .played import Played, call, play, write_rows
-
-AGENTS = Path(__file__).with_name("agents.py")
+from .played import AGENTS, Played, call, play, task_for, write_rows
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +33,9 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 def task_of(
     tokenizer: TaskTokenizer, folder: Path, agent: str, wall_s: float = 60.0, **settings: Any
 ) -> AgentEnvironment:
-    data = write_rows(folder, {"prompt": "What is there?", **settings.pop("row", {})})
-    task = AgentTask(
-        tokenizer, data=data, agent=f"{AGENTS}:{agent}", reward=f"{AGENTS}:{settings.pop('reward', 'one')}"
-    )
+    row, reward = {"prompt": "What is there?", **settings.pop("row", {})}, settings.pop("reward", "one")
     env = {"sandbox": "none", "limits": {"wall_s": wall_s}, **settings.pop("env", {})}
-    made = task.make({"env": env, **settings})
-    assert isinstance(made, AgentEnvironment)
-    return made
+    return task_for(tokenizer, folder, row, reward=reward, given={"env": env, **settings}, agent=f"{AGENTS}:{agent}")
 
 
 def looks_and_talks(context: str) -> str:
@@ -177,39 +170,21 @@ async def test_a_program_in_a_box_without_network_is_judged_when_it_is_dead(
 ) -> None:
     (tmp_path / "hidden").write_text("")
     row = {"prompt": "What is 6 * 7?", "answer": answer, "tests": str(tmp_path)}
-    task = AgentTask(
-        tokenizer,
-        data=write_rows(tmp_path, row),
-        command=[sys.executable, "-IS", "-c", PROGRAM, "{prompt}", "{answer}"],
-        reward=f"{AGENTS}:answer_file",
-    ).make({})
+    command = [sys.executable, "-IS", "-c", PROGRAM, "{prompt}", "{answer}"]
+    task = task_for(tokenizer, tmp_path, row, reward="answer_file", command=command)
     task.check()
-    assert isinstance(task, AgentEnvironment)
     played = await play(task, lambda context: "yes")
     assert (played.end.info["agent_failed"], played.end.info["turns"]) == (0, 2)
     assert "What is 6 * 7?" in played.texts(tokenizer)[0]
     assert played.end.reward == float(answer == 42)
 
 
-async def test_a_program_without_isolation_reaches_the_endpoint(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
-    task = AgentTask(
-        tokenizer,
-        data=write_rows(tmp_path, {"prompt": "x"}),
-        command=[sys.executable, "-IS", "-c", PROGRAM, "{prompt}", "42"],
-        reward=f"{AGENTS}:one",
-    ).make({"env": {"sandbox": "none"}})
-    assert isinstance(task, AgentEnvironment)
-    assert (await play(task, lambda context: "yes")).end.info["turns"] == 2
-
-
 @pytest.mark.parametrize("sandbox", ["auto", "none"])
 async def test_a_program_that_is_not_there_is_one_sentence(
     tokenizer: TaskTokenizer, tmp_path: Path, sandbox: str
 ) -> None:
-    task = AgentTask(
-        tokenizer, data=write_rows(tmp_path, {"prompt": "x"}), command=["mini-none"], reward=f"{AGENTS}:one"
-    ).make({"env": {"sandbox": sandbox}})
-    assert isinstance(task, AgentEnvironment)
+    given = {"env": {"sandbox": sandbox}}
+    task = task_for(tokenizer, tmp_path, {"prompt": "x"}, reward="one", given=given, command=["mini-none"])
     mixed = MixedTask(tokenizer, 0, {"repair": task}, [1], {})
     with pytest.raises(OperationError, match=r"^task 'repair': task\.command = \['mini-none'\]: there is no program"):
         mixed.check()

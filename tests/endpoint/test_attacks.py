@@ -12,12 +12,11 @@ import pytest
 from libra_hpc.boxes.box import Box
 from libra_hpc.boxes.providers import chosen
 from libra_hpc.config.job import EnvSection
-from libra_hpc.endpoint.agent_task import AgentEnvironment, AgentTask
 from libra_hpc.tasks.base import Turn
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 from . import attacks
-from .played import play, write_rows
+from .played import play, task_for
 
 PROGRAM = """
 import json, os, sys, urllib.request
@@ -45,13 +44,8 @@ async def ended(tokenizer: TaskTokenizer, folder: Path, sandbox: str, answer: in
     )
     wait_s = 0.6 * command.endswith("sleep 0.1")
     row = {"prompt": command, "tests": str(folder / "tests"), "mounted": sandbox != "none", "wait_s": wait_s}
-    task = AgentTask(
-        tokenizer,
-        data=write_rows(folder, row),
-        command=[sys.executable, "-IS", "-c", PROGRAM, "{prompt}"],
-        reward=f"{attacks.__file__}:judged",
-    ).make({"env": {"sandbox": sandbox}})
-    assert isinstance(task, AgentEnvironment)
+    argv, judge = [sys.executable, "-IS", "-c", PROGRAM, "{prompt}"], f"{attacks.__file__}:judged"
+    task = task_for(tokenizer, folder, row, reward=judge, given={"env": {"sandbox": sandbox}}, command=argv)
     return (await play(task, lambda context: "yes")).end
 
 
