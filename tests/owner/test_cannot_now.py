@@ -142,13 +142,6 @@ def test_ranks_that_met_before_and_do_not_now_start_again_without_using_a_restar
     assert event["reason"] == "start 1: the agents did not meet; node-3 cannot reach the planner"
 
 
-def test_at_the_first_start_of_a_run_that_is_a_mistake(tmp_path: Path) -> None:
-    case = Case(tmp_path, met=False, longest_s=60.0)
-    result = case.result(case.own(unmet=5), 1)
-    assert (result["message"], result["step"]) == ("node-3 cannot reach the planner", 0)
-    assert (case.run.logs(1) / "starts").read_text().split().count("0") == 1
-
-
 def test_what_stays_impossible_ends_the_run_with_its_cause_what_is_saved_and_how_to_go_on(tmp_path: Path) -> None:
     how = "for 1 s; step 60 is saved; continue with `libra-hpc submit --resume run-001`"
     for place, number, before in (

@@ -132,26 +132,33 @@ def test_who_gives_up_names_the_first_cause_what_is_saved_and_how_to_go_on() -> 
     assert so_far.first.startswith("start 1: the agents did not meet; ")
 
 
-def test_sentences() -> None:
-    cause = "agent-2: RuntimeError: can't start new thread"
-    assert decide(left("lost"), SoFar(), LIMITS).reason == LOST
-    assert decide(left(None, cause=cause), SoFar(), LIMITS).reason == f"the planner's agent (rank 0) was lost; {cause}"
-    unmet = decide(left(None, met=False, cause=cause), SoFar(), LIMITS)
-    assert unmet.reason == f"start 1: the agents did not meet; {cause}"
-    spent = decide(left("lost"), SoFar(restarts=3), LIMITS)
-    assert spent.reason == f"{LOST}, and all 3 restarts of slurm.restarts are used; continue with --resume"
-    same = decide(left("defect"), SoFar(defect=DEFECT), LIMITS)
-    assert same.reason == "node 3: MemoryError, a second time at step 40"
-    assert decide(left("time_limit"), SoFar(requeued=1), LIMITS).reason == "time limit at step 40; requeue 2 of 5"
-    few = decide(left("lost", short=DOWN), SoFar(), ALLOWED)
-    assert few.reason == f"{LOST}; {DOWN}; without a spare node the job is queued again"
-    ends = decide(left(None, signal="TERM", broken=DOWN), SoFar(), ALLOWED)
-    assert ends.reason == f"{DOWN}; Slurm ends a job with a component of one node, so it is queued again"
+CAUSE = "agent-2: RuntimeError: can't start new thread"
+AGAIN = "Slurm ends a job with a component of one node, so it is queued again"
+IDLE = "the last 2 starts saved no step after step 40: slurm.time_limit is too short"
+
+
+@pytest.mark.parametrize(
+    ("ended", "so_far", "limits", "sentence"),
+    [
+        (left("lost"), SoFar(), LIMITS, LOST),
+        (left(None, cause=CAUSE), SoFar(), LIMITS, f"the planner's agent (rank 0) was lost; {CAUSE}"),
+        (left(None, met=False, cause=CAUSE), SoFar(), LIMITS, f"start 1: the agents did not meet; {CAUSE}"),
+        (left("lost"), SoFar(restarts=3), LIMITS, f"{LOST}, and all 3 restarts of slurm.restarts are used; continue"),
+        (left("defect"), SoFar(defect=DEFECT), LIMITS, "node 3: MemoryError, a second time at step 40"),
+        (left("time_limit"), SoFar(requeued=1), LIMITS, "time limit at step 40; requeue 2 of 5"),
+        (left("time_limit"), SoFar(requeued=5), LIMITS, "time limit at step 40, and all 5 of slurm.requeues are used"),
+        (left("time_limit"), SoFar(idle=(40, 40)), LIMITS, IDLE),
+        (left("lost", short=DOWN), SoFar(), ALLOWED, f"{LOST}; {DOWN}; without a spare node the job is queued again"),
+        (left(None, signal="TERM", broken=DOWN), SoFar(), ALLOWED, f"{DOWN}; {AGAIN}"),
+    ],
+)
+def test_the_reason_is_a_sentence(ended: RanksEnded, so_far: SoFar, limits: RunConfig, sentence: str) -> None:
+    assert decide(ended, so_far, limits).reason.startswith(sentence)
+
+
+def test_a_run_that_is_not_queued_again_says_what_is_saved() -> None:
     used = decide(left("time_limit"), SoFar(requeued=5), LIMITS)
-    why = "time limit at step 40, and all 5 of slurm.requeues are used"
-    assert used.message == f"step 40 is saved; not queued again: {why}"
-    idle = decide(left("time_limit"), SoFar(idle=(40, 40)), LIMITS)
-    assert idle.reason.startswith("the last 2 starts saved no step after step 40: slurm.time_limit is too short")
+    assert used.message == f"step 40 is saved; not queued again: {used.reason}"
 
 
 @pytest.mark.parametrize(("recorded", "limit_s"), [(True, LAST_S), (False, STRAGGLERS_S)])

@@ -304,21 +304,3 @@ def test_a_decision_has_inputs_five_candidates_and_triggers() -> None:
     assert best.gain_s > best.needed_s
     assert moved.triggers == ("start",)
     assert any("split" in d.triggers for d in plant.decisions)
-
-
-def test_growing_work_gets_more_nodes() -> None:
-    """Rollout grows by 1 % a batch."""
-    grows: Shape = lambda n, m, mean: (4.0 / n, 4.0 * mean / 50.0 / m)  # noqa: E731
-    plant = Plant(grows, hybrids=10, train=4, noise=0.02, prompts=32)
-    planner = plant.planner(PlannerSection(switch_cost_s=1.0, min_dwell_s=0.0))
-    for _ in range(120):
-        plant.length *= 1.01
-        plant.run(1, planner, interval=0.0)
-    # `run` ends after one batch: only the snapshot with many steps left may move.
-    assert plant.ordered == []
-    for number in range(60):
-        plant.length *= 1.01
-        plant.batch()
-        plant.evaluate(planner, 1000 - number)
-    assert any(d.action == "to_rollout" for d in plant.decisions)
-    assert all(d.action != "to_train" for d in plant.decisions)

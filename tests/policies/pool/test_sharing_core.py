@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from libra_hpc.policies.pool.states import IllegalTransition, MemberOf, MoveOrdered, Pool, StateArrived, advance, start
@@ -9,7 +11,7 @@ from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.engine_state import EngineState
 
 from .layout_orders import DrainTurns, FormGeneration, RestCore, StandbyEngine, StartEngine
-from .test_states import after, lost, ready, states
+from .test_states import Story, Then, after, lost, ready, states, tell
 
 CORE = (1, 2)
 
@@ -38,68 +40,88 @@ def rolling(core: tuple[int, ...] = (1,)) -> Pool:
     return pool
 
 
-def test_the_core_rolls_out_between_two_generations() -> None:
-    pool = training()
-    pool = after(pool, MoveOrdered(3, "rollout"), does=[FormGeneration(3, (1,))])
-    pool = after(pool, MoveOrdered(1, "rollout"), does=[RestCore()])
-    pool = after(pool, StateArrived(1), MemberOf(1, 3), does=[StandbyEngine(3, "train"), StartEngine(3, "rollout")])
-    assert states(pool) == ["to_rollout", "to_rollout", "rollout"]
-    pool = after(pool, rests(1), does=[StandbyEngine(1, "train"), StartEngine(1, "rollout")])
-    pool = after(pool, ready(1, "rollout"), ready(3, "rollout"), does=[])
-    assert states(pool) == ["rollout"] * 3
+STORIES: dict[str, Story] = {
+    "it rolls out between two generations": (
+        training,
+        [
+            ([MoveOrdered(3, "rollout")], Then([FormGeneration(3, (1,))])),
+            ([MoveOrdered(1, "rollout")], Then([RestCore()])),
+            (
+                [StateArrived(1), MemberOf(1, 3)],
+                Then([StandbyEngine(3, "train"), StartEngine(3, "rollout")], states="to_rollout to_rollout rollout"),
+            ),
+            ([rests(1)], Then([StandbyEngine(1, "train"), StartEngine(1, "rollout")])),
+            ([ready(1, "rollout"), ready(3, "rollout")], Then([], states="rollout rollout rollout")),
+            ([MoveOrdered(1, "train", abort=True)], Then([DrainTurns(1, abort=True)])),
+            ([TurnsDrained(1)], Then([StandbyEngine(1, "rollout"), StartEngine(1, "train")])),
+            ([ready(1, "train")], Then([FormGeneration(4, (1,))])),
+            ([StateArrived(1), MemberOf(1, 4)], Then([], states="train rollout rollout")),
+        ],
+    ),
+    "a hybrid node that is ready first waits for it": (
+        rolling,
+        [
+            ([MoveOrdered(3, "train"), MoveOrdered(1, "train"), TurnsDrained(3), TurnsDrained(1)], Then()),
+            ([ready(3, "train")], Then([])),
+            ([ready(1, "train")], Then([FormGeneration(4, (1, 3))])),
+            ([StateArrived(1), MemberOf(1, 4), StateArrived(3), MemberOf(3, 4)], Then(states="train train rollout")),
+        ],
+    ),
+    "its nodes move together": (
+        partial(rolling, CORE),
+        [
+            ([MoveOrdered(2, "train")], Then([DrainTurns(1), DrainTurns(2)])),
+            ([TurnsDrained(1), TurnsDrained(2), ready(1, "train")], Then(states="to_train to_train rollout rollout")),
+            ([ready(2, "train")], Then([FormGeneration(4, CORE)])),
+        ],
+    ),
+    "a lost rollout engine sends it back to training": (
+        rolling,
+        [
+            ([lost(1, "rollout")], Then([DrainTurns(1, abort=True)])),
+            (
+                [TurnsDrained(1), ready(1, "train"), StateArrived(1), MemberOf(1, 4)],
+                Then(states="train rollout rollout"),
+            ),
+            # While it wakes, and in standby, when it is in no generation yet.
+            ([MoveOrdered(1, "rollout"), rests(1), lost(1, "rollout")], Then(states="to_train rollout rollout")),
+            ([TurnsDrained(1), ready(1, "train"), lost(1, "rollout")], Then(states="to_train rollout rollout")),
+        ],
+    ),
+    "lost trainers bring it back before the batch needs it": (
+        rolling,
+        [
+            ([lost(1, "train")], Then([DrainTurns(1, abort=True)])),
+            ([TurnsDrained(1)], Then([StandbyEngine(1, "rollout"), StartEngine(1, "train")])),
+            ([ready(1, "train")], Then([FormGeneration(4, (1,))])),
+        ],
+    ),
+    "trainers that are lost before they are in standby start again": (
+        training,
+        [
+            (
+                [MoveOrdered(1, "rollout"), lost(1, "train")],
+                Then([RestCore(), StartEngine(1, "train")], states="starting train rollout"),
+            ),
+            ([ready(1, "train")], Then([FormGeneration(3, (1, 3))])),
+        ],
+    ),
+    "trainers that rest although it was ordered back wake": (
+        partial(training, CORE),
+        [
+            ([MoveOrdered(1, "rollout"), rests(1), lost(1, "rollout")], Then()),
+            ([rests(2)], Then([StandbyEngine(2, "train")])),
+            ([TurnsDrained(1), TurnsDrained(2), ready(1, "train"), ready(2, "train")], Then()),
+            ([rests(1)], Then([StartEngine(1, "train")])),
+            ([ready(1, "train")], Then([FormGeneration(4, (1, 2, 3))])),
+        ],
+    ),
+}
 
-    pool = after(pool, MoveOrdered(1, "train", abort=True), does=[DrainTurns(1, abort=True)])
-    pool = after(pool, TurnsDrained(1), does=[StandbyEngine(1, "rollout"), StartEngine(1, "train")])
-    pool = after(pool, ready(1, "train"), does=[FormGeneration(4, (1,))])
-    pool = after(pool, StateArrived(1), MemberOf(1, 4), does=[])
-    assert states(pool) == ["train", "rollout", "rollout"]
 
-
-def test_a_hybrid_node_that_is_ready_first_waits_for_the_core() -> None:
-    pool = after(rolling(), MoveOrdered(3, "train"), MoveOrdered(1, "train"))
-    pool = after(pool, TurnsDrained(3), TurnsDrained(1))
-    pool = after(pool, ready(3, "train"), does=[])
-    pool = after(pool, ready(1, "train"), does=[FormGeneration(4, (1, 3))])
-    pool = after(pool, *(event for rank in (1, 3) for event in (StateArrived(rank), MemberOf(rank, 4))))
-    assert states(pool) == ["train", "train", "rollout"]
-
-
-def test_nodes_of_the_core_move_together() -> None:
-    pool = rolling(CORE)
-    pool = after(pool, MoveOrdered(2, "train"), does=[DrainTurns(1), DrainTurns(2)])
-    pool = after(pool, TurnsDrained(1), TurnsDrained(2), ready(1, "train"), does=None)
-    assert states(pool) == ["to_train", "to_train", "rollout", "rollout"]
-    pool = after(pool, ready(2, "train"), does=[FormGeneration(4, CORE)])
-
-
-def test_a_lost_rollout_engine_sends_the_core_back_to_training() -> None:
-    pool = after(rolling(), lost(1, "rollout"), does=[DrainTurns(1, abort=True)])
-    pool = after(pool, TurnsDrained(1), ready(1, "train"), StateArrived(1), MemberOf(1, 4))
-    assert states(pool) == ["train", "rollout", "rollout"]
-    # While it wakes, and in standby.
-    pool = after(pool, MoveOrdered(1, "rollout"), rests(1), lost(1, "rollout"), does=None)
-    assert states(pool)[0] == "to_train"
-    pool = after(pool, TurnsDrained(1), ready(1, "train"), lost(1, "rollout"))
-    assert states(pool)[0] == "to_train", "it is in no generation yet"
-
-
-def test_lost_trainers_bring_the_core_back_before_the_batch_needs_it() -> None:
-    pool = after(rolling(), lost(1, "train"), does=[DrainTurns(1, abort=True)])
-    pool = after(pool, TurnsDrained(1), does=[StandbyEngine(1, "rollout"), StartEngine(1, "train")])
-    pool = after(pool, ready(1, "train"), does=[FormGeneration(4, (1,))])
-    # Before they are in standby.
-    pool = after(training(), MoveOrdered(1, "rollout"), lost(1, "train"), does=[RestCore(), StartEngine(1, "train")])
-    assert states(pool) == ["starting", "train", "rollout"]
-    pool = after(pool, ready(1, "train"), does=[FormGeneration(3, (1, 3))])
-
-
-def test_trainers_that_rest_although_the_core_was_ordered_back_wake() -> None:
-    pool = after(training(CORE), MoveOrdered(1, "rollout"), rests(1), lost(1, "rollout"), does=None)
-    pool = after(pool, rests(2), does=[StandbyEngine(2, "train")])
-    pool = after(pool, TurnsDrained(1), TurnsDrained(2), ready(1, "train"), ready(2, "train"))
-    assert pool.forming is not None
-    pool = after(pool, rests(1), does=[StartEngine(1, "train")])
-    pool = after(pool, ready(1, "train"), does=[FormGeneration(4, (1, 2, 3))])
+@pytest.mark.parametrize("name", STORIES)
+def test_what_a_core_that_shares_does(name: str) -> None:
+    tell(STORIES[name])
 
 
 def test_only_a_core_that_shares_moves() -> None:

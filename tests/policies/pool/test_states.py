@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -73,6 +75,27 @@ def states(pool: Pool) -> list[str]:
     return [str(node.state) for node in pool.nodes.values()]
 
 
+class Then(NamedTuple):
+    """What follows from events: all orders, who trains and who rolls out, and all states; None: whatever does."""
+
+    does: list[Any] | None = None
+    trains: tuple[int, ...] | None = None
+    rolls: tuple[int, ...] | None = None
+    states: str | None = None
+
+
+Story = tuple[Callable[[], Pool], list[tuple[list[Event], Then]]]
+
+
+def tell(story: Story) -> None:
+    pool = story[0]()
+    for events, then in story[1]:
+        pool = after(pool, *events, does=then.does)
+        assert then.trains is None or trainers(pool) == then.trains
+        assert then.rolls is None or rollout_nodes(pool) == then.rolls
+        assert then.states is None or " ".join(states(pool)) == then.states
+
+
 def test_start_brings_every_node_to_its_stage() -> None:
     pool = start([(1, "train"), (2, "rollout"), (3, "hybrid")])
     effects = orders_of.orders(Layout(), layout_of(pool))
@@ -81,80 +104,167 @@ def test_start_brings_every_node_to_its_stage() -> None:
     assert states(running("train")) == ["train", "rollout", "train"]
 
 
-def test_a_generation_waits_for_all_nodes_of_the_core() -> None:
-    pool = start([(1, "train"), (2, "train"), (3, "rollout")])
-    pool = after(pool, ready(2, "train"), does=[])
-    pool = after(pool, ready(1, "train"), does=[FormGeneration(1, (1, 2))])
-    pool = after(pool, lost(2, "train"), does=[StartEngine(2, "train")])
-    assert pool.forming is None, "the rest of the core has only a part of the state"
+def together() -> Pool:
+    """Nodes 3 and 4 train as one world beside node 1; 2 and 5 roll out."""
+    components = [(1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"), (5, "rollout")]
+    pool = start(components, unit=lambda rank: (3, 4) if rank in (3, 4) else (rank,))  # type: ignore[arg-type]
+    pool = after(pool, ready(1, "train"), MemberOf(1, 1), StateArrived(1))
+    pool = after(pool, *(ready(rank, "rollout") for rank in (2, 3, 4, 5)))
+    pool = after(pool, MoveOrdered(4, "train"), does=[DrainTurns(3), DrainTurns(4)])
+    pool = after(pool, TurnsDrained(3), TurnsDrained(4), ready(4, "train"))
+    assert pool.forming is None, "half a replica does not train"
+    pool = after(pool, ready(3, "train"), *(MemberOf(rank, 2) for rank in (1, 3, 4)))
+    pool = after(pool, StateArrived(3), StateArrived(4))
+    assert trainers(pool) == (1, 3, 4)
+    return pool
 
 
-def test_to_train_and_it_counts_only_with_its_state() -> None:
-    pool = after(running(), MoveOrdered(3, "train"), does=[DrainTurns(3)])
-    pool = after(pool, TurnsDrained(3), does=[StandbyEngine(3, "rollout"), StartEngine(3, "train")])
-    assert trainers(pool) == (1,)
-    assert pool.forming is None, "nobody waits for an engine that starts"
-    pool = after(pool, ready(3, "train"), does=[FormGeneration(2, (1, 3))])
-    pool = after(pool, MemberOf(1, 2), MemberOf(3, 2))
-    assert (pool.membership.ranks, trainers(pool)) == ((1, 3), (1,))
-    pool = after(pool, StateArrived(3))
-    assert trainers(pool) == (1, 3)
-    assert states(pool) == ["train", "rollout", "train"]
+SLEEPS = {rank: StandbyEngine(rank, "rollout") for rank in (3, 4)}
+TRAIN = {rank: StartEngine(rank, "train", 1) for rank in (3, 4)}
+FREED = {rank: StandbyEngine(rank, "train") for rank in (3, 4)}
+BACK = {rank: StartEngine(rank, "rollout") for rank in (3, 4)}
+TRAINS = partial(running, "train")
+STORIES: dict[str, Story] = {
+    "a generation waits for all nodes of the core, the rest of which has only a part of the state": (
+        lambda: start([(1, "train"), (2, "train"), (3, "rollout")]),
+        [
+            ([ready(2, "train")], Then([])),
+            ([ready(1, "train")], Then([FormGeneration(1, (1, 2))])),
+            ([lost(2, "train")], Then([StartEngine(2, "train")])),
+            ([ready(2, "train")], Then([FormGeneration(2, (1, 2))])),
+        ],
+    ),
+    "a node that goes to train counts only with its state": (
+        running,
+        [
+            ([MoveOrdered(3, "train")], Then([DrainTurns(3)])),
+            ([TurnsDrained(3)], Then([StandbyEngine(3, "rollout"), StartEngine(3, "train")], trains=(1,))),
+            ([ready(3, "train")], Then([FormGeneration(2, (1, 3))])),
+            ([MemberOf(1, 2), MemberOf(3, 2)], Then([], trains=(1,))),
+            ([StateArrived(3)], Then([], trains=(1, 3), states="train rollout train")),
+        ],
+    ),
+    "a node that goes to roll out works until the step boundary and leaves with the next generation": (
+        TRAINS,
+        [
+            ([MoveOrdered(3, "rollout")], Then([FormGeneration(3, (1,))], trains=(1, 3))),
+            ([MemberOf(1, 3)], Then([StandbyEngine(3, "train"), StartEngine(3, "rollout")], trains=(1,))),
+            ([ready(3, "rollout")], Then([], rolls=(2, 3))),
+        ],
+    ),
+    "a killed replica is left out and comes back as a new member": (
+        TRAINS,
+        [
+            ([lost(3, "train")], Then([FormGeneration(3, (1,)), StartEngine(3, "train")], trains=(1,))),
+            # The confirmation of a generation that was superseded comes late.
+            ([ready(3, "train"), MemberOf(1, 3)], Then([FormGeneration(4, (1, 3))])),
+            # An earlier generation holds its rank, but its new engine is in no group yet.
+            ([StateArrived(3)], Then([], trains=(1,))),
+            ([MemberOf(1, 4), MemberOf(3, 4)], Then([], trains=(1, 3))),
+        ],
+    ),
+    "the core dies and the others wait until it is rebuilt": (
+        TRAINS,
+        [
+            ([lost(1, "train")], Then([StartEngine(1, "train")], trains=(3,))),
+            ([ready(1, "train")], Then([FormGeneration(3, (1, 3))])),
+            ([StateArrived(1), MemberOf(1, 3), StateArrived(3), MemberOf(3, 3)], Then(trains=(1, 3))),
+        ],
+    ),
+    "a node leaves training also while the core is rebuilt": (
+        TRAINS,
+        [
+            ([lost(1, "train"), MoveOrdered(3, "rollout")], Then([StartEngine(1, "train")])),
+            (
+                [ready(1, "train"), MemberOf(1, 3)],
+                Then([FormGeneration(3, (1,)), StandbyEngine(3, "train"), StartEngine(3, "rollout")]),
+            ),
+        ],
+    ),
+    "a rollout engine that died is started again": (
+        running,
+        [([lost(2, "rollout")], Then([StartEngine(2, "rollout")], rolls=(3,)))],
+    ),
+    "a rollout engine that dies on the way to training needs no drain": (
+        running,
+        [
+            (
+                [MoveOrdered(3, "train"), lost(3, "rollout")],
+                Then([DrainTurns(3), StandbyEngine(3, "rollout"), StartEngine(3, "train")]),
+            )
+        ],
+    ),
+    "a lost node returns to its role": (
+        TRAINS,
+        [
+            ([RankLost(3)], Then([FormGeneration(3, (1,))])),
+            ([RankLost(3), RankBack(3)], Then([StartEngine(3, "train")])),
+            ([RankLost(2)], Then([], rolls=())),
+        ],
+    ),
+    "an engine in standby that dies changes nothing": (
+        running,
+        [([lost(3, "train")], Then([], trains=(1,), states="train rollout rollout"))],
+    ),
+    "an engine that dies after it left is already freed": (
+        TRAINS,
+        [
+            ([MoveOrdered(3, "rollout")], Then()),
+            ([lost(3, "train")], Then([StandbyEngine(3, "train"), StartEngine(3, "rollout")])),
+            ([MemberOf(1, 3)], Then([], trains=(1,))),
+        ],
+    ),
+    "nodes that are one replica move together": (
+        together,
+        [
+            ([MoveOrdered(3, "rollout")], Then([FormGeneration(3, (1,))])),
+            (
+                [MemberOf(1, 3), ready(3, "rollout"), ready(4, "rollout")],
+                Then([FREED[3], FREED[4], BACK[3], BACK[4]], rolls=(2, 3, 4, 5)),
+            ),
+        ],
+    ),
+    "a process that ends takes its whole replica down and both nodes begin anew": (
+        together,
+        [
+            (
+                [lost(3, "train")],
+                Then(
+                    [FormGeneration(3, (1,)), StartEngine(3, "train", 1), StopTrainers(4), StartEngine(4, "train", 1)]
+                ),
+            ),
+            # What the other node says of the same death.
+            ([lost(4, "train", 0)], Then([])),
+            ([lost(4, "train", 1)], Then([StopTrainers(3), StartEngine(3, "train", 2), StartEngine(4, "train", 2)])),
+        ],
+    ),
+    "a lost node sends the other one of its replica to roll out": (
+        together,
+        [
+            ([RankLost(3)], Then([FormGeneration(3, (1,)), StopTrainers(4), FREED[4], BACK[4]])),
+            ([ready(4, "rollout"), RankBack(3), ready(3, "rollout")], Then([StartEngine(3, "rollout")])),
+            (
+                [MoveOrdered(3, "train"), TurnsDrained(3), TurnsDrained(4)],
+                Then([DrainTurns(3), DrainTurns(4), SLEEPS[3], SLEEPS[4], TRAIN[3], TRAIN[4]]),
+            ),
+        ],
+    ),
+    "a node that drains while the other one is lost and comes back rolls out with it": (
+        together,
+        [
+            ([MoveOrdered(3, "rollout"), MemberOf(1, 3), ready(3, "rollout"), ready(4, "rollout")], Then()),
+            (
+                [MoveOrdered(3, "train"), RankLost(3), RankBack(3), TurnsDrained(4)],
+                Then([DrainTurns(3), DrainTurns(4), StopTrainers(4), BACK[3], BACK[4]]),
+            ),
+        ],
+    ),
+}
 
 
-def test_to_rollout_leaves_with_the_next_generation() -> None:
-    pool = after(running("train"), MoveOrdered(3, "rollout"), does=[FormGeneration(3, (1,))])
-    assert trainers(pool) == (1, 3), "it works until the step boundary"
-    pool = after(pool, MemberOf(1, 3), does=[StandbyEngine(3, "train"), StartEngine(3, "rollout")])
-    assert trainers(pool) == (1,)
-    pool = after(pool, ready(3, "rollout"), does=[])
-    assert rollout_nodes(pool) == (2, 3)
-
-
-def test_a_killed_replica_is_left_out_and_comes_back_as_a_new_member() -> None:
-    pool = after(running("train"), lost(3, "train"), does=[FormGeneration(3, (1,)), StartEngine(3, "train")])
-    assert trainers(pool) == (1,)
-    pool = after(pool, ready(3, "train"), MemberOf(1, 3), does=[FormGeneration(4, (1, 3))])
-    assert pool.membership.generation == 2, "the confirmation of the superseded generation 3 came late"
-    pool = after(pool, StateArrived(3))
-    assert trainers(pool) == (1,), "generation 2 holds its rank, but its new engine is in no group yet"
-    pool = after(pool, MemberOf(1, 4), MemberOf(3, 4))
-    assert trainers(pool) == (1, 3)
-
-
-def test_the_core_dies_and_the_others_wait_until_it_is_rebuilt() -> None:
-    pool = after(running("train"), lost(1, "train"), does=[StartEngine(1, "train")])
-    assert trainers(pool) == (3,)
-    pool = after(pool, ready(1, "train"), does=[FormGeneration(3, (1, 3))])
-    arrived = [event for rank in (1, 3) for event in (StateArrived(rank), MemberOf(rank, 3))]
-    assert trainers(play(pool, *arrived)[0]) == (1, 3)
-
-
-def test_a_node_leaves_training_also_while_the_core_is_rebuilt() -> None:
-    pool = after(running("train"), lost(1, "train"), MoveOrdered(3, "rollout"), does=[StartEngine(1, "train")])
-    does = [FormGeneration(3, (1,)), StandbyEngine(3, "train"), StartEngine(3, "rollout")]
-    after(pool, ready(1, "train"), MemberOf(1, 3), does=does)
-
-
-def test_a_rollout_engine_that_died_is_drained_and_started_again() -> None:
-    pool = after(running(), lost(2, "rollout"), does=[StartEngine(2, "rollout")])
-    assert rollout_nodes(pool) == (3,)
-    others = [StandbyEngine(3, "rollout"), StartEngine(3, "train")]
-    after(running(), MoveOrdered(3, "train"), lost(3, "rollout"), does=[DrainTurns(3), *others])
-
-
-def test_a_lost_node_returns_to_its_role() -> None:
-    pool = after(running("train"), RankLost(3), does=[FormGeneration(3, (1,))])
-    pool = after(pool, RankLost(3), RankBack(3), does=[StartEngine(3, "train")])
-    assert rollout_nodes(after(pool, RankLost(2), does=[])) == ()
-
-
-def test_a_standby_that_dies_changes_nothing() -> None:
-    pool = running()
-    assert advance(pool, lost(3, "train")) == pool
-    pool, effects = play(running("train"), MoveOrdered(3, "rollout"), lost(3, "train"))
-    assert effects[-1] == StartEngine(3, "rollout")
-    assert trainers(after(pool, MemberOf(1, 3), does=[])) == (1,), "already freed"
+@pytest.mark.parametrize("name", STORIES)
+def test_what_follows_from_events(name: str) -> None:
+    tell(STORIES[name])
 
 
 @pytest.mark.parametrize(
@@ -182,56 +292,6 @@ def test_the_last_rollout_node_may_not_leave() -> None:
     alone = after(running(), RankLost(2))
     with pytest.raises(IllegalTransition, match="last rollout node"):
         advance(alone, MoveOrdered(3, "train"))
-
-
-def together() -> Pool:
-    """Nodes 3 and 4 train as one world beside node 1; 2 and 5 roll out."""
-    components = [(1, "train"), (2, "rollout"), (3, "hybrid"), (4, "hybrid"), (5, "rollout")]
-    pool = start(components, unit=lambda rank: (3, 4) if rank in (3, 4) else (rank,))  # type: ignore[arg-type]
-    pool = after(pool, ready(1, "train"), MemberOf(1, 1), StateArrived(1))
-    pool = after(pool, *(ready(rank, "rollout") for rank in (2, 3, 4, 5)))
-    pool = after(pool, MoveOrdered(4, "train"), does=[DrainTurns(3), DrainTurns(4)])
-    pool = after(pool, TurnsDrained(3), TurnsDrained(4), ready(4, "train"))
-    assert pool.forming is None, "half a replica does not train"
-    pool = after(pool, ready(3, "train"), *(MemberOf(rank, 2) for rank in (1, 3, 4)))
-    pool = after(pool, StateArrived(3), StateArrived(4))
-    assert trainers(pool) == (1, 3, 4)
-    return pool
-
-
-def test_nodes_that_are_one_replica_move_together() -> None:
-    pool = after(together(), MoveOrdered(3, "rollout"), does=[FormGeneration(3, (1,))])
-    pool, effects = play(pool, MemberOf(1, 3), ready(3, "rollout"), ready(4, "rollout"))
-    assert [e for e in effects if isinstance(e, StandbyEngine)] == [StandbyEngine(rank, "train") for rank in (3, 4)]
-    assert rollout_nodes(pool) == (2, 3, 4, 5)
-
-
-def test_a_process_that_ends_takes_its_whole_replica_down_and_both_nodes_begin_anew() -> None:
-    pool = after(
-        together(),
-        lost(3, "train"),
-        does=[FormGeneration(3, (1,)), StartEngine(3, "train", 1), StopTrainers(4), StartEngine(4, "train", 1)],
-    )
-    # What the other node says of the same death.
-    assert play(pool, lost(4, "train", 0)) == (pool, [])
-    after(pool, lost(4, "train", 1), does=[StopTrainers(3), StartEngine(3, "train", 2), StartEngine(4, "train", 2)])
-
-
-def test_a_lost_node_sends_the_other_one_of_its_replica_to_roll_out() -> None:
-    freed = [StopTrainers(4), StandbyEngine(4, "train"), StartEngine(4, "rollout")]
-    pool = after(together(), RankLost(3), does=[FormGeneration(3, (1,)), *freed])
-    with pytest.raises(IllegalTransition):
-        advance(pool, MoveOrdered(4, "train"))
-    pool = after(pool, ready(4, "rollout"), RankBack(3), ready(3, "rollout"), does=[StartEngine(3, "rollout")])
-    _, effects = play(pool, MoveOrdered(3, "train"), TurnsDrained(3), TurnsDrained(4))
-    assert [e for e in effects if isinstance(e, StartEngine)] == [StartEngine(rank, "train", 1) for rank in (3, 4)]
-
-
-def test_a_node_that_drains_while_the_other_one_is_lost_and_comes_back_rolls_out_with_it() -> None:
-    moved = MoveOrdered(3, "rollout"), MemberOf(1, 3), ready(3, "rollout"), ready(4, "rollout")
-    pool, _ = play(together(), *moved)
-    pool, effects = play(pool, MoveOrdered(3, "train"), RankLost(3), RankBack(3), TurnsDrained(4))
-    assert [e for e in effects if isinstance(e, StartEngine)] == [StartEngine(rank, "rollout") for rank in (3, 4)]
 
 
 ranks = st.integers(1, 5)

@@ -209,22 +209,6 @@ def test_what_is_taken_in_keeps_its_deadline_or_is_refused(in_order: bool) -> No
         assert gate.consume((name,)) == 2
 
 
-def test_a_withdrawn_group_gives_its_place_to_one_under_the_newest_version() -> None:
-    gate = StalenessGate(1, 2, max_open=8, in_order=True)
-    for name in "abcd":
-        gate.admit(name)
-    gate.withdraw("b")
-    assert gate.capacity == 1
-    gate.admit("e")
-    for name in "acde":
-        gate.finish(name)
-    assert gate.batch() == ("a", "c")
-    gate.consume(("a", "c"))
-    gate.publish(1)
-    assert gate.capacity == 2
-    assert gate.consume(("d", "e")) == 1
-
-
 def test_breaking_the_protocol_is_refused() -> None:
     gate = StalenessGate(1, 1, max_open=1)
     gate.admit("a")
