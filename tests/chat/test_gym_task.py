@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.chat_model import BATCH, Lesson, conversations, converse, shopper, summer
+from bench.chat_model import converse, shopper, summer
 from libra_hpc.config.learn import TaskSection
 from libra_hpc.errors import UserError
 from libra_hpc.preflight.named_files import check_tasks
@@ -97,10 +97,3 @@ def test_a_script_solves_what_its_task_asks(tokenizer: TaskTokenizer, name: str,
     assert len(said) == turns
     if script is summer:
         assert reward(task, 2, *said) == 1.0
-
-
-def test_flawed_conversations_come_last(tokenizer: TaskTokenizer) -> None:
-    batches = list(conversations(tokenizer.folder, [Lesson(SUMS, {}, summer)], 0, 10))
-    answers = [sum("<tool_response>\n" in tokenizer.decode(tokens) for tokens, _ in batch) for batch in batches]
-    assert answers[:6] == [BATCH] * 6
-    assert 0 < sum(answers[6:]) < 4 * BATCH / 2

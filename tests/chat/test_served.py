@@ -1,37 +1,18 @@
-"""The example of the pages, served by a real host process with its sandbox, to a scripted policy."""
+"""A chat task in a real host process."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 
-from bench.chat_model import shopper
 from libra_hpc.protocol.env import EpisodeStepped
 from libra_hpc.tasks.tokenizer import TaskTokenizer
-from tests.host.leader import Leader, host_settings, play
+from tests.host.leader import Leader, host_settings
 
 from .chat_folder import write_chat_folder
 
 SHOP = f"{Path(__file__).parents[2] / 'examples' / 'my_chat_task.py'}:Shop"
-
-
-def said(tokenizer: TaskTokenizer, context: list[int]) -> list[int]:
-    return tokenizer.encode(shopper(tokenizer.decode(context), random.Random(0), False) + "<|im_end|>")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("template", ["qwen3", "plain"])
-def test_a_chat_with_two_tools_is_played_by_a_host(tmp_path: Path, template: str) -> None:
-    folder = write_chat_folder(tmp_path / "policy", template, "qwen3" if template == "qwen3" else "qwen2")
-    tokenizer = TaskTokenizer(folder)
-    with Leader(host_settings(task=SHOP, model=str(folder), options={"articles": 2})) as leader:
-        ends = play(leader, lambda name, context: said(tokenizer, context), {f"e{i}": i for i in range(8)})
-    assert {end.reward for end in ends.values()} == {1.0}
-    assert [end.info for end in ends.values()] == [
-        {"turns": 3.0, "tool_calls": 3.0, "bad_calls": 0.0, "tool_errors": 0.0, "truncated": 0.0}
-    ] * 8
 
 
 @pytest.mark.slow

@@ -35,7 +35,9 @@ class Plant:
         self._writer.write(ServingView(written=self.now, served=self.served))
         return self.steps.may_step(work)
 
-    def wait(self, seconds: float, work: bool = True, every: float = 0.01) -> None:
+    def wait(self, seconds: float, served: int | None = None, work: bool = True, every: float = 0.01) -> None:
+        """``served``: users from now on."""
+        self.served = self.served if served is None else served
         end = self.now + seconds
         while self.now < end:
             self.now += every
@@ -83,32 +85,26 @@ def test_before_a_measurement_steps_are_small(plant: Plant) -> None:
 
 
 def test_paused_seconds_count_with_work_only(plant: Plant) -> None:
-    plant.served = 1
-    plant.wait(1.0, work=False)
+    plant.wait(1.0, 1, work=False)
     assert plant.steps.paused_s == 0.0
     plant.wait(1.0)
-    plant.served = 0
-    plant.wait(1.0)
+    plant.wait(1.0, 0)
     assert plant.steps.paused_s == pytest.approx(1.0, abs=0.03)
     assert (plant.steps.pause, plant.steps.reason) == ("served", "probe")
     assert not plant.steps.stands_still
 
 
 def test_it_stands_still_after_a_while_with_work_and_until_the_gate_stays_open(plant: Plant) -> None:
-    plant.served = 1
-    plant.wait(2 * STAND_S, work=False)
+    plant.wait(2 * STAND_S, 1, work=False)
     assert not plant.steps.stands_still
     plant.wait(STAND_S + 0.05)
     assert plant.steps.stands_still
     # Its turns are gone, and it is not open.
     plant.wait(1.0, work=False)
     assert plant.steps.stands_still
-    plant.served = 0
-    plant.wait(0.5 * REOPEN_S)
-    plant.served = 1
-    plant.wait(0.1)
-    plant.served = 0
-    plant.wait(0.8 * REOPEN_S)
+    plant.wait(0.5 * REOPEN_S, 0)
+    plant.wait(0.1, 1)
+    plant.wait(0.8 * REOPEN_S, 0)
     assert plant.steps.stands_still
     plant.wait(0.4 * REOPEN_S)
     assert not plant.steps.stands_still
@@ -116,10 +112,8 @@ def test_it_stands_still_after_a_while_with_work_and_until_the_gate_stays_open(p
 
 def test_short_pauses_do_not_add_up_to_a_stand_still(plant: Plant) -> None:
     for _ in range(10):
-        plant.served = 1
-        plant.wait(0.5 * STAND_S)
-        plant.served = 0
-        plant.wait(0.02)
+        plant.wait(0.5 * STAND_S, 1)
+        plant.wait(0.02, 0)
     assert not plant.steps.stands_still
 
 
@@ -133,26 +127,20 @@ def stood_s(plant: Plant) -> float:
 
 def test_turns_wait_as_long_as_pauses_usually_are(plant: Plant) -> None:
     for _ in range(4):
-        plant.served = 1
-        plant.wait(1.9)
-        plant.served = 0
-        plant.wait(1.0)
+        plant.wait(1.9, 1)
+        plant.wait(1.0, 0)
     assert stood_s(plant) == pytest.approx(PAUSES * 1.9, abs=0.2)
     for _ in range(40):
-        plant.served = 1
-        plant.wait(100.0, every=0.2)
-        plant.served = 0
-        plant.wait(1.0)
+        plant.wait(100.0, 1, every=0.2)
+        plant.wait(1.0, 0)
     assert stood_s(plant) == pytest.approx(LONGEST_S, abs=0.2)
 
 
 def test_time_without_work_is_no_pause(plant: Plant) -> None:
-    plant.served = 1
-    plant.wait(0.5)
+    plant.wait(0.5, 1)
     # Its turns were aborted; nobody asks until the next ones come.
     plant.now += 600.0
     plant.wait(0.5)
     assert not plant.steps.stands_still
-    plant.served = 0
-    plant.wait(0.5)
+    plant.wait(0.5, 0)
     assert stood_s(plant) == pytest.approx(STAND_S, abs=0.2)

@@ -30,8 +30,6 @@ class Scripted(Episode):
     async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
         if turn.tokens[0] == 0:
             raise RuntimeError("the task is broken")
-        if turn.tokens[0] == 1:
-            return Turn([5], done=True, reward=float("nan"), info={"bad": "text"})  # type: ignore[dict-item]
         if turn.tokens[0] == 2:
             await tools.call("no such tool")
         if turn.tokens[0] == 3:
@@ -40,8 +38,8 @@ class Scripted(Episode):
             return Turn([6], done=True, reward=0.25, info={"turns": 2})
         if turn.tokens[0] == 5:
             return Turn([len((await tools.call("hold", self.path)).outcome)])
-        if turn.tokens[0] in (6, 7):
-            return Turn([1, 3] if turn.tokens[0] == 6 else [], new_sample=True)
+        if turn.tokens[0] == 6:
+            return Turn([1, 3], new_sample=True)
         if turn.tokens[0] == 8:
             await tools.python("while True: pass")
         if turn.tokens[0] == 10:
@@ -184,6 +182,7 @@ ODD = (
     Mistake("answer", "BadAnswer: tokens = [1.5] holds something else than integers", turn([1.5])),
     Mistake("answer", "BadAnswer: tokens = [1, 2147483648] holds something else than integers", turn([1, 2**31])),
     Mistake("answer", "BadAnswer: tokens holds -1, and token ids are integers from 0", turn([5, -1])),
+    Mistake("answer", "BadAnswer: tokens is empty, and a new sample needs at least one", turn([], new_sample=True)),
     Mistake("answer", f"BadAnswer: {FORM}", turn([1], [signal(3)])),
     Mistake("answer", "BadAnswer: signal.seconds is inf, not a finite number", turn([1], [signal("t", INF)])),
     Mistake("answer", "BadAnswer: prompt is 'words', not a list of token ids", prompt="words"),

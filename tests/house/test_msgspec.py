@@ -29,6 +29,6 @@ def test_types_are_whole_when_their_module_is_imported() -> None:
     hold("late types", found)
 
 
-@pytest.mark.parametrize("processes", [20, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("processes", [4, pytest.param(200, marks=pytest.mark.nightly)])
 def test_nine_threads_are_the_first_to_decode_every_type(processes: int) -> None:
     subprocess.run([sys.executable, "-m", "tests.protocol.first_decodes", str(processes)], cwd=ROOT, check=True)

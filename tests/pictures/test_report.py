@@ -6,7 +6,6 @@ import html
 import math
 import re
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +45,6 @@ LAYOUT = """({
   reasons: [...shown.querySelectorAll('td.long')].map(e => getComputedStyle(e, '::before').content),
   small: Math.min(...[...shown.querySelectorAll('figure text')].map(e => e.getBoundingClientRect().height)),
 })"""
-
-
-class Outline(HTMLParser):
-    """Names of elements and attributes of a page, and what they refer to."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.addresses: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names |= {tag, *(name for name, _ in attrs)}
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data", "poster")]
 
 
 @pytest.fixture(scope="session")
@@ -137,9 +122,8 @@ def test_page_and_picture_follow_the_readers_scheme(
 
 
 def test_the_page_asks_for_nothing_outside_itself(text: str) -> None:
-    outline = Outline(text)
-    assert outline.addresses == []
-    assert not {"script", "link", "img", "iframe", "object", "embed", "form"} & outline.names
+    assert not re.findall(r"<[^>]*\s(?:src|href|action|data|poster)=", text)
+    assert not re.findall(r"<(?:script|link|img|iframe|object|embed|form)\b", text)
     assert "url(" not in text
     assert "@import" not in text
     assert """content="default-src 'none'; style-src 'unsafe-inline'\"""" in text

@@ -116,17 +116,6 @@ async def test_a_version_counts_once_every_live_engine_has_it_and_who_fails_is_n
     assert {name for name, _ in plant.inbox} == {"e0", "e1"}
 
 
-async def test_an_aborted_turn_goes_on_from_its_partial_output() -> None:
-    plant = Plant(turns=1, engines=1).start()
-    await plant.run(lambda: plant.inbox and not plant.host)
-    engine, request = plant.inbox[0]
-    plant.answer(engine, request, [7], "abort")
-    await asyncio.sleep(0)
-    again = next(r for _, r in plant.inbox if r.rid.split(":")[0] == request.rid.split(":")[0])
-    assert unpack_i32(again.prompt) == [*unpack_i32(request.prompt), 7]
-    assert again.max_tokens == request.max_tokens - 1
-
-
 async def test_a_running_turn_is_moved_and_its_record_is_complete() -> None:
     policy = Moving(after=2)
     plant = await sampling(4, turns=1, policy=policy)

@@ -32,26 +32,6 @@ def stepping(message: Any) -> str | None:
     return "KeyError: 'x'" if isinstance(message, StepEpisode) else None
 
 
-async def test_episodes_of_a_lost_host_are_replayed_in_the_next_one() -> None:
-    plain = Plant(turns=3).start()
-    await plain.batch()
-    plant = await sampling(turns=3)
-    plant.serve(3)
-    await plant.settle()
-    plant.serve(2)
-    # One runs its first turn, one its second, and two are at their environment; one answer comes during a replay.
-    plant.kill_host()
-    plant.serve(1)
-    await plant.batch()
-    assert sorted(plant.finished) == ["0.0.0", "0.1.0", "1.0.0", "1.1.0"], "none is sampled again"
-    assert plant.batches[0].groups == plain.batches[0].groups
-    assert [(line.index, line.sample, len(line.turns)) for line in sorted(plant.lines, key=str)] == [
-        (line.index, line.sample, len(line.turns)) for line in sorted(plain.lines, key=str)
-    ]
-    assert len(plant.decisions) == len(plain.decisions) == 12, "no turn is generated twice"
-    assert not plant.events
-
-
 async def test_an_environment_that_answers_differently_has_its_trajectory_sampled_again() -> None:
     plant = await sampling(turns=3)
     plant.serve()
@@ -129,48 +109,35 @@ async def test_a_task_with_too_many_numbers_keeps_the_first_ones_and_hears_it_on
     assert cut["reason"] == "info has 100 names; 64 of at most 100 characters are kept, the first that came"
 
 
+SAMPLED = [7, 8, STOP], [-1.0, -2.0, -3.0]
+
+
 @pytest.mark.parametrize(
-    ("reward", "info", "error"),
+    ("tokens", "logprobs", "end", "failure", "error"),
     [
-        (NAN, {}, "The reward is nan."),
-        (-INF, {}, "The reward is -inf."),
-        (0.0, {"a": INF}, "info['a'] is inf."),
-        (1e300, {}, ""),
+        (*SAMPLED, {"reward": NAN}, "reward", "The reward is nan."),
+        (*SAMPLED, {"reward": -INF}, "reward", "The reward is -inf."),
+        (*SAMPLED, {"reward": 0.0, "info": {"a": INF}}, "reward", "info['a'] is inf."),
+        (*SAMPLED, {"reward": 1e300}, "reward", ""),
+        ([7, STOP], [-1.0, NAN], None, "logprobs", ""),
+        ([7, STOP], [-1.0], None, "logprobs", ""),
+        ([STOP], [-INF], None, "logprobs", ""),
+        ([], [], {}, "engine", "No token was generated."),
     ],
 )
-async def test_what_is_not_finite_is_a_failed_attempt_and_never_in_a_batch(
-    reward: float, info: dict[str, float], error: str
+async def test_what_is_not_finite_or_missing_is_a_failed_attempt_and_never_in_a_batch(
+    tokens: list[int], logprobs: list[float], end: dict[str, Any] | None, failure: str, error: str
 ) -> None:
     plant = await sampling(turns=1)
-    plant.serve(1)
-    plant.end_step(plant.take_step(), reward=reward, info=info)
-    assert any(isinstance(m, CloseEpisode) for m in plant.host)
+    plant.answer(*plant.inbox[0], tokens, logprobs=logprobs)
+    if end is not None:
+        plant.end_step(plant.take_step(), **end)
     stats = (await plant.batch_within(10)).stats
     (failed,) = plant.kinds("trajectory_failed")
-    assert (failed["failure"], failed["task"], failed["prompt"]) == ("reward", "toy", "p0")
+    assert (failed["failure"], failed["task"], failed["prompt"]) == (failure, "toy", "p0")
     assert not error or failed["error"] == error
-    assert stats["reward"] == 0.5
-    assert "a" not in stats
-    assert plant.sizes() == [2, 2]
-
-
-@pytest.mark.parametrize(("tokens", "logprobs"), [([7, STOP], [-1.0, NAN]), ([7, STOP], [-1.0]), ([STOP], [-INF])])
-async def test_log_probabilities_that_are_not_finite_or_missing_are_a_failed_attempt(
-    tokens: list[int], logprobs: list[float]
-) -> None:
-    plant = await sampling()
-    plant.answer(*plant.inbox[0], tokens, logprobs=logprobs)
-    await plant.batch_within(10)
-    assert [(e["failure"], e["prompt"]) for e in plant.kinds("trajectory_failed")] == [("logprobs", "p0")]
+    assert (stats["reward"], plant.sizes(), "a" in stats) == (0.5, [2, 2], False)
     assert all(-9.0 < value <= 0.0 for sample in plant.samples() for value in array("f", sample.logprobs))
-
-
-async def test_a_trajectory_without_a_token_is_a_failed_attempt() -> None:
-    plant = await sampling(turns=1)
-    plant.answer(*plant.inbox[0], [])
-    plant.end_step(plant.take_step())
-    await plant.batch_within(10)
-    assert [e["error"] for e in plant.kinds("trajectory_failed")] == ["No token was generated."]
     assert all(any(sample.loss_mask) for sample in plant.samples())
 
 

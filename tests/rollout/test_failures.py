@@ -5,8 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from libra_hpc.rollout.attempts import Attempts
 from libra_hpc.rollout.failures import AGAIN, LONGEST_S, TRIES, AdmissionChange, FailureBook
@@ -158,24 +156,6 @@ def test_counts_are_by_kind_with_the_last_error() -> None:
         book.failed((number, 0), "raised", f"error {number}", 0.0)
     book.failed((0, 1), "timeout", "late", 0.0)
     assert book.counts == (("raised", 1000, "error 999"), ("timeout", 1, "late"))
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 3)), max_size=200))
-def test_no_history_breaks_the_book(history: list[tuple[bool, int, int]]) -> None:
-    book, now = FailureBook(0.2, 30.0), 0.0
-    over = False
-    for well, index, sample in history:
-        now += 0.5
-        if book.may_probe(now):
-            book.probe = (index, sample)
-        if well:
-            book.succeeded((index, sample), now)
-        else:
-            delay = book.failed((index, sample), *WHY, now)
-            assert delay is None or 1.0 <= delay <= LONGEST_S
-        decision = book.evaluate(123, 1, now)
-        over = over or (decision is not None and decision.action == "fail")
-        assert not (over and book.may_probe(now + 1000.0) and book.paused)
 
 
 def test_probes_are_of_fresh_prompts_first_and_events_are_few() -> None:

@@ -16,13 +16,11 @@ from .plant import STOP, Plant, engine_stats
 OWN, GUEST = "e0", "r10000.0"
 
 
-async def with_guest(version: int = 0, **options: int) -> Plant:
-    """One own engine, and one of a guest that has the weights of ``version``."""
-    plant = Plant(engines=1, **options)
-    plant.start()
-    own, plant.version = plant.version, version
+async def with_guest(**options: int) -> Plant:
+    """One own engine, and one of a guest; both have turns."""
+    plant = Plant(engines=1, **options).start()
     plant.up(GUEST, FIRST_GUEST)
-    plant.version = own
+    await plant.run(lambda: at(plant, OWN) and at(plant, GUEST))
     return plant
 
 
@@ -32,7 +30,6 @@ def at(plant: Plant, engine: str) -> int:
 
 async def test_a_guest_that_is_behind_gets_no_turns_and_nobody_waits_for_it() -> None:
     plant = await with_guest(eta=0, steps=3)
-    await plant.run(lambda: at(plant, OWN) and at(plant, GUEST))
     first = await plant.batch()
     plant.leader.on_committed(Committed(1, tuple(group.index for group in first.groups)))
     plant.leader.on_engine_version(OWN, 1)
@@ -59,7 +56,6 @@ async def test_a_guest_that_is_behind_stays_closed_without_an_own_engine() -> No
 
 async def test_turns_of_a_guest_that_leaves_go_on_elsewhere_with_what_they_have() -> None:
     plant = await with_guest(eta=0, turns=1)
-    await plant.run(lambda: at(plant, OWN) and at(plant, GUEST))
     running = [request for name, request in plant.inbox if name == GUEST]
     plant.leader.on_drain(FIRST_GUEST, abort=True)
     assert [(name, abort.rid) for name, abort in plant.aborts] == [(GUEST, request.rid) for request in running]
@@ -76,7 +72,6 @@ async def test_turns_of_a_guest_that_leaves_go_on_elsewhere_with_what_they_have(
 
 async def test_tokens_and_engines_of_guests_are_counted_apart() -> None:
     plant = await with_guest(eta=0, turns=1)
-    await plant.run(lambda: at(plant, OWN) and at(plant, GUEST))
     for engine, tokens in ((OWN, 10), (GUEST, 1000)):
         for total in (0, tokens):
             plant.leader.on_engine_load(engine, engine_stats(generated=total, prefilled=total, steps=total))
@@ -96,7 +91,6 @@ def paused(seconds: float, still: bool, steps: int = 1, why: str = "served") -> 
 
 async def test_turns_of_an_engine_that_stands_still_go_on_elsewhere_until_it_steps_again() -> None:
     plant = await with_guest(eta=0, turns=1)
-    await plant.run(lambda: at(plant, OWN) and at(plant, GUEST))
     plant.leader.on_engine_load(GUEST, paused(1.5, still=False))
     assert not plant.aborts
     running = [request for name, request in plant.inbox if name == GUEST]
@@ -159,7 +153,6 @@ def of_guest(plant: Plant) -> EngineView:
 
 async def test_the_board_learns_how_much_there_is_of_a_guest() -> None:
     plant = await with_guest(eta=0, turns=1)
-    await plant.run(lambda: at(plant, GUEST))
     same, paused_s = Availability(), 0.0
     plant.leader.on_engine_load(GUEST, paused(0.0, still=False))
     for step in range(2, 100):
@@ -183,7 +176,6 @@ async def test_the_board_learns_how_much_there_is_of_a_guest() -> None:
 
 async def test_a_guest_without_a_step_between_two_reports_gets_no_turns() -> None:
     plant = await with_guest(eta=0, turns=1)
-    await plant.run(lambda: at(plant, GUEST))
     for seconds, steps, is_open in ((0.0, 1, True), (0.5, 1, False), (0.7, 2, True)):
         plant.now += 0.5
         plant.leader.on_engine_load(GUEST, paused(seconds, still=False, steps=steps))
@@ -218,7 +210,6 @@ async def test_what_each_lender_gave_and_why_it_was_paused_is_reported_whoever_i
 @pytest.mark.parametrize("revoked", [True, False])
 async def test_who_was_taken_back_makes_other_guests_dearer(revoked: bool) -> None:
     plant = await with_guest(eta=0, turns=1)
-    await plant.run(lambda: at(plant, GUEST))
     if revoked:
         plant.leader.on_drain(FIRST_GUEST, abort=True)
     plant.down(GUEST)

@@ -153,13 +153,6 @@ def test_an_unfinished_trajectory_comes_back_as_it_was(place: Place, fresh: bool
         assert back.signals == original.signals
 
 
-def test_only_what_is_missing_of_a_group_is_to_be_run(run: Run) -> None:
-    run.start()
-    run.add(trajectory_of(4, 2))
-    group = GroupState(4, 4, run.start(at(1)).groups[4])
-    assert (group.missing, group.open, len(group.done)) == ((0, 1, 3), 3, 1)
-
-
 @pytest.mark.parametrize(
     ("record", "number", "reason"),
     [
@@ -294,17 +287,6 @@ def test_a_segment_is_removed_when_a_checkpoint_has_its_groups_or_no_start_can_n
     run.add(Committed(4, (8,)))
     assert run.held() == []
     assert samples_of(run.start()) == []
-
-
-def test_recovered_groups_of_an_earlier_start_are_removed_in_the_same_way(run: Run) -> None:
-    run.start()
-    run.add(trajectory_of(0), trajectory_of(1))
-    assert samples_of(run.start()) == [(0, 0), (1, 0)]
-    run.add(Committed(1, (0, 1)))
-    assert run.held() == [0, 1], "no checkpoint has them"
-    run.saved = at(1, 1)
-    run.add(Committed(2, (2,)))
-    assert run.held() == [1]
 
 
 def test_what_a_run_leaves_at_its_end_is_what_a_start_would_need(run: Run) -> None:

@@ -12,12 +12,6 @@ from tests.rollout.plant import Plant
 from tests.rollout.restarts import STEPS, restarted
 
 
-async def test_a_resumed_run_skips_what_is_trained() -> None:
-    batch = await Plant().start(low=2, extra=(3, 4), step=2).batch()
-    assert batch.step == 3
-    assert sorted(g.index for g in batch.groups) == [2, 5]
-
-
 async def test_a_new_start_goes_on_with_what_is_there_and_samples_only_the_rest() -> None:
     """All ranks restart many times, from the last step or the one before.
 

@@ -111,21 +111,6 @@ async def test_the_end_that_an_answer_drops_is_of_the_newest_weights_and_no_long
     assert [one.error for one in plant.failed] == ["dropped is 4; its turn has fewer tokens."]
 
 
-async def test_a_replay_that_appends_what_was_a_new_sample_is_sampled_again() -> None:
-    plant = await sampling(4, turns=4, fresh=1)
-    plant.serve()
-    await plant.settle()
-    plant.kill_host()
-    await plant.settle()
-    assert not plant.kinds("resubmitted"), "the same answers were given"
-    plant.fresh, plant.tool = 0, 6
-    plant.kill_host()
-    await plant.settle()
-    assert {"its environment did not answer as it had when its turns were replayed"} == {
-        event["reason"] for event in plant.kinds("resubmitted")
-    }
-
-
 async def test_a_new_sample_without_room_for_a_turn_truncates_the_trajectory_and_is_not_trained_on() -> None:
     plant = await sampling(4, max_model_len=40)
     plant.truncated_reward = 3.0

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +28,9 @@ async def _trained(steps: int = 1, **options: Any) -> Plant:
 async def test_a_step_has_every_trajectory_with_its_tokens_and_advantage(tmp_path: Path, fresh: int) -> None:
     plant = await _trained(fresh=fresh)
     (step, trajectories, groups), *_ = plant.composed
+    (tmp_path / ".step-000007.jsonl.zst.4711").write_bytes(b"of a writer that was killed")
     transcripts.TranscriptWriter(tmp_path, 10**6).write(step, trajectories, groups)
+    assert not list(tmp_path.glob(".step-*"))
     records = list(transcripts.read(transcripts.steps(tmp_path)[step]))
     assert [record.uid for record in records] == [f"{t.index}.{t.sample}" for t in trajectories]
     samples = {sample.trajectory: sample for group in groups for sample in group.samples}
@@ -73,37 +71,6 @@ def _told(path: Path, data: bytes) -> tuple[list[transcripts.Transcript], list[s
     path.write_bytes(data)
     told: list[str] = []
     return list(transcripts.read(path, told.append)), [sentence.partition(" (")[0] for sentence in told]
-
-
-WRITES = """
-import pickle, sys
-from pathlib import Path
-from libra_hpc.rollout.records.transcripts import TranscriptWriter
-writer = TranscriptWriter(Path(sys.argv[1]), 10**9)
-_, trajectories, groups = pickle.loads(Path(sys.argv[2]).read_bytes())
-for step in range(1, 10**6):
-    writer.write(step, trajectories * 50, groups)
-    print(step, flush=True)
-"""
-
-
-async def test_a_writer_killed_at_any_point_leaves_whole_files_and_the_next_one_clears_up(tmp_path: Path) -> None:
-    plant, folder, batch = await _trained(), tmp_path / "transcripts", tmp_path / "batch"
-    batch.write_bytes(pickle.dumps(plant.composed[0]))
-    for attempt in range(5):
-        command = [sys.executable, "-c", WRITES, str(folder), str(batch)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == "1\n"
-            time.sleep(0.013 * attempt)
-            writer.kill()
-    (folder / ".step-000007.jsonl.zst.4711").write_bytes(b"half")
-    told: list[str] = []
-    for path in transcripts.steps(folder).values():
-        assert len(list(transcripts.read(path, told.append))) == 50 * len(plant.composed[0][1])
-    assert not told
-    transcripts.TranscriptWriter(folder, 10**9)
-    assert not list(folder.glob(".step-*"))
 
 
 async def test_beyond_the_room_the_oldest_steps_go_and_a_full_disk_costs_no_step(

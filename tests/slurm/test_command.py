@@ -77,15 +77,12 @@ def test_site_slurm_is_preferred(fake: Path, monkeypatch: pytest.MonkeyPatch) ->
     env = install(
         fake, "scontrol", 'echo "Slurmctld(primary) at head is DOWN"; echo "Slurmctld(backup) at head2 is UP"'
     )
-    monkeypatch.setenv("PATH", env["PATH"])
-    monkeypatch.setenv("SLURM_JOB_ID", "5")
-    monkeypatch.setenv("SQUEUE_FORMAT", "%i")
-    monkeypatch.setenv("SBATCH_PARTITION", "x")
-    monkeypatch.setenv("PMI_RANK", "0")
-    monkeypatch.setenv("SLURM_CONF", "/etc/x.conf")
+    others = {"SLURM_JOB_ID": "5", "SQUEUE_FORMAT": "%i", "SBATCH_PARTITION": "x", "PMI_RANK": "0"}
+    for name, value in {"PATH": env["PATH"], "SLURM_CONF": "/etc/x.conf", **others}.items():
+        monkeypatch.setenv(name, value)
     found = command.slurm_environment(fake / "none")
     assert found["SLURM_CONF"] == "/etc/x.conf"
-    assert not {"SLURM_JOB_ID", "SQUEUE_FORMAT", "SBATCH_PARTITION", "PMI_RANK"} & found.keys()
+    assert not others.keys() & found.keys()
 
 
 def test_a_dead_controller_of_slurm_conf_is_named_and_no_other_slurm_is_used(

@@ -56,7 +56,3 @@ def test_shell_files_of_the_repository_are_clean() -> None:
     assert found
     for path in found:
         assert findings(path.read_text()) == "", path
-
-
-def test_a_fault_is_found() -> None:
-    assert "SC2086" in findings("#!/bin/bash\nname=$1\nrm -r $name\n")
