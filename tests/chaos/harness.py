@@ -83,6 +83,11 @@ class Chaos(Case):
         assert self.run is not None
         self.cli("submit", "--resume", str(self.run.path))
 
+    def guest_tokens(self) -> int:
+        """Tokens of trained batches that guests generated."""
+        assert self.run is not None
+        return int(sum(line["guest_tokens"] for line in read_lines(self.run.metrics)))
+
     def status(self) -> dict[str, Any]:
         assert self.run is not None
         return self.run.read_json(self.run.status)

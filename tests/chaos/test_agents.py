@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.facts.rundir import read_lines
-from tests.tracking.test_sidecar import tensorboard
-
 from .harness import Chaos, patched, sound
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -45,33 +42,6 @@ def test_a_killed_leader_or_node_of_the_core_costs_a_restart_inside_the_job(
     assert recovered["step"] >= least
 
 
-@pytest.mark.chaos
-def test_trackers_have_each_step_once_whatever_is_killed(tmp_path: Path) -> None:
-    """Sidecar and environment host with each fault, the rollout leader's node once."""
-    case = Chaos(tmp_path, steps=60)
-    case.submit("-o", "track.tensorboard=true")
-    for step in (6, 16, 26):
-        case.reach(step)
-        assert case.run is not None
-        sidecar = f"-m\0libra_hpc.tracking\0{case.run.path}\0"
-        found = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if sidecar in cmdline(folder)]
-        for pid in (*found, case.child(ROLLOUT_LEADER, "libra_hpc.simulated.host_process")):
-            os.kill(pid, signal.SIGKILL)
-        if step == 16:
-            case.signal_agent(ROLLOUT_LEADER, signal.SIGKILL)
-            case.wait(lambda: case.events("recovered"), "the restart")
-    sound(case)
-    assert case.events("host_lost")
-    assert tensorboard(case.run) == pytest.approx({row["step"]: row["reward"] for row in read_lines(case.run.metrics)})
-
-
-def cmdline(folder: Path) -> str:
-    try:
-        return (folder / "cmdline").read_text()
-    except OSError:
-        return ""
-
-
 def test_a_killed_hybrid_node_is_noticed_at_once_and_the_others_go_on(tmp_path: Path) -> None:
     case = Chaos(tmp_path)
     case.submit()
@@ -104,45 +74,6 @@ def test_a_node_that_was_stopped_is_taken_back(tmp_path: Path, role: str) -> Non
     before = len(case.steps())
     case.wait(lambda: len(case.steps()) > before + 2, "steps with it")
     case.cli("cancel", str(case.run.path if case.run else ""))
-    sound(case, "cancelled")
-    assert not case.events("recovered")
-
-
-SHORT = """
-from libra_hpc.coordinator import liveness
-from libra_hpc.policies.pool import readmission
-liveness.HEARTBEAT_LOST_S, readmission.PROVE_S = 4.0, 3.0
-"""
-
-
-@pytest.mark.chaos
-def test_a_node_that_flaps_is_taken_back_ever_later_and_then_quarantined(tmp_path: Path) -> None:
-    case = Chaos(tmp_path, steps=4000)
-    run = case.submit(*patched(tmp_path, SHORT, PLANNER))
-    case.reach(5)
-    victim, losses = case.agent(ROLLOUT), 0
-    while not case.events("node_quarantined"):
-        losses += 1
-        os.kill(victim, signal.SIGSTOP)
-        case.wait(lambda: len(case.events("node_lost")) == losses, "the lost node")  # noqa: B023 (called here)
-        os.kill(victim, signal.SIGCONT)
-        case.wait(
-            lambda: case.events("node_quarantined") or len(case.events("node_returned")) == losses,  # noqa: B023
-            "its return",
-        )
-    sentence = f"node {ROLLOUT} is quarantined: lost 5 times in an hour"
-    assert [event["reason"] for event in case.events("node_quarantined")] == [sentence]
-    assert losses == 5
-    case.wait(lambda: sentence in case.status()["notices"], "the status that names it")
-    assert sentence in " ".join(case.cli("status", str(run.path)).stdout.split())
-    step = case.steps()[-1]
-    case.wait(lambda: case.steps()[-1] > step + 2, "steps without it")
-    away = [
-        back["t"] - lost["t"]
-        for lost, back in zip(case.events("node_lost"), case.events("node_returned"), strict=False)
-    ]
-    assert away[0] < away[1] < away[2], "taken back later and later"
-    case.cli("cancel", str(run.path))
     sound(case, "cancelled")
     assert not case.events("recovered")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -15,23 +14,14 @@ from libra_hpc.slurm.queue.job_record import read_job
 from .harness import SIMULATED, Chaos, sound
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+PLANNER, HYBRID = 0, 2
 
 
 class Campaign(Chaos):
     """A run of several starts of one Slurm job, without hybrid nodes."""
 
-    def __init__(self, folder: Path, env: dict[str, str], steps: int, text: str = SIMULATED) -> None:
+    def __init__(self, folder: Path, steps: int, text: str = SIMULATED) -> None:
         super().__init__(folder, "slurm", text, steps=steps, hybrid=0, rollout=1)
-        self.env = env
-
-    @property
-    def job_id(self) -> str:
-        assert self.run is not None
-        return read_job(self.run).job_id
-
-    def notice(self) -> None:
-        """What Slurm itself sends to the script before the time limit."""
-        call(["scancel", "--batch", "--signal=USR1", self.job_id], self.env)
 
     def goes_on(self) -> int:
         """Wait for the second start; returns the step at which the first one was stopped."""
@@ -46,10 +36,11 @@ class Campaign(Chaos):
 def test_a_run_goes_on_after_its_time_limit_until_all_steps_are_trained(
     slurm_env: dict[str, str], tmp_path: Path
 ) -> None:
-    case = Campaign(tmp_path, slurm_env, steps=60)
-    case.submit("--until-done")
+    case = Campaign(tmp_path, steps=60)
+    run = case.submit("--until-done")
     case.reach(8)
-    case.notice()
+    # What Slurm itself sends to the script before the time limit.
+    call(["scancel", "--batch", "--signal=USR1", read_job(run).job_id], slurm_env)
     assert 8 <= case.goes_on() < 60
     sound(case)
     (asked,) = case.events("stop_requested")
@@ -57,20 +48,9 @@ def test_a_run_goes_on_after_its_time_limit_until_all_steps_are_trained(
 
 
 @pytest.mark.chaos
-def test_a_run_stops_by_itself_before_a_short_time_limit_and_goes_on(slurm_env: dict[str, str], tmp_path: Path) -> None:
-    case = Campaign(tmp_path, slurm_env, 300, SIMULATED.replace("[slurm]", '[slurm]\ntime_limit = "00:01:00"'))
-    case.submit("--until-done")
-    case.goes_on()
-    reasons = [event["reason"] for event in case.events("stop_requested") if not event["signal"]]
-    assert "time limit in " in reasons[0], "whenever Slurm's notice came"
-    case.wait(lambda: case.steps()[-1:] == [300], "the last step, whatever has ended")
-    sound(case)
-
-
-@pytest.mark.chaos
 def test_a_preempted_run_that_ends_within_the_grace_time_goes_on(slurm_env: dict[str, str], tmp_path: Path) -> None:
     text = SIMULATED.replace('"a800", gpus', '"spot", gpus').replace('"a800", nodes', '"spot", nodes')
-    case = Campaign(tmp_path, slurm_env, 200, text.replace('"cpu", mem', '"spot", mem'))
+    case = Campaign(tmp_path, 200, text.replace('"cpu", mem', '"spot", mem'))
     case.submit()
     case.reach(8)
     script = tmp_path / "urgent.sh"
@@ -80,29 +60,6 @@ def test_a_preempted_run_that_ends_within_the_grace_time_goes_on(slurm_env: dict
     case.goes_on()
     assert "preempted at step" in case.events("job_requeued")[0]["reason"]
     sound(case)
-
-
-@pytest.mark.chaos
-def test_where_slurm_refuses_to_queue_a_job_again_the_result_has_its_words(
-    slurm_env: dict[str, str], tmp_path: Path
-) -> None:
-    case = Campaign(tmp_path, slurm_env, steps=200)
-    run = case.submit("--until-done")
-    case.reach(8)
-    for part in (0, 1, 2):
-        call(["scontrol", "update", f"JobId={case.job_id}+{part}", "Requeue=0"], slurm_env)
-    case.notice()
-    assert case.ended() == "time_limit"
-    case.wait(lambda: "not queued again" in case.message(), "the refusal after it has ended")
-    assert "presently disabled" in case.message()
-    sound(case, "time_limit")
-    time.sleep(2.0)
-    case.resume("-o", f"run.steps={case.steps()[-1] + 2}")
-    assert case.ended() == "completed"
-    assert run.read_json(run.result)["attempt"] == 2
-
-
-PLANNER, TRAIN_LEADER, HYBRID = range(3)
 
 
 @pytest.mark.chaos
@@ -122,13 +79,3 @@ def test_a_killed_planner_and_a_killed_node_on_slurm(cluster: ClusterInfo, tmp_p
     assert f"libra-hpc: the run is completed at step {case.values['steps']}" in said, (
         "Slurm's own output says how it ended"
     )
-
-
-@pytest.mark.chaos
-def test_a_stopped_leader_on_slurm_is_ended_by_the_script(cluster: ClusterInfo, tmp_path: Path) -> None:
-    case = Chaos(tmp_path, "slurm", rollout=1, steps=200)
-    case.submit()
-    case.reach(4)
-    case.signal_agent(TRAIN_LEADER, signal.SIGSTOP)
-    case.wait(lambda: case.events("recovered"), "the restart")
-    sound(case)

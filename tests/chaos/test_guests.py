@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.facts.rundir import read_lines
 from libra_hpc.protocol.joining import FIRST_GUEST
 from libra_hpc.slurm.queue.command import call
 
@@ -38,12 +37,6 @@ def guest(case: Chaos, number: int, *words: object) -> Iterator[subprocess.Popen
         process.wait()
 
 
-def of_guests(case: Chaos) -> int:
-    """Tokens of trained batches that guests generated."""
-    assert case.run is not None
-    return int(sum(line["guest_tokens"] for line in read_lines(case.run.metrics)))
-
-
 def test_a_guest_gives_tokens_that_are_trained_and_its_leave_and_its_death_cost_the_run_nothing(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -51,7 +44,7 @@ def test_a_guest_gives_tokens_that_are_trained_and_its_leave_and_its_death_cost_
     run = case.submit("-o", f"rollout.weights_port={port}")
     case.reach(2)
     with guest(case, 1) as process:
-        case.wait(lambda: of_guests(case) > 0, "trained tokens of the guest")
+        case.wait(lambda: case.guest_tokens() > 0, "trained tokens of the guest")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0, (tmp_path / "guest-1.log").read_text()
         assert "it got SIGTERM" in process.communicate()[0]
@@ -60,8 +53,8 @@ def test_a_guest_gives_tokens_that_are_trained_and_its_leave_and_its_death_cost_
     away.mkdir()
     shutil.copy(run.door, away)
     with guest(case, 2, away, f"--from=http://127.0.0.1:{port}") as process:
-        before = of_guests(case)
-        case.wait(lambda: of_guests(case) > before, "trained tokens of the next guest")
+        before = case.guest_tokens()
+        case.wait(lambda: case.guest_tokens() > before, "trained tokens of the next guest")
         os.kill(process.pid, signal.SIGKILL)
         case.wait(lambda: case.events("guest_lost"), "the lost guest")
     before = len(case.steps())
@@ -93,7 +86,7 @@ def test_a_run_queues_a_spot_node_once_it_pays_and_again_after_its_preemption(
 ) -> None:
     case = Chaos(tmp_path, "slurm", SPOT, steps=4000, hybrid=0, rollout=1)
     run = case.submit()
-    case.wait(lambda: of_guests(case) > 0, "trained tokens of the spot node")
+    case.wait(lambda: case.guest_tokens() > 0, "trained tokens of the spot node")
     (borrowed,) = [one for one in case.events("decision") if one["action"] == "borrow"]
     assert " spot node 1 saves " in borrowed["reason"]
     assert borrowed["predicted_gain_s"] > 0.0
@@ -106,9 +99,9 @@ def test_a_run_queues_a_spot_node_once_it_pays_and_again_after_its_preemption(
     case.wait(lambda: case.events("guest_left"), "the preempted guest")
     (leaves,) = case.events("guest_leaves")
     assert leaves["reason"] == "it got SIGTERM"
-    before = of_guests(case)
+    before = case.guest_tokens()
     case.wait(lambda: len(case.events("guest_serves")) > 1, "its return")
-    case.wait(lambda: of_guests(case) > before, "trained tokens of the second guest")
+    case.wait(lambda: case.guest_tokens() > before, "trained tokens of the second guest")
     case.cli("cancel", str(run.path))
     sound(case, "cancelled")
     assert not case.events("guest_lost")

@@ -16,19 +16,13 @@ import msgspec
 import pytest
 
 from libra_hpc.annexes.lend.lender_record import all_records
-from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.facts.rundir import RunDir
 from tests.annexes.lend.served import SmallServer, wait
 
 from .harness import SIMULATED, Chaos, sound
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 BORROWS = SIMULATED + '\n[borrow]\nlenders = "any"\n'
-
-
-def given(case: Chaos) -> int:
-    """Tokens of trained batches that guests generated."""
-    assert case.run is not None
-    return int(sum(line["guest_tokens"] for line in read_lines(case.run.metrics)))
 
 
 def guests(case: Chaos, kind: str) -> int:
@@ -212,8 +206,8 @@ def test_twenty_faults_of_a_lender_in_a_row_cost_neither_run_nor_users_anything(
                 case.wait(lambda served=served: guests(case, "serves") > served, f"a guest after: {fault}")
             lent.wait("lends")
             assert lent.answers(), fault
-            before = given(case)
-            case.wait(lambda before=before: given(case) > before, f"trained tokens of the guest after: {fault}")
+            before = case.guest_tokens()
+            case.wait(lambda before=before: case.guest_tokens() > before, f"trained tokens of the guest after: {fault}")
             print(f"{number + 1}. {fault}: {time.monotonic() - began:.0f} s", flush=True)
         assert len(FAULTS) == 20
         wait(lambda: len(list(run.offers.iterdir())) == 1, "the end of offers of killed lenders")

@@ -15,7 +15,7 @@ from libra_hpc.owner.claim import encode_lease
 from libra_hpc.process.lease import lease_file, newest_lease
 from libra_hpc.slurm.queue.job_record import read_job
 
-from .harness import Chaos, nothing_left, patched, processes, sound
+from .harness import Chaos, nothing_left, processes, sound
 from .test_agents import PLANNER, ROLLOUT
 from .test_storage import disk, fill
 
@@ -111,28 +111,3 @@ def test_a_signal_to_the_owner_saves_and_stops_the_run_whose_files_it_alone_can_
     assert "most recent call first" in log
     assert f"signal 14 ({signal.strsignal(14)}) means nothing here" in log
     assert [path for path in run.path.rglob("*") if path.stat().st_mode & OTHERS_WRITE] == []
-
-
-FAULT = """
-import asyncio, pathlib
-run, done = asyncio.run, pathlib.Path({done!r})
-def fault():
-    if not done.exists():
-        done.touch()
-        raise MemoryError("no room")
-async def both(main):
-    asyncio.get_running_loop().call_later(8.0, fault)
-    return await main
-asyncio.run = lambda main: run(both(main))
-"""
-"""A callback in an agent raises some seconds after its start, once."""
-
-
-@pytest.mark.chaos
-def test_a_defect_of_an_agent_costs_a_restart(tmp_path: Path) -> None:
-    case = Chaos(tmp_path, steps=60)
-    case.submit(*patched(tmp_path, FAULT.format(done=str(tmp_path / "done")), ROLLOUT))
-    case.wait(lambda: case.events("recovered"), "the restart")
-    sound(case)
-    (recovered,) = case.events("recovered")
-    assert recovered["reason"] == f"node {ROLLOUT}: MemoryError: no room"
