@@ -157,30 +157,6 @@ class Case:
         time.sleep(1.0)
         os.kill(victim, signal.SIGKILL)
 
-    def kill_busy_engine(self, rank: int) -> None:
-        """SIGKILL a rollout engine, frozen at a moment at which turns are in flight there; between batches there may
-        be none."""
-        victim, run = self.child(rank, "libra_hpc.engine"), self.run
-        assert run is not None
-
-        def busy() -> bool:
-            os.kill(victim, signal.SIGSTOP)
-            frozen = time.time()
-            # The leader reports every second, and the status shows it within another.
-            while time.time() < frozen + 4.0:
-                status = run.read_json(run.status)
-                if status["updated_at"] > frozen + 2.0:
-                    if any(bucket["inflight"] for bucket in status["buckets"]):
-                        return True
-                    break
-                time.sleep(0.1)
-            os.kill(victim, signal.SIGCONT)
-            time.sleep(0.3)
-            return False
-
-        self.wait(busy, "turns in flight")
-        os.kill(victim, signal.SIGKILL)
-
 
 def trained_once(run: RunDir, steps: int) -> None:
     """Every step once, and the checkpoint's data position says that exactly the first ``steps`` batches' prompts are

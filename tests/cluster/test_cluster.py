@@ -16,7 +16,7 @@ import pytest
 
 from libra_hpc.annexes.devcluster.cluster import Cluster, ClusterInfo
 from libra_hpc.annexes.devcluster.daemons import command_line
-from libra_hpc.slurm.queue.command import call, clean_environment, slurm_environment
+from libra_hpc.slurm.queue.command import call, clean_environment
 from libra_hpc.slurm.queue.query import JobState, job, partitions
 
 pytestmark = pytest.mark.cluster
@@ -74,11 +74,6 @@ def test_partitions_of_the_suites_cluster(slurm_env: dict[str, str]) -> None:
     assert found["a800"].gpus == {"a800": 8}
     assert found["cpu"].gpus == {}
     assert found["a800"].max_seconds is None
-
-
-def test_the_embedded_cluster_is_found(cluster: ClusterInfo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_CONF", raising=False)
-    assert slurm_environment()["SLURM_CONF"] == str(cluster.conf)
 
 
 def test_every_listening_port_is_on_the_hosts_own_address(cluster: ClusterInfo) -> None:
@@ -146,19 +141,6 @@ def test_down_after_a_killed_slurmd_leaves_no_process(own: Cluster, tmp_path: Pa
         assert time.monotonic() < deadline, before
     own.down()
     assert processes(own) == {}
-
-
-def test_down_leaves_the_steps_of_another_cluster_alone(own: Cluster, cluster: ClusterInfo, tmp_path: Path) -> None:
-    job_id = submit_sleep(cluster, tmp_path / "job")
-    own.up()
-    own.down()
-    step, task = (int(pid) for pid in (tmp_path / "job").read_text().split())
-    assert command_line(step)
-    assert command_line(task)
-    assert job(environment(cluster), job_id).state is JobState.RUNNING
-    call(["scancel", job_id], environment(cluster))
-    while not job(environment(cluster), job_id).state.ended:
-        time.sleep(0.05)
 
 
 def test_ports_taken_by_others_are_given_up(own: Cluster) -> None:

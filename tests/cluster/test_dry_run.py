@@ -13,7 +13,7 @@ from libra_hpc.facts.rundir import read_lines
 from libra_hpc.rollout.recovery.recovery_log import read_segment
 from libra_hpc.state import state_folders as folders
 
-from .runs import Case, sampled_once, trained_once
+from .runs import Case, trained_once
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -83,6 +83,7 @@ def test_a_dry_run_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo
     received = joined[0]["received_bytes"]
     assert received == 0 or received > 1e9, "the newcomer has the weights for rollout, or gets its share, as modelled"
     case.wait(lambda: any(line["replicas"] == 2 for line in read_lines(run.metrics)), "a step of two replicas")
+    assert {line["level"] for line in read_lines(run.decisions) if "level" in line} == {0, 1}, "turns at both degrees"
 
     shown = json.loads(case.cli("status", str(run.path), "--json").stdout)["status"]
     assert {node["component"] for node in shown["nodes"]} == {"planner", "train", "hybrid", "rollout"}
@@ -127,88 +128,3 @@ def test_a_local_dry_run_ends_complete_and_every_weight_version_is_applied(tmp_p
     assert summary["steps"] == 4
     ahead = [line["train_ahead_s"] for line in read_lines(run.metrics)]
     assert ahead[0] == 0.0 < max(ahead), "after the first step, groups are trained while others are sampled"
-
-
-SLOW_TRAINING = {
-    "run.steps": 26,
-    "components.hybrid.nodes": 0,
-    "components.rollout.nodes": 3,
-    "train.tp": 8,
-    "rollout.tp": 8,
-    "rollout.engines_per_node": 1,
-    "rollout.max_model_len": 8192,
-    "planner.period_s": 20.0,
-    "planner.repartition_cost_s": 60.0,
-    "simulated.presets": '["math", "search"]',
-    "simulated.speedup": 100.0,
-    "simulated.mfu": 0.02,
-}
-"""One node of four trains, and is the slower stage by far; halfway the work changes for good."""
-
-
-@pytest.mark.nightly
-def test_a_lasting_change_lays_the_ranks_out_anew_inside_the_job(cluster: ClusterInfo, tmp_path: Path) -> None:
-    case = DryRun(tmp_path, "slurm", steps=0)
-    run = case.submit(
-        "--engine",
-        "simulated",
-        "--wait",
-        *(word for key, value in SLOW_TRAINING.items() for word in ("-o", f"{key}={value}")),
-    )
-    assert case.ended() == "completed"
-    (done,) = case.events("repartitioned")
-    started = case.events("job_started")
-    assert [event["step"] for event in started] == [0, done["step"]]
-    assert {event["attempt"] for event in started} == {1}, "the same job"
-    train = done["changes"]["components.train.nodes"]
-    assert train > 1
-    joined = [event["component"] for event in case.events("agent_joined")[-5:]]
-    assert sorted(joined) == sorted(["planner"] + ["train"] * train + ["rollout"] * (4 - train))
-    rows = list(read_lines(run.metrics))
-    assert {row["train_nodes"] for row in rows if row["step"] <= done["step"]} == {1}
-    assert {row["train_nodes"] for row in rows if row["step"] > done["step"]} == {train}
-    trained_once(run, 26)
-    (kept,) = case.events("experience_kept")
-    assert kept["trajectories"] + kept["unfinished"] > 0
-    assert kept["dropped"] == {}
-    assert not case.events("resubmitted"), "every environment answered as before"
-    sampled_once(run)
-    summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
-    assert [change["step"] for change in summary["layouts"]] == [done["step"]]
-    assert summary["attempts"] == 1
-
-
-TIME_SHARING = {
-    "algorithm.group_size": 16,
-    "components.hybrid.nodes": 2,
-    "planner.time_sharing": "auto",
-    "planner.switch_cost_s": 5.0,
-    "rollout.max_inflight": 4,
-    "rollout.tp": 8,
-    "rollout.engines_per_node": 1,
-    "simulated.wake_s": 2.0,
-    "simulated.mfu": 0.03,
-}
-"""Four trajectories an engine: rollout is the slower the fewer nodes it has."""
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize(("core", "eta"), [(False, 0), (True, 0), (True, 1)])
-def test_nodes_serve_both_stages_of_the_steps_of_a_run(tmp_path: Path, core: bool, eta: int) -> None:
-    case = DryRun(tmp_path, "local", steps=8)
-    keys = TIME_SHARING | {"algorithm.eta": eta} | ({"components.train.roll_out": "true"} if core else {})
-    changes = (word for key, value in keys.items() for word in ("-o", f"{key}={value}"))
-    run = case.submit("--engine", "simulated", "--wait", *changes)
-    assert case.ended() == "completed"
-    actions = [event["action"] for event in case.events("decision") if event["action"] != "hold"]
-    assert actions[0] == "time_share"
-    rows = list(read_lines(run.metrics))
-    assert (rows[0]["train_nodes"], rows[0]["rollout_nodes"]) == (1, 3)
-    assert (3, 3 + core) in {(row["train_nodes"], row["rollout_nodes"]) for row in rows}
-    rolled = [event for event in case.events("move_done") if (event["rank"], event["role"]) == (1, "rollout")]
-    assert bool(rolled) == core
-    assert max(row["staleness_max"] for row in rows) == eta
-    assert not case.events("illegal_transition")
-    assert not case.events("move_started")
-    trained_once(run, 8)
-    sampled_once(run)

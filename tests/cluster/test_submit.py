@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shlex
 import signal
 import time
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.load import validate
-from libra_hpc.errors import OperationError, UserError
+from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import submit
 from libra_hpc.slurm.launch import Launch, job_request
@@ -137,28 +136,6 @@ def test_one_world_over_four_components_survives_a_lost_rank(run: RunDir, slurm_
     assert [component.offset for component in info.components] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("export", ["ALL", "NONE"])
-def test_a_run_starts_where_a_shell_is_strict_and_where_sbatch_passes_no_variables_on(
-    export: str, run: RunDir, slurm_env: dict[str, str], tmp_path: Path
-) -> None:
-    (tmp_path / "strict.sh").write_text("set -u\n")
-    # Where Slurm is no part of the system, its commands come from the set-up.
-    commands = [f"export {name}={shlex.quote(slurm_env[name])}" for name in ("PATH", "LD_LIBRARY_PATH")]
-    changes = {
-        "slurm": {"extra": [f"--export={export}"]},
-        "compute": {
-            "setup": [*commands, f"export BASH_ENV={tmp_path}/strict.sh", "module() { true; }", "module load cuda"],
-            "local_dir": f"{tmp_path}/$SLURM_JOB_ID",
-        },
-    }
-    queue(run, {**slurm_env, "BASH_ENV": f"{tmp_path}/strict.sh"}, "lose", changes=changes)
-    info = wait_end(run, slurm_env)
-    assert info.state is JobState.COMPLETED, (run.logs(1) / "slurm.out").read_text()
-    found = records(run)
-    assert {(record["size"], record["NOTE"]) for record in found} == {(5, "it's 100%")}
-    assert (tmp_path / info.job_id).is_dir()
-
-
 def test_a_set_up_line_that_fails_ends_the_run_with_its_cause(run: RunDir, slurm_env: dict[str, str]) -> None:
     queue(run, slurm_env, "wait", changes={"compute": {"setup": ["module load cuda"]}})
     info = wait_end(run, slurm_env)
@@ -211,18 +188,6 @@ def test_notice_cancel_and_the_next_attempt(run: RunDir, slurm_env: dict[str, st
     for pid in pids:
         while os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/cmdline").read_bytes():
             time.sleep(0.05)
-
-
-def test_estimate_queues_nothing(run: RunDir, slurm_env: dict[str, str]) -> None:
-    submit.expected_start(Launch(job_request(validate(CONFIG)), run, 1), slurm_env)
-    assert run.script.exists()
-    assert not run.job.exists()
-
-
-def test_a_job_nobody_knows(slurm_env: dict[str, str], run: RunDir) -> None:
-    with pytest.raises(UserError, match="was never submitted"):
-        submit.state(run, slurm_env)
-    assert submit.cancel("1", slurm_env) is False
 
 
 def test_nothing_is_queued_where_the_cluster_cannot_be_named(

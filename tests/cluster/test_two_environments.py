@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +30,6 @@ pytestmark = [
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADING = "## How do I run it on my cluster?"
-HEAVY = ("torch", "vllm", "megatron", "mpi4py", "transformers", "tokenizers")
 PROJECT = {"libra_hpc": "libra_hpc", "libra_hpc_cli": "cli", "libra_hpc_envs": "envs", "libra_hpc_sbatch": "sbatch"}
 QWEN3_14B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -141,12 +139,6 @@ def login_shell(checkout: Path, script: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         ["bash", "-e", "-c", script], cwd=checkout, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
-
-
-def test_the_login_environment_lacks_every_engine(checkout: Path) -> None:
-    found = f"import importlib.util as u; print([n for n in {HEAVY!r} if u.find_spec(n)])"
-    done = login_shell(checkout, f"python -c {shlex.quote(found)}; libra-hpc config explain rollout.tp > /dev/null")
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 @pytest.mark.nightly

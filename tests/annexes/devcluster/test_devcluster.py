@@ -15,39 +15,15 @@ import pytest
 
 from libra_hpc.annexes.devcluster import packages
 from libra_hpc.annexes.devcluster.cluster import Cluster
-from libra_hpc.annexes.devcluster.conf import NODES, ClusterFacts, gres_conf, slurm_conf
+from libra_hpc.annexes.devcluster.conf import NODES, ClusterFacts, slurm_conf
 from libra_hpc.annexes.devcluster.daemons import Daemon, job_processes, step_daemons, stop
 from libra_hpc.annexes.devcluster.packages import SlurmTools
 from libra_hpc.errors import OperationError, UserError
 
-SITE = ClusterFacts(
-    home=Path("/h"),
-    host="host",
-    address="127.0.1.1",
-    user="me",
-    ports={"slurmctld": 100, **{node: 101 + index for index, node in enumerate(NODES)}},
-    first_job_id=4242,
-)
-
-
-def test_every_node_has_its_own_port_and_no_port_leaves_the_host() -> None:
-    text = slurm_conf(SITE, SlurmTools(Path("/t")))
-    assert "SlurmctldHost=host(127.0.1.1)\nSlurmctldPort=100\n" in text
-    assert (
-        "NodeName=a800-3 NodeHostname=host NodeAddr=127.0.1.1 Port=104 Boards=1 Sockets=2 CoresPerSocket=32"
-        " ThreadsPerCore=1 RealMemory=1000000 Gres=gpu:a800:8" in text
-    )
-    assert "NodeName=cpu-1 NodeHostname=host NodeAddr=127.0.1.1 Port=108 " in text
-    assert "NoInAddrAny,NoCtldInAddrAny" in text
-    assert "FirstJobId=4242\n" in text
-    assert gres_conf(Path("/h")) == "NodeName=a800-[0-5] Name=gpu Type=a800 File=/h/fakedev/nvidia[0-7]\n"
-
-
 def test_a_host_name_that_does_not_resolve() -> None:
-    text = slurm_conf(
-        ClusterFacts(home=SITE.home, host=SITE.host, address="", user=SITE.user, ports=SITE.ports, first_job_id=1),
-        SlurmTools(Path("/t")),
-    )
+    ports = {"slurmctld": 100, **dict.fromkeys(NODES, 101)}
+    facts = ClusterFacts(home=Path("/h"), host="host", address="", user="me", ports=ports, first_job_id=1)
+    text = slurm_conf(facts, SlurmTools(Path("/t")))
     assert "NoInAddrAny" not in text
     assert "SlurmctldHost=host(127.0.0.1)" in text
 
