@@ -28,7 +28,8 @@ from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Pack, decode, pack
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.train_engine import TrainEngine
-from tests.trainer.conftest import World
+from libra_hpc.weights.names import ReplicaPlace
+from tests.trainer.conftest import world
 from tests.trainer.settings import optimizer
 from tests.trainer.support import OF_FAMILY
 from tests.trainer.support import make_model as make_family
@@ -52,6 +53,7 @@ from .engine_harness import (
     wait_until,
 )
 
+__all__ = ["world"]
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 LONGEST = 1024
@@ -177,13 +179,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         engine.close()
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """A torch world of this process alone."""
-    with closing(World()) as world:
-        yield world
-
-
 def test_staged_weights_are_bit_for_bit_those_of_the_start_and_its_time_is_counted(
     served: Served, tmp_path: Path
 ) -> None:
@@ -194,9 +189,11 @@ def test_staged_weights_are_bit_for_bit_those_of_the_start_and_its_time_is_count
     assert engine.idle().update_s - before.update_s == pytest.approx(applied.seconds)
 
 
-def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(served: Served, tmp_path: Path, world: World) -> None:
+def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(
+    served: Served, tmp_path: Path, world: ReplicaPlace
+) -> None:
     engine, model = served.engine, served.model
-    trainer = TrainEngine(read_shape(model.folder), torch.device("cpu"), torch.float32, world.split, optimizer(lr=1e-2))
+    trainer = TrainEngine(read_shape(model.folder), torch.device("cpu"), torch.float32, world, optimizer(lr=1e-2))
     checkpoint.load_policy(trainer, model.folder)
     engine.apply(model.update(next(versions)))
     requests = [turn(f"a{i}", prompt, 24, temperature=TEMPERATURE) for i, prompt in enumerate(PROMPTS)]

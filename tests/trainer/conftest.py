@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import closing
 
 import pytest
 
@@ -14,16 +13,8 @@ from libra_hpc.trainer.train_engine import close_world, init_world
 from libra_hpc.weights.names import ReplicaPlace
 
 
-class World:
-    def __init__(self) -> None:
-        self.split = init_world(choose_device("cpu", 0, 1), 1, 1, 0, local_store(), 60.0)
-
-    def close(self) -> None:
-        close_world()
-
-
 @pytest.fixture(scope="module")
 def world() -> Iterator[ReplicaPlace]:
     """A torch world of this process alone."""
-    with closing(World()) as world:
-        yield world.split
+    yield init_world(choose_device("cpu", 0, 1), 1, 1, 0, local_store(), 60.0)
+    close_world()
