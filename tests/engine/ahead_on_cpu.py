@@ -2,21 +2,15 @@
 
 vLLM's CPU platform switches asynchronous scheduling off, and its runner asks CUDA for events and streams.  Here these
 are stand-ins that wait for nothing, as vLLM's own for `torch.Event`: a CPU's step has ended when its call returns.
-
-``HOST_S`` in the environment: seconds of host work that each batch is made to take.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-import time
 from typing import Any
 
 import libra_hpc.engine.settings as settings
-
-HOST = "HOST_S"
 
 
 class StandIn:
@@ -44,21 +38,15 @@ def stand_in() -> None:
 def prepare(config: settings.EngineConfig) -> None:
     """After the environment is set, before the engine is made."""
     from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.core.sched.scheduler import Scheduler
 
-    check, schedule, host_s = CpuPlatform.check_and_update_config, Scheduler.schedule, float(os.environ.get(HOST, 0))
+    check = CpuPlatform.check_and_update_config
 
     def checked(vllm_config: Any) -> None:
         wanted = vllm_config.scheduler_config.async_scheduling
         check(vllm_config)
         vllm_config.scheduler_config.async_scheduling = wanted
 
-    def slow(self: Scheduler, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(host_s)
-        return schedule(self, *args, **kwargs)
-
     CpuPlatform.check_and_update_config = staticmethod(checked)
-    Scheduler.schedule = slow
     from libra_hpc.engine.vllm_steps import VllmSteps
 
     drain = VllmSteps.drain

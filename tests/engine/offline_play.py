@@ -1,6 +1,6 @@
 """One engine in this process, as measurements and evaluations have it; prints what it saw, for test_offline.
 
-It generates batches and turns, takes new weights, is measured, and loses and regains its KV room while requests run.
+It generates batches and turns, takes new weights, and loses and regains its KV room while requests run.
 """
 
 from __future__ import annotations
@@ -9,22 +9,17 @@ import itertools
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from libra_hpc.annexes.calibrate.measure_steps import Calibrator, plans
 from libra_hpc.engine.offline import OfflineEngine
 from libra_hpc.engine.settings import EngineConfig
-from libra_hpc.models.step_times.measured import Calibration, save
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
 from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights
 
 PROMPTS = [[number + 3, 17, 99, number + 40] * 20 for number in range(8)]
 TOKENS = 160
-MEASURED = 320, 4
-"""Longest context in tokens, and most sequences, of the measured steps."""
 
 
 def turns(offline: OfflineEngine, context: list[int]) -> list[int]:
@@ -44,12 +39,6 @@ def swapped(offline: OfflineEngine, update: UpdateWeights, context: list[int]) -
     offline.engine.apply(update)
     (done,) = offline.generate([Generate("s", pack_i32(context), 6, temperature=0.0)])
     return unpack_i32(done.tokens)
-
-
-def measure(offline: OfflineEngine, path: Path) -> None:
-    capacity = offline.engine.capacity
-    points = Calibrator(offline).measure(list(plans(*MEASURED, capacity.kv_tokens)))
-    save(Calibration(device="cpu", model="tiny", kv_capacity={1: capacity.kv_tokens}, points=points), path)
 
 
 def lose_room(offline: OfflineEngine) -> dict[str, object]:
@@ -119,7 +108,6 @@ def main(job: dict[str, Any]) -> None:
         seen["turns"] = turns(offline, context)
         seen["room"] = lose_room(offline)
         seen["swapped"] = swapped(offline, msgspec.convert(job["update"], UpdateWeights), context)
-        measure(offline, Path(job["points"]))
     print(json.dumps(seen))
 
 

@@ -20,8 +20,7 @@ from libra_hpc.engine.turns import NOT_FINITE, TurnInFlight, TurnRejected, read_
 from libra_hpc.errors import UserError
 from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
-from libra_hpc.protocol.engine import Generate, from_engine
-from libra_hpc.protocol.engine_state import EngineStats
+from libra_hpc.protocol.engine import Generate
 
 
 @pytest.fixture
@@ -170,11 +169,6 @@ def test_a_turn_with_a_log_probability_that_is_not_finite_is_an_error_without_to
     done = turn.finish("stop", now=3.0)
     assert (done.finish, done.error) == ("error", NOT_FINITE)
     assert (done.tokens, done.logprobs, done.versions) == (b"", b"", ())
-
-
-def test_a_recorded_report_with_a_field_that_is_gone_is_read() -> None:
-    old = msgspec.to_builtins(EngineStats(3)) | {"kv_pinned": 0.25}
-    assert from_engine.decode(msgspec.msgpack.encode(old)) == EngineStats(3)
 
 
 def test_reports_are_paced_while_busy_and_follow_falling_idle_once() -> None:

@@ -1,40 +1,29 @@
-"""An engine in the caller's own process: batches and turns, new weights, measured steps, and KV room that is lost."""
+"""An engine in the caller's own process: batches and turns, new weights, and KV room that is lost."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from libra_hpc.models.step_times.measured import load
-
 from .engine_harness import Model, engine_config
-from .offline_play import MEASURED
-from .test_calibrate import assert_measured
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 CONTEXT = [5, 17, 99, 3, 64, 21, 8]
 LENGTHS = [7, 0, 3]
-KV_TOKENS = 2 * 2**20 // (2 * 2 * 64 * 4)
 
 
 @pytest.fixture(scope="module")
-def points(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("points") / "steps.json"
-
-
-@pytest.fixture(scope="module")
-def played(old: Model, new: Model, points: Path) -> dict[str, Any]:
+def played(old: Model, new: Model) -> dict[str, Any]:
     """What one engine printed."""
     config = engine_config(old, max_num_seqs=8, kv_cache_mb=2)
     given = {"config": msgspec.to_builtins(config), "update": msgspec.to_builtins(new.update(1))}
-    job = {"context": CONTEXT, "lengths": LENGTHS, "points": str(points), **given}
+    job = {"context": CONTEXT, "lengths": LENGTHS, **given}
     command = [sys.executable, "-m", "tests.engine.offline_play", json.dumps(job)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -47,12 +36,6 @@ def test_it_generates_batches_and_turns_and_takes_new_weights(played: dict[str, 
     assert played["batch"] == [old.greedy(CONTEXT[:n], 6) if n else [] for n in LENGTHS]
     assert played["turns"] == old.greedy(CONTEXT, 6)
     assert played["swapped"] == new.greedy(CONTEXT, 6)
-
-
-def test_every_kind_of_step_is_measured(played: dict[str, Any], points: Path) -> None:
-    found = load(points)
-    assert found.kv_capacity == {1: KV_TOKENS}
-    assert_measured(found, *MEASURED)
 
 
 def test_requests_survive_that_their_engine_loses_its_room(played: dict[str, Any]) -> None:

@@ -30,6 +30,7 @@ from .support import ALGORITHM, Layout, Replica, build, join_all, make_model, re
 Bits = dict[str, np.ndarray[Any, Any]]
 SMALL_STEPS = optimizer(lr=2e-5, weight_decay=0.0)
 """So that few weights change."""
+UPDATES = 50
 
 
 def weights(path: Path) -> Bits:
@@ -106,13 +107,13 @@ def test_each_version_has_what_changed_since_the_one_before(
 ) -> None:
     run = Offering(tmp_path, world, rank=rank, kind=kind)
     assert run.publish(0).base == WHOLE
-    for version in range(1, 5):
+    for version in range(1, UPDATES + 1):
         run.train()
         offer = run.publish(version)
         assert offer.base == version - 1
         assert {piece.encoding for piece in offer.pieces} & {"gap8", "bitmap"}
         assert {piece.dtype for piece in offer.pieces} == {"BF16"}, "what is in float32 never changes"
-    assert run.publish(5).pieces == (), "nothing changed"
+    assert run.publish(UPDATES + 1).pieces == (), "nothing changed"
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from libra_hpc.annexes.devcluster.daemons import Daemon, job_processes, step_dae
 from libra_hpc.annexes.devcluster.packages import SlurmTools
 from libra_hpc.errors import OperationError, UserError
 
+
 def test_a_host_name_that_does_not_resolve() -> None:
     ports = {"slurmctld": 100, **dict.fromkeys(NODES, 101)}
     facts = ClusterFacts(home=Path("/h"), host="host", address="", user="me", ports=ports, first_job_id=1)

@@ -1,44 +1,13 @@
-"""An engine that stands still is ended and the next one serves; a weight update waits for caches on their way."""
+"""A weight update waits for caches on their way."""
 
 from __future__ import annotations
 
-import os
-import signal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from libra_hpc.protocol import agents as wire
-from tests.agent.test_rollout_node import scene
-
-from .engine_harness import Model, alive, turn
-
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-
-@pytest.mark.chaos
-async def test_a_stopped_engine_is_ended_and_the_next_one_serves(old: Model, tmp_path: Path) -> None:
-    sections = {
-        "run": {"engine": "real"},
-        "model": {"path": str(old.folder), "dtype": "float32"},
-        "rollout": {"max_model_len": 1024, "kv_cache_mb": 16},
-        "deadlines": {"floor_s": 6.0, "first_s": 300.0, "factor": 10.0},
-    }
-    async with scene(tmp_path, **sections) as made:
-        await made.up()
-        # From the first report on, silence has a limit of its own.
-        await made.until(lambda: made.of(wire.EngineLoad), "counters")
-        stopped = made.pid()
-        os.kill(stopped, signal.SIGSTOP)
-        await made.until(lambda: made.states("lost"), "the stopped engine ends")
-        assert "has reported nothing for" in made.events("hung")[0]["reason"]
-        assert not alive(stopped)
-        await made.up(2)
-        made.node.on_turns(wire.Turns((("r2.0", turn("t", [5, 17, 99], 8)),)))
-        await made.until(lambda: made.of(wire.TurnsDone), "an answer")
-        assert made.of(wire.TurnsDone)[0].items[0][1].finish == "length"
+pytestmark = pytest.mark.vllm
 
 
 class Loading:
