@@ -13,20 +13,17 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from libra_hpc.config.learn import Recompute
 from libra_hpc.models.architecture import Architecture, read_shape
 from libra_hpc.trainer.model import attention_check
 from libra_hpc.trainer.model.attention import Kernel, Segments, has_segments, rectangles
 from libra_hpc.trainer.model.attention_check import choose_kernel, fault
 from libra_hpc.trainer.model.context import Columns, pieces
 from libra_hpc.trainer.model.delta_net import CHUNK, LENGTHS, delta_rule, each_sequence, rule_fault
-from libra_hpc.trainer.model.megatron_model import attend_with
 from libra_hpc.trainer.model.packing import ALONE, decode, pack
-from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 
 from .batches import samples
-from .support import OPTIMIZER, make_model
+from .support import make_model
 
 CPU = torch.device("cpu")
 HEAD = 8
@@ -152,39 +149,6 @@ def test_both_kernels_have_the_same_outputs_and_gradients(
     # Some rows attend to columns of other ranks.
     assert tails == shorter
     assert (cp > 1) == (tails > 0)
-
-
-def drawn(kind: str, folder: Path, world: ReplicaPlace, recompute: Recompute) -> TrainEngine:
-    """An engine of a tiny model whose random weights give gradients that are far from zero."""
-    make_model(kind, folder)
-    engine = TrainEngine(read_shape(folder), CPU, torch.float32, world, OPTIMIZER, recompute=recompute)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in engine.ddp.parameters():
-            parameter.normal_(std=0.1)
-    return engine
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_a_model_has_the_same_gradients_with_both(tmp_path: Path, world: ReplicaPlace, recompute: Recompute) -> None:
-    engine = drawn("qwen3", tmp_path, world, recompute)
-    packs = pack([decode(sample) for sample in samples(2)], 96, CPU)
-    calls, found = 0, []
-
-    def counting(*arguments: Any, **named: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return varlen(*arguments, **named)
-
-    for kernel in (rectangles, Segments(counting)):
-        attend_with(engine.ddp, kernel)
-        engine.forward_backward(packs, lambda head, one: -head.likelihood(one.targets, 1.0).logprobs.sum())
-        found.append([buffer.grad_data.clone() for buffer in engine.ddp.buffers])
-    # Two layers; with full recomputation each twice.
-    assert calls == 2 * len(packs) * (2 if recompute == "full" else 1)
-    for mine, theirs in zip(*found, strict=True):
-        assert mine.abs().max() > 0.1
-        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

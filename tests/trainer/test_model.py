@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from libra_hpc.models.supported import TRAINED, in_float32
-from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Pack, decode, pack
 from libra_hpc.trainer.saved import checkpoint
@@ -20,7 +18,7 @@ from libra_hpc.weights.names import ReplicaPlace, to_hf, trained_entries
 
 from .batches import loss_tokens, samples, train_step
 from .settings import MICRO_TOKENS, optimizer
-from .support import ALGORITHM, OPTIMIZER, build, make_model, read_tensors, save
+from .support import ALGORITHM, OPTIMIZER, build, loss_logprobs, make_model, read_tensors, save
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 32
@@ -145,12 +143,7 @@ def test_steps_equal_plain_torch(tmp_path: Path, world: ReplicaPlace) -> None:
         batch = list(train_step(step, 0).minibatches[0])
         total = torch.zeros(())
         for sample in batch:
-            tokens = torch.tensor(unpack_i32(sample.tokens))
-            where = torch.tensor(list(sample.loss_mask)).nonzero()[:, 0]
-            lp = torch.log_softmax(reference(tokens[None]).logits[0] / ALGORITHM.rollout.temperature, -1)[
-                where - 1, tokens[where]
-            ]
-            behaviour = torch.tensor(np.frombuffer(sample.logprobs, np.float32))[where]
+            lp, behaviour = loss_logprobs(reference, sample, ALGORITHM.rollout.temperature)
             weight = (lp.detach() - behaviour).exp().clamp(max=ALGORITHM.algorithm.is_truncation)
             k3 = (behaviour - lp).exp() - 1 - (behaviour - lp)
             term = ALGORITHM.algorithm.kl_coef * k3 - (lp - lp.detach()).exp() * sample.advantage

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.config.learn import Recompute
+from libra_hpc.models.architecture import read_shape
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.trainer import Sample, StepDone, TrainStep
 from libra_hpc.trainer.model.attention import Segments, rectangles
@@ -19,11 +20,12 @@ from libra_hpc.trainer.model.megatron_model import attend_with
 from libra_hpc.trainer.model.packing import COLUMNS, Example, decode, example, pack
 from libra_hpc.trainer.model.prefixes import SHORTEST
 from libra_hpc.trainer.shards import SampleWork, spread, tokens_of
+from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 
 from .batches import loss_tokens, samples
-from .support import ALGORITHM, Replica, assert_same_step, build, join_all, make_model
-from .test_attention import drawn, place_of, varlen
+from .support import ALGORITHM, OPTIMIZER, Replica, assert_same_step, build, join_all, make_model
+from .test_attention import place_of, varlen
 
 CPU = torch.device("cpu")
 SHARED = SampleWork(shares=True)
@@ -113,6 +115,17 @@ def test_rows_see_their_own_sequence_alone(examples: list[Example], micro_tokens
     assert all(one.tokens.tolist() in whole_sequences for one in examples)
     assert rows + shared == sum(len(one.tokens) for one in examples)
     assert sorted(loss) == sorted((i, int(t)) for i, one in enumerate(examples) for t in one.tokens[one.mask])
+
+
+def drawn(kind: str, folder: Path, world: ReplicaPlace, recompute: Recompute) -> TrainEngine:
+    """An engine of a tiny model whose random weights give gradients that are far from zero."""
+    make_model(kind, folder)
+    engine = TrainEngine(read_shape(folder), CPU, torch.float32, world, OPTIMIZER, recompute=recompute)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in engine.ddp.parameters():
+            parameter.normal_(std=0.1)
+    return engine
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.trainer import Freed, Standby
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.settings import sample_work
@@ -25,6 +23,7 @@ from .support import (
     build,
     fixed_run,
     join_all,
+    loss_logprobs,
     make_model,
     read_tensors,
     save,
@@ -54,13 +53,7 @@ def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPla
     total, kl = torch.zeros(()), 0.0
     batch = list(train_step(1, 0).minibatches[0])
     for sample in batch:
-        tokens = torch.tensor(unpack_i32(sample.tokens))
-        where = torch.tensor(list(sample.loss_mask)).nonzero()[:, 0]
-        lp, frozen = (
-            torch.log_softmax(model(tokens[None]).logits[0] / 0.8, -1)[where - 1, tokens[where]]
-            for model in (policy, other)
-        )
-        behaviour = torch.tensor(np.frombuffer(sample.logprobs, np.float32))[where]
+        (lp, behaviour), (frozen, _) = (loss_logprobs(model, sample, 0.8) for model in (policy, other))
         weight = (lp.detach() - behaviour).exp().clamp(max=settings.algorithm.is_truncation)
         k3 = (frozen.detach() - lp).exp() - 1 - (frozen.detach() - lp)
         advantage = sample.advantage - (COEF * (lp - frozen).detach() if kl_in == "reward" else 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,10 +97,15 @@ def test_a_snapshot_is_of_its_step_and_loads_into_the_same_layout(
     scene.writer.wait()
     assert [type(answer) for answer in scene.answers] == [SaveFailed], "there is no such folder"
     folder.mkdir()
+    with monkeypatch.context() as full:
+        full.setattr(folders.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        scene.writer.copy(folder, "snapshot")()
+        scene.writer.wait()
+    assert "its file system has 0 bytes free" in str(scene.answers[1])
     scene.writer.copy(folder, "snapshot")()
     scene.trainer.step(train_step(2, 0))
     scene.writer.wait()
-    assert [(answer.step, answer.tier) for answer in scene.answers[1:]] == [(1, "snapshot")]
+    assert [(answer.step, answer.tier) for answer in scene.answers[2:]] == [(1, "snapshot")]
     assert snapshot.holds(folder, 0)
     snapshot.load(scene.engine.state, folder, 0)
     assert (scene.engine.state.step, scene.engine.state.updates) == (1, 1)

@@ -10,14 +10,13 @@ import msgspec
 import pytest
 import torch
 
-from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.trainer.shards import divisor
 from libra_hpc.weights.names import ReplicaPlace
 
 from .batches import in_threes, loss_tokens, train_step
 from .settings import algorithm
-from .support import build, make_model
+from .support import build, loss_logprobs, make_model
 
 TEMPERATURE, LONGEST = 0.8, 64
 
@@ -28,15 +27,11 @@ def by_hand(model: Any, samples: tuple[Sample, ...], aggregate: str) -> torch.Te
     for _, parts in groupby(samples, key=lambda sample: sample.uid.split(".")[:2]):
         total, count = torch.zeros(()), 0
         for sample in parts:
-            tokens = torch.tensor(unpack_i32(sample.tokens))
-            own = torch.tensor(list(sample.loss_mask)).bool()[1:]
-            scores = model(tokens[None]).logits[0, :-1] / TEMPERATURE
-            logprobs = scores.log_softmax(-1).gather(1, tokens[1:, None])[:, 0][own]
-            behaviour = torch.frombuffer(bytearray(sample.logprobs), dtype=torch.float32)[1:][own]
+            logprobs, behaviour = loss_logprobs(model, sample, TEMPERATURE)
             weight = (logprobs.detach() - behaviour).exp().clamp(max=2.0)
             ratio = (logprobs - logprobs.detach()).exp()
             total = total - (weight * sample.advantage * ratio).sum()
-            count += int(own.sum())
+            count += len(logprobs)
         sums.append(total)
         sizes.append(count)
     if aggregate == "sequence":
