@@ -78,11 +78,6 @@ class Chaos(Case):
     def signal_agent(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.agent(rank), number)
 
-    def resume_now(self) -> None:
-        """Go on with the run, without waiting for its end."""
-        assert self.run is not None
-        self.cli("submit", "--resume", str(self.run.path))
-
     def guest_tokens(self) -> int:
         """Tokens of trained batches that guests generated."""
         assert self.run is not None

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ if importlib.util.find_spec("mpi4py") is None:
 
 from libra_hpc.mesh.layout_publisher import opened, sealed
 from libra_hpc.protocol.layout import Layout, Row
+from tests.mesh.test_mesh import ranks
 
 PROGRAM = """
 import asyncio, json, os, signal, sys, time
@@ -108,15 +106,8 @@ def play(tmp_path: Path, script: str, before: str = "") -> list[dict[str, Any]]:
     body = script.replace("\n", "\n    ")
     program = f"{PROGRAM}\n{before}\nasync def SCRIPT(node):\n    {body}\nasyncio.run(main())\n"
     (tmp_path / "program.py").write_text(program)
-    command = [sys.executable, "-m", "libra_hpc.owner.ranks", "--size", "3", "--logs", str(tmp_path), "--"]
     # Shared memory would hide what a lost process does to the others.
-    environment = {**os.environ, "UCX_TLS": "tcp,self"}
-    done = subprocess.run(
-        [*command, sys.executable, str(tmp_path / "program.py"), str(tmp_path)],
-        env=environment,
-        timeout=120,
-        capture_output=True,
-    )
+    done = ranks(3, tmp_path, tmp_path / "program.py", str(tmp_path), UCX_TLS="tcp,self")
     found = [tmp_path / f"{rank}.json" for rank in range(3)]
     logs = [path.read_text()[-3000:] for path in sorted(tmp_path.glob("agent-*.log"))]
     assert not done.returncode, logs

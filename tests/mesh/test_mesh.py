@@ -1,9 +1,10 @@
-"""The mesh between real ranks: order, large messages, dead peers, foreign bytes, and what an idle agent costs."""
+"""The mesh between real ranks: dead and stopped peers, foreign bytes, and what an idle agent costs."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,11 +52,12 @@ def finish():
 """
 
 
-def ranks(size: int, logs: Path, program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def ranks(size: int, logs: Path, program: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program on so many ranks of one world."""
     launcher = [sys.executable, "-m", "libra_hpc.owner.ranks", "--size", str(size), "--logs", str(logs), "--"]
     command = [*launcher, sys.executable, str(program), *arguments]
-    return subprocess.run(command, check=False, timeout=120, capture_output=True, text=True)
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
 
 
 def world(tmp_path: Path, size: int, script: str) -> dict[int, Any]:
@@ -67,27 +69,6 @@ def world(tmp_path: Path, size: int, script: str) -> dict[int, Any]:
     logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
     assert found[0].exists(), logs
     return {rank: json.loads(path.read_text()) for rank, path in found.items() if path.exists()}
-
-
-def test_messages_of_every_size_arrive_in_order_from_everyone_at_once(tmp_path: Path) -> None:
-    script = """
-async def script(mesh):
-    for i in range(40):
-        for dest in range(mesh.size):
-            mesh.send(dest, wire.TurnsDrained(i) if i % 10 else large(i, 1 + 300_000 * (i % 3)))
-    await until(lambda: len(got) == 40 * mesh.size)
-    order = {}
-    for source, message in got:
-        order.setdefault(source, []).append(message.rank)
-    reasons = [message.reason for _, message in got if isinstance(message, wire.Fatal)]
-    return {"order": order, "bytes": sum(map(len, reasons)), "rejected": sorted(mesh._rejected_of)}
-"""
-    facts = world(tmp_path, 3, script)
-    assert len(facts) == 3
-    for fact in facts.values():
-        assert all(order == list(range(40)) for order in fact["order"].values())
-        assert fact["bytes"] == 3 * sum(1 + 300_000 * (i % 3) for i in (0, 10, 20, 30))
-        assert fact["rejected"] == []
 
 
 def test_a_dead_peer_blocks_nobody(tmp_path: Path) -> None:
@@ -107,23 +88,6 @@ async def script(mesh):
     facts = world(tmp_path, 3, script)
     assert facts[0]["got"] == facts[1]["got"] == list(range(30))
     assert 2 not in facts
-
-
-def test_a_peer_that_dies_while_its_message_is_read_costs_nobody_else_a_message(tmp_path: Path) -> None:
-    script = """
-async def script(mesh):
-    if mesh.rank == 2:
-        mesh.send(0, large(1, 5_000_000))
-        os.kill(os.getpid(), signal.SIGKILL)
-    if mesh.rank == 0:
-        time.sleep(1.0)  # Nothing is read before the sender is gone.
-    for i in range(30):
-        mesh.send(1 - mesh.rank, wire.TurnsDrained(i))
-    await until(lambda: sum(source == 1 - mesh.rank for source, _ in got) == 30)
-    return {"got": [m.rank for source, m in got if source == 1 - mesh.rank]}
-"""
-    facts = world(tmp_path, 3, script)
-    assert facts[0]["got"] == facts[1]["got"] == list(range(30))
 
 
 def test_a_stopped_rank_that_is_forgotten_and_remembered_gets_every_message_whole_and_in_order(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ if importlib.util.find_spec("mpi4py") is None:
     pytest.skip("mpi4py is not installed", allow_module_level=True)
 
 from libra_hpc.mesh.world import Endpoint, _reach, own_addresses
+from tests.mesh.test_mesh import ranks
 
 PROGRAM = """
 import json, os, sys
@@ -43,10 +44,9 @@ os._exit(0)
 
 def meet(tmp_path: Path, interface: str = "", problem: str = "") -> list[dict[str, object]]:
     """What two ranks saw."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "libra_hpc.owner.ranks", "--size", "2", "--logs", str(tmp_path), "--"]
-    program = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), interface, problem]
-    subprocess.run([*command, *program], check=True, timeout=120)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    ranks(2, tmp_path, program, str(tmp_path), interface, problem)
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
 
 

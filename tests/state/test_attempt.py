@@ -76,17 +76,6 @@ def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_moved_aside(t
     assert start(run) == (welcome, [])
 
 
-@pytest.mark.parametrize("content", [None, b"{}"])
-def test_a_checkpoint_without_its_manifest_is_not_whole(tmp_path: Path, content: bytes | None) -> None:
-    run = RunDir(tmp_path)
-    checkpoint(run, 10)
-    manifest = checkpoint(run, 20) / folders.MANIFEST_FILE
-    manifest.unlink()
-    if content is not None:
-        manifest.write_bytes(content)
-    assert start(run)[0] == at(run, 10)
-
-
 def test_without_any_whole_state_a_start_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     trained(run, 20)
@@ -117,15 +106,16 @@ def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [folders.MANIFEST_FILE, folders.POSITION_FILE, WEIGHTS])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.ENOMEM, errno.EACCES])
 def test_a_checkpoint_that_cannot_be_read_once_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
     run = RunDir(tmp_path)
     checkpoint(run, 10)
     newest = checkpoint(run, 20)
     trained(run, 25)
     monkeypatch.setattr(retry.time, "sleep", lambda seconds: None)
-    failed = unreadable(monkeypatch, newest / name, 2)
+    failed = unreadable(monkeypatch, newest / name, 2, number)
     welcome, events = start(run)
     assert (welcome, len(failed)) == (at(run, 20), 2)
     ((kind, fields),) = events

@@ -10,11 +10,10 @@ import pytest
 
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.process import retry
-from libra_hpc.process.retry import Patience, cannot, patiently
-from libra_hpc.state import state_folders as folders
+from libra_hpc.process.retry import cannot, patiently
 from libra_hpc.state.store import SavedState, newest_whole, resolve, states
 
-from .saved import WEIGHTS, flip, state, unreadable
+from .saved import WEIGHTS, flip, state
 
 
 def test_the_newest_whole_state_is_taken_and_damaged_ones_have_a_sentence(tmp_path: Path) -> None:
@@ -37,20 +36,6 @@ def test_memory_and_disk_are_one_list_and_of_equal_steps_the_first_counts(tmp_pa
     assert newest_whole((*states(memory), *states(disk))).whole == SavedState(10, part)
     flip(part / WEIGHTS)
     assert newest_whole((*states(memory), *states(disk))).whole == SavedState(10, newest)
-
-
-@pytest.mark.parametrize("name", [folders.MANIFEST_FILE, WEIGHTS])
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.ENOMEM, errno.EACCES])
-def test_a_state_that_cannot_be_read_is_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
-) -> None:
-    state(tmp_path, 9)
-    newer = state(tmp_path, 10)
-    unreadable(monkeypatch, newer / name, 1, number)
-    with pytest.raises(OSError, match="Stale file handle") as caught:
-        newest_whole(states(tmp_path))
-    assert (caught.value.errno, caught.value.filename) == (number, str(newer / name))
-    assert newest_whole(states(tmp_path)).whole == SavedState(10, newer), "the next try succeeds"
 
 
 def test_what_cannot_be_read_is_tried_again_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,14 +63,6 @@ def test_what_cannot_be_read_is_tried_again_and_noted(monkeypatch: pytest.Monkey
         patiently(missing, 60.0, notes.append)
     assert len(pauses) == 4, "a missing file is an answer"
     assert cannot(SlurmUnreachable("no controller")) == "no controller", "no file is named where there is none"
-
-
-def test_patience_ends_when_its_time_is_used() -> None:
-    patience, now, pauses = Patience(10.0, 100.0), 100.0, []
-    while (pause := patience.failed(now)) is not None:
-        pauses.append(pause)
-        now += pause
-    assert (pauses, now) == ([0.5, 1.0, 2.0, 4.0, 2.5], 110.0)
 
 
 def test_a_state_that_was_removed_after_it_was_chosen_gives_way_to_the_newest_whole_one(tmp_path: Path) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -113,18 +109,3 @@ def test_a_wrong_kernel_is_named() -> None:
     assert gate_fault(cpu, bf16, ungated).startswith("the gradient differs by")
     halves = turn_fault(cpu, bf16, lambda x, cos, sin, interleaved, sign: turned(x, cos, sin, False, sign))
     assert halves.startswith("a turn of pairs differs by")
-
-
-@pytest.mark.engine
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs `pip install --no-deps triton==3.6.0`")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_kernels_equal_plain_torch(dtype: str) -> None:
-    # Triton reads the variable when it is imported, and torch may have done that in this process.
-    line = (
-        "import torch; from libra_hpc.trainer.model import kernels, rotary; one = torch.device('cpu'), torch.DTYPE; "
-        "print(kernels.gate_fault(*one, kernels.gate_kernels()), rotary.turn_fault(*one, rotary.turn_kernel()))"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    words = [sys.executable, "-c", line.replace("DTYPE", dtype)]
-    done = subprocess.run(words, env=environment, check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == ""

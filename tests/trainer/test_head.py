@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 
 from libra_hpc.models import memory
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.trainer.device import file_store
-from libra_hpc.trainer.model import compat, head
-from libra_hpc.trainer.model.head import PLAIN, Likelihood, Passes, likelihood, loss_rows, passes_fault, plain_slope
-
-from .support import WAIT_S
-from .worker_process import FORKS
+from libra_hpc.trainer.model import head
+from libra_hpc.trainer.model.head import PLAIN, Likelihood, Passes, likelihood, passes_fault, plain_slope
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 37, 24, 1000, 0.7
-ROOT = Path(__file__).parents[2]
 SEVERAL = 150 * TOKENS
 """Logits of a slice that make slices of 128 columns, and a shorter last one."""
 
@@ -163,44 +151,6 @@ def test_the_peak_is_what_the_planner_counts_and_a_fraction_of_whole_logits(
     assert sliced < 0.15 * whole
 
 
-def _with_kernels(file: Path) -> None:
-    """Triton's kernels on this CPU, over several slices and several blocks of each, in both types."""
-    torch.set_num_threads(1)
-    from libra_hpc.trainer.model import triton_kernels
-
-    triton_kernels.BLOCK = 64
-    memory.SLICE_LOGITS = 2 * SEVERAL
-    found = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        assert passes_fault(torch.device("cpu"), dtype, head.kernels()) == ""
-        *both, targets, arriving = inputs()
-        for name, passes in {"kernels": head.kernels(), "plain": PLAIN}.items():
-            head.choose_passes = lambda *_, passes=passes: passes  # type: ignore[assignment, misc]
-            own = [one.to(dtype).requires_grad_() for one in both]
-            got = likelihood(*own, targets, temperature=TEMPERATURE)
-            found[dtype, name] = got.logprobs.detach(), got.entropy, *gradients(got.logprobs, arriving, *own)
-    torch.save(found, file)
-
-
-@pytest.mark.engine
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs `pip install --no-deps triton==3.6.0`")
-def test_the_kernels_equal_plain_torch(tmp_path: Path) -> None:
-    # Triton reads the variable when it is imported, and torch may have done that in this process.
-    line = (
-        f"from tests.trainer.test_head import Path, _with_kernels; _with_kernels(Path({str(tmp_path / 'found.pt')!r}))"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", line], env=environment, cwd=ROOT, timeout=WAIT_S, check=True)
-    found = torch.load(tmp_path / "found.pt")
-    # The interpreter cuts bfloat16 off, where a GPU rounds to the nearest.
-    for dtype, most in {torch.float32: 1e-6, torch.bfloat16: 2**-7}.items():
-        got, want = found[dtype, "kernels"], found[dtype, "plain"]
-        assert_near(got[0], want[0], 1e-6)
-        assert float(got[1]) == pytest.approx(float(want[1]), rel=1e-5)
-        for mine, other in zip(got[2:], want[2:], strict=True):
-            assert_near(mine, other, most)
-
-
 def test_a_wrong_kernel_of_the_head_is_named() -> None:
     cpu = torch.device("cpu")
     assert passes_fault(cpu, torch.bfloat16, PLAIN) == ""
@@ -208,43 +158,3 @@ def test_a_wrong_kernel_of_the_head_is_named() -> None:
     assert passes_fault(cpu, torch.bfloat16, twice).startswith("a gradient differs by")
     nothing = Passes(lambda *_: None, plain_slope)
     assert passes_fault(cpu, torch.float32, nothing).startswith("the largest logit differs by")
-
-
-def _tensor_rank(rank: int, folder: Path, sequence_parallel: bool) -> None:
-    """One of two ranks: half of the vocabulary; with sequence parallelism, half of the tokens."""
-    torch.set_num_threads(1)
-    compat.install()
-    store = file_store(str(folder / "meet"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=WAIT_S))
-    memory.SLICE_LOGITS = SEVERAL
-    hidden, weight, targets, arriving = inputs(tokens=TOKENS + 1)
-    part = weight.chunk(2)[rank].clone().requires_grad_()
-    mine = (hidden.chunk(2)[rank] if sequence_parallel else hidden).clone().requires_grad_()
-    group = dist.group.WORLD
-    rows = loss_rows(mine, torch.arange(1, TOKENS + 1), group, sequence_parallel=sequence_parallel)
-    got = likelihood(rows, part, targets[1:], temperature=TEMPERATURE, group=group)
-    found = (got.logprobs.detach(), got.entropy, *gradients(got.logprobs, arriving[1:], mine, part))
-    torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_two_tensor_ranks_equal_one(sequence_parallel: bool, tmp_path: Path) -> None:
-    ranks = [FORKS.Process(target=_tensor_rank, args=(rank, tmp_path, sequence_parallel)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(WAIT_S)
-        assert process.exitcode == 0
-    hidden, weight, targets, arriving = inputs(tokens=TOKENS + 1)
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    want = plain(hidden[1:], weight, targets[1:], TEMPERATURE)
-    of_hidden, of_weight = gradients(want.logprobs, arriving[1:], hidden, weight)
-    for rank in range(2):
-        logprobs, entropy, mine, part = torch.load(tmp_path / f"{rank}.pt")
-        assert_near(logprobs, want.logprobs, 1e-6)
-        assert float(entropy) == pytest.approx(float(want.entropy), rel=1e-5)
-        assert_near(mine, of_hidden.chunk(2)[rank] if sequence_parallel else of_hidden, 1e-6)
-        assert_near(part, of_weight.chunk(2)[rank], 1e-6)

@@ -26,7 +26,6 @@ from libra_hpc.weights.blocks import Slice, engine_fault, engine_slices, own_sli
 from libra_hpc.weights.names import ReplicaPlace, from_hf, own_entries
 from libra_hpc.weights.pieces import TensorBlock
 
-ALONE = ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)
 WORLDS = [
     ReplicaPlace(tp=tp, tp_rank=0, pp=pp, pp_rank=0, dp=dp, ep=ep, etp=etp)
     for tp, pp, dp, ep, etp in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2, 4), (1, 2, 4))

@@ -232,12 +232,3 @@ def test_a_killed_server_leaves_neither_lender_nor_guest_nor_record(scene: Scene
     wait(lambda: not lives(lender), "the end of the lender")
     assert not lives(guests(one)[0])
     assert list(scene.place.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_hung_guest_is_killed(scene: Scene) -> None:
-    one, two = scene.run("one"), scene.run("two")
-    wait(lambda: (record := scene.record()) is not None and record.tokens > 0 and guests(one), "tokens of a guest")
-    os.kill(guests(one)[0], signal.SIGSTOP)
-    wait(lambda: guests(two), "the guest of the next run")
-    assert not lives(guests(one)[0])
