@@ -1,4 +1,4 @@
-"""What the tests of faults share: the policy of real engines, and no run outlives its test."""
+"""What the tests of faults share: calls that fail, and no run outlives its test."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import local
 from libra_hpc.slurm.queue.job_record import read_job
-from tests.cluster.conftest import policy
 
 from .harness import ROWS
-
-__all__ = ["policy"]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -254,16 +254,6 @@ def test_the_node_of_the_script_loses_power(slurm_env: dict[str, str], tmp_path:
 
 
 @pytest.mark.chaos
-def test_a_drained_node_changes_nothing(slurm_env: dict[str, str], tmp_path: Path) -> None:
-    case = OnNodes(tmp_path, slurm_env, "plain")
-    node = case.node(ROLES["second rollout"])
-    call(["scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={REASON}"], slurm_env)
-    case.fault_at = time.time()
-    sound(case)
-    assert not case.events("node_lost")
-
-
-@pytest.mark.chaos
 def test_slurmd_of_a_node_is_killed(slurm_env: dict[str, str], tmp_path: Path) -> None:
     """Its agent lives; Slurm sets the node down after ``SlurmdTimeout``."""
     case = OnNodes(tmp_path, slurm_env, "plain", steps=1600)

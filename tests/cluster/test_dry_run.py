@@ -11,7 +11,6 @@ import pytest
 from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.rollout.recovery.recovery_log import read_segment
-from libra_hpc.state import state_folders as folders
 
 from .runs import Case, trained_once
 
@@ -104,27 +103,3 @@ def test_a_dry_run_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo
     trained_once(run, reached + 2)
     kept = [(event["trajectories"], list(event["dropped"])) for event in case.events("experience_kept")]
     assert kept == ([(0, ["configuration"])] if recorded else []), "of so many prompts each is another one"
-
-
-@pytest.mark.slow
-def test_a_local_dry_run_ends_complete_and_every_weight_version_is_applied(tmp_path: Path) -> None:
-    case = DryRun(tmp_path, "local", steps=4)
-    changes = (
-        "planner.enabled=false",
-        "components.hybrid.nodes=0",
-        "rollout.tp=8",
-        "rollout.engines_per_node=1",
-        "checkpoint.experience=false",
-        "algorithm.eta=0",
-        "train.micro_tokens=512",
-    )
-    run = case.submit("--engine", "simulated", "--wait", *(word for change in changes for word in ("-o", change)))
-    assert case.ended() == "completed"
-    trained_once(run, 4)
-    assert folders.read_state(run.checkpoint(4)).step == 4
-    assert not run.experience.exists()
-    assert {event["version"] for event in case.events("weights_applied")} >= {1, 2, 3}
-    summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
-    assert summary["steps"] == 4
-    ahead = [line["train_ahead_s"] for line in read_lines(run.metrics)]
-    assert ahead[0] == 0.0 < max(ahead), "after the first step, groups are trained while others are sampled"

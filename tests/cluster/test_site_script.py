@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.annexes.devcluster.cluster import ClusterInfo
+from libra_hpc.facts.rundir import read_lines
 
 from .runs import trained_once
 from .test_dry_run import DryRun
@@ -45,7 +46,9 @@ def test_a_run_starts_where_nothing_is_exported_and_every_variable_must_be_set(
     slurm = [f"export {name}={shlex.quote(value)}" for name, value in cluster.environment.items()]
     setup = ["set -u", *slurm, f"export PATH={shlex.quote(str(programs))}:$PATH"]
     changes = {
+        "algorithm.eta": 0,
         "planner.enabled": "false",
+        "train.micro_tokens": 512,
         "components.hybrid.nodes": 0,
         "rollout.tp": 8,
         "rollout.engines_per_node": 1,
@@ -64,6 +67,9 @@ def test_a_run_starts_where_nothing_is_exported_and_every_variable_must_be_set(
     )
     assert case.ended() == "completed", case.logs()
     trained_once(run, 4)
+    assert {event["version"] for event in case.events("weights_applied")} >= {1, 2, 3}
+    ahead = [line["train_ahead_s"] for line in read_lines(run.metrics)]
+    assert ahead[0] == 0.0 < max(ahead), "after the first step, groups are trained while others are sampled"
     assert (tmp_path / "from-the-template").exists()
     for rank in range(3):
         given, limits, cache = (notes / str(rank)).read_text().splitlines()

@@ -16,7 +16,7 @@ from libra_hpc.trainer.shards import spread
 from libra_hpc.weights.names import ReplicaPlace
 
 from .batches import in_portions, joined, train_step
-from .support import ALGORITHM, Layout, Replica, assert_same_state, assert_same_step, build, fixed_run, make_model
+from .support import ALGORITHM, Layout, assert_same_state, assert_same_step, build, fixed_run, make_model
 from .test_core import Run
 
 
@@ -94,49 +94,23 @@ def test_a_part_out_of_its_order_is_refused_and_a_first_part_begins_again(tmp_pa
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        ("qwen3_moe", Layout(dp=2, ep=2)),
-        pytest.param("qwen3", Layout(dp=2), marks=pytest.mark.nightly),
-        pytest.param("qwen2", Layout(pp=2), marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-def test_members_that_are_lost_between_parts_change_nothing(
-    tmp_path: Path, world: ReplicaPlace, kind: str, layout: Layout
-) -> None:
-    model_dir = tmp_path / "model"
-    make_model(kind, model_dir)
+def test_a_new_generation_has_no_parts_of_the_one_before(tmp_path: Path, world: ReplicaPlace) -> None:
+    model_dir, layout = tmp_path / "model", Layout(dp=2, ep=2)
+    make_model("qwen3_moe", model_dir)
     run = Run(tmp_path, model_dir, layout)
-    replica = None if layout.ep > 1 else run.replica("replica")
     want, final = fixed_run(model_dir, world, 3)
-    beside = [replica] if replica else []
-    for member in (run.core, *beside):
-        member.ready()
+    run.core.ready()
 
     def send(step: int, parts: int = 3) -> TrainStep:
-        """The parts ahead of a step; returns the core's message of the step."""
-        messages: list[tuple[Replica, TrainStep]] = []
-        for rank, member in enumerate(run.members):
-            own = train_step(step, run.generation, replica=rank, replicas=len(run.members))
-            ahead, last = in_portions(own, parts)
-            for portion in ahead:
-                assert member.ask(portion, PortionDone) == PortionDone(step, run.generation, portion.portion)
-            messages.append((member, last))
-        for member, last in messages[1:]:
-            member.send(last)
-        return messages[0][1]
+        """The parts ahead of a step; returns the message of the step."""
+        ahead, last = in_portions(train_step(step, run.generation), parts)
+        for portion in ahead:
+            assert run.core.ask(portion, PortionDone) == PortionDone(step, run.generation, portion.portion)
+        return last
 
-    run.form(*beside)
+    run.form()
     reports = [run.core.ask(send(1), StepDone)]
-    for member in beside:
-        member.receive(StepDone)
     last = send(2)
-    if replica:
-        replica.kill()
-        run.core.ask(last, StepFailed)
-    # A new generation has none of the parts.
     run.form()
     refused = run.core.ask(msgspec.structs.replace(last, generation=run.generation), StepFailed)
     assert "2 portions before of step 2" in refused.error
