@@ -1,4 +1,4 @@
-"""Node agents that die or stop: the planner's, a leader's, a hybrid node's."""
+"""Node agents that die or stop, the planner's, a leader's, a hybrid node's, and the owner of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from .harness import Chaos, patched, sound
+from libra_hpc.slurm.queue.job_record import read_job
+
+from .harness import Chaos, nothing_left, patched, sound
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -118,3 +120,23 @@ def test_a_deaf_replica_goes_and_the_core_trains_on(tmp_path: Path, closes: bool
     sound(case, "cancelled")
     assert {event["rank"] for event in case.events("node_lost")} == {HYBRID}
     assert not case.events("recovered")
+
+
+@pytest.mark.chaos
+def test_ranks_of_a_killed_owner_save_and_say_so_and_the_run_goes_on(tmp_path: Path) -> None:
+    case = Chaos(tmp_path, steps=60)
+    run = case.submit()
+    case.reach(8)
+    owner = read_job(run).pid
+    os.kill(owner, signal.SIGKILL)
+    case.wait(lambda: case.status()["state"] == "failed", "the last status, of ranks that ended")
+    message = case.status()["message"]
+    assert message.startswith(f"the owner of the run (process {owner} on "), message
+    assert message.endswith(" is saved; continue with --resume")
+    nothing_left(run)
+    shown = case.cli("status", str(run.path)).stdout
+    assert "failed" in shown
+    assert f"process {owner}" in shown
+    case.resume()
+    sound(case)
+    assert case.events("job_started")[-1]["step"] >= 8

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
-from safetensors.torch import load_file
 
 from libra_hpc.engine.update.in_place import InPlace
 from libra_hpc.engine.update.landing import landed, tensor_places
@@ -39,8 +38,6 @@ from libra_hpc.weights.pieces import (
 )
 from libra_hpc.weights.weightfile import tensor_type
 from tests.trainer.support import make_model as make_trained
-
-from .engine_harness import bring, make_model
 
 Tensors = dict[str, npt.NDArray[np.int16 | np.int32]]
 
@@ -124,7 +121,7 @@ def offered(shape: Architecture, image: Image, version: int, old: Tensors, share
 @pytest.mark.parametrize(
     ("kind", "tp"), [("qwen3", 1), ("qwen3", 2), ("qwen3_moe", 2), ("gpt_oss", 1), ("olmo2", 2), ("glm4_moe", 2)]
 )
-def test_what_came_in_pieces_is_what_the_image_has(tmp_path: Path, kind: str, tp: int) -> None:
+def test_pieces_in_place_are_what_an_image_brings_by_exchange(tmp_path: Path, kind: str, tp: int) -> None:
     from libra_hpc.engine.update.staging import Staging
 
     make_trained(kind, tmp_path / "model", tied=kind == "olmo2")
@@ -136,7 +133,10 @@ def test_what_came_in_pieces_is_what_the_image_has(tmp_path: Path, kind: str, tp
     }
     ranks = [(_parameters(shape, tp, rank), _parameters(shape, tp, rank)) for rank in range(tp)]
     staged = [
-        [Staging(m, str(tmp_path / "model"), (tp, rank), in_place=True) for m in both]
+        [
+            Staging(m, str(tmp_path / "model"), (tp, rank), in_place=own)
+            for m, own in zip(both, (True, False), strict=True)
+        ]
         for rank, both in enumerate(ranks)
     ]
     changes = [offered(shape, image, 1, old, 1.0, 0)]
@@ -212,40 +212,6 @@ def test_the_image_is_read_where_the_changes_lead_nowhere(tmp_path: Path) -> Non
     changes[:] = [change(10, 10)]
     Path(changes[0].manifests[0]).unlink()
     staged()
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("tp", [1, 2])
-def test_an_image_reaches_the_parameters_as_it_would_by_exchange(tp: int, tmp_path: Path) -> None:
-    """The whole way of a worker, without vLLM's model: version 3 is that of version 1 again."""
-    from libra_hpc.engine.update.staging import Staging
-
-    (tmp_path / "new").mkdir()
-    old, new = make_model(tmp_path, 1), make_model(tmp_path / "new", 2)
-    shape, image = read_shape(old.folder), old.image(tmp_path)
-    few = {name: value.clone() for name, value in load_file(old.weights).items()}
-    for value in few.values():
-        value.view(-1)[:2] += 1.0
-    versions = [load_file(old.weights), few, load_file(old.weights), load_file(new.weights)]
-    ranks = [(_parameters(shape, tp, rank), _parameters(shape, tp, rank)) for rank in range(tp)]
-    staged = [
-        tuple(Staging(m, str(old.folder), (tp, rank), in_place=own) for m, own in zip(both, (True, False), strict=True))
-        for rank, both in enumerate(ranks)
-    ]
-    addresses = [[p.data_ptr() for p in kept.parameters()] for kept, _ in ranks]
-    for number, tensors in enumerate(versions, 1):
-        update = bring(image, number, tensors, base=-1)
-        for (kept, exchanged), both in zip(ranks, staged, strict=True):
-            for one in both:
-                one.start(update.path)
-                while one.outcome() is None:
-                    time.sleep(0.001)
-                assert not one.outcome()
-                one.switch()
-            pairs = list(zip(kept.parameters(), exchanged.parameters(), strict=True))
-            assert pairs
-            assert all(torch.equal(a, b) for a, b in pairs)
-    assert [[p.data_ptr() for p in kept.parameters()] for kept, _ in ranks] == addresses
 
 
 def _parameters(shape: Any, tp: int, rank: int) -> torch.nn.Module:

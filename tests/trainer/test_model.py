@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from libra_hpc.weights.names import ReplicaPlace, to_hf, trained_entries
 
 from .batches import loss_tokens, samples, train_step
 from .settings import MICRO_TOKENS, optimizer
-from .support import ALGORITHM, OPTIMIZER, build, loss_logprobs, make_model, read_tensors, save
+from .support import ALGORITHM, OPTIMIZER, build, loss_logprobs, make_model, save
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 32
@@ -181,25 +180,6 @@ def test_biases_that_choose_experts_stay_in_float32_and_choose_those_of_transfor
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "out"))
     wide = {name: tensor for name, tensor in after.items() if tensor.dtype is torch.float32}
     assert wide.keys() == set(filter(in_float32, after)) == {n for n, t in wide.items() if torch.equal(before[n], t)}
-
-
-def test_bfloat16_keeps_float32_masters_through_a_checkpoint(tmp_path: Path, world: ReplicaPlace) -> None:
-    make_model("qwen2", tmp_path / "model")
-    engine, trainer = build(tmp_path / "model", world, torch.bfloat16, optimizer(lr=1e-5))
-    before = {name: shard.master.clone() for name, shard in engine.state.shards.items()}
-    trainer.step(train_step(1, 0))
-    assert all(p.dtype == torch.bfloat16 for p in engine.named_parameters().values())
-    assert not any(torch.equal(shard.master, before[name]) for name, shard in engine.state.shards.items())
-    save(engine, tmp_path / "model", tmp_path / "saved")
-    assert json.loads((tmp_path / "saved" / "policy" / "config.json").read_text())["dtype"] == "bfloat16"
-    masters = {n: t for n, t in read_tensors(tmp_path / "saved").items() if n.startswith("master/")}
-    assert masters
-    assert all(t.dtype == torch.float32 for t in masters.values())
-    other, _ = build(tmp_path / "model", world, torch.bfloat16)
-    checkpoint.load_state(other, tmp_path / "saved")
-    for name, shard in engine.state.shards.items():
-        assert torch.equal(other.state.shards[name].master, shard.master)
-        assert torch.equal(other.named_parameters()[name], engine.named_parameters()[name])
 
 
 def test_a_minibatch_without_loss_tokens_is_skipped(tmp_path: Path, world: ReplicaPlace) -> None:

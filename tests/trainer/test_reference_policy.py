@@ -9,7 +9,6 @@ import torch
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.trainer import Freed, Standby
-from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.settings import sample_work
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -25,8 +24,6 @@ from .support import (
     join_all,
     loss_logprobs,
     make_model,
-    read_tensors,
-    save,
     step_all,
 )
 
@@ -78,25 +75,6 @@ def test_gradient_and_column_equal_plain_torch(tmp_path: Path, world: ReplicaPla
     assert trainer._reference
     left = [one.untyped_storage().nbytes() for one in trainer._reference._model.module.parameters()]
     assert max(left) <= 4, "memory for a pass alone"
-
-
-def test_a_resumed_run_has_the_reference_of_its_start(tmp_path: Path, world: ReplicaPlace) -> None:
-    make_model("qwen2", tmp_path / "model")
-    settings = with_reference(tmp_path / "model")
-    want, final = fixed_run(tmp_path / "model", world, 4, settings=settings)
-    assert want[0].reference_kl == pytest.approx(0.0, abs=1e-6)
-    assert all(after.reference_kl and after.reference_kl > 1e-6 for after in want[1:])
-    engine, trainer = build(tmp_path / "model", world, settings=settings)
-    for step in (1, 2):
-        trainer.step(train_step(step, 0))
-    save(engine, tmp_path / "model", tmp_path / "saved")
-
-    again, resumed = build(tmp_path / "model", world, settings=settings)
-    checkpoint.load_state(again, tmp_path / "saved")
-    for step in (3, 4):
-        assert resumed.step(train_step(step, 0)).reference_kl == pytest.approx(want[step - 1].reference_kl, rel=1e-4)
-    save(again, tmp_path / "model", tmp_path / "end")
-    assert_same_state(read_tensors(tmp_path / "end"), final)
 
 
 def test_beginnings_are_shared_where_policy_and_reference_can(tmp_path: Path) -> None:
