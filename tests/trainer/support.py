@@ -388,10 +388,10 @@ def assert_equals_one_process(base: Path, world: ReplicaPlace, layout: Layout, *
     assert split.close() == [0] * layout.ranks
 
 
-def join_all(replicas: list[Replica], generation: int, rendezvous: Path) -> list[Any]:
+def join_all(replicas: list[Replica], generation: int, rendezvous: Path, **weights: Any) -> list[Any]:
     """Form a generation of ``replicas``, the core first; returns their answers."""
     for rank, replica in enumerate(replicas):
-        replica.send(Join(generation, rank, len(replicas), str(rendezvous)))
+        replica.send(Join(generation, rank, len(replicas), str(rendezvous), **weights))
     return [replica.receive(Joined) for replica in replicas]
 
 

@@ -11,13 +11,23 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
-from libra_hpc.protocol.trainer import Join, Joined, Offered, OfferWeights, StepDone, StepFailed, WorkerFailed
+from libra_hpc.protocol.trainer import Joined, Offered, OfferWeights, StepDone, StepFailed
 from libra_hpc.weights.image import Image
 from libra_hpc.weights.names import ReplicaPlace
 from libra_hpc.weights.pieces import offer_path, payload_path, read_offer
 
 from .batches import train_step
-from .support import ALGORITHM, Layout, Replica, assert_same_state, assert_same_step, fixed_run, make_model
+from .support import (
+    ALGORITHM,
+    Layout,
+    Replica,
+    assert_same_state,
+    assert_same_step,
+    fixed_run,
+    join_all,
+    make_model,
+    step_all,
+)
 
 pytestmark = pytest.mark.engine
 STEPS = 9
@@ -53,28 +63,9 @@ class Run:
 
     def form(self, *replicas: Replica, **weights: Any) -> list[Joined]:
         """A new generation of the core and ``replicas``."""
-        self.order(*replicas, **weights)
-        return self.formed()
-
-    def order(self, *replicas: Replica, **weights: Any) -> None:
-        """Order a generation, which ends the wait for one that has not formed."""
         self.generation += 1
         self.members = [self.core, *replicas]
-        path = str(self.base / f"generation-{self.generation}")
-        for rank, member in enumerate(self.members):
-            member.send(Join(self.generation, rank, len(self.members), path, **weights))
-
-    def formed(self) -> list[Joined]:
-        """Answers to the last order; earlier ones formed, or were given up for it."""
-        found = []
-        for member in self.members:
-            while not (isinstance(answer := member.receive(Joined | WorkerFailed), Joined) and self._is_last(answer)):
-                pass
-            found.append(answer)
-        return found
-
-    def _is_last(self, answer: Joined) -> bool:
-        return answer.generation == self.generation
+        return join_all(self.members, self.generation, self.base / f"generation-{self.generation}", **weights)
 
     def send(self, step: int) -> None:
         for rank, member in enumerate(self.members):
@@ -87,9 +78,8 @@ class Run:
 
     def step(self, step: int) -> StepDone:
         """Run a step; the core's answer."""
-        self.send(step)
-        answers = [member.receive(StepDone) for member in self.members]
-        return answers[0]
+        done: StepDone = step_all(self.members, step, self.generation, minibatches=self.minibatches)[0]
+        return done
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,13 @@ import pytest
 import torch
 
 from libra_hpc.protocol.trainer import StepDone
-from libra_hpc.trainer.model.packing import Pack, decode, pack
+from libra_hpc.trainer.model.packing import decode, pack
 from libra_hpc.weights.names import ReplicaPlace
 
 from .batches import in_threes, samples, train_step
 from .settings import algorithm
 from .support import Layout, Replica, assert_equals_one_process, assert_same_step, build, join_all, make_model
+from .test_attention import place_of
 
 pytestmark = pytest.mark.engine
 
@@ -61,43 +61,14 @@ def test_a_split_replica_equals_one_process(
 CPU = torch.device("cpu")
 
 
-def places(cp: int, tp: int = 1) -> list[ReplicaPlace]:
-    """One tensor rank of every context rank."""
-    return [ReplicaPlace(tp=tp, tp_rank=0, pp=1, pp_rank=0, cp=cp, cp_rank=rank) for rank in range(cp)]
-
-
-def loss_rows(part: Pack) -> list[tuple[float, float, int]]:
-    """What a pack has of each loss token."""
-    columns = part.behaviour.tolist(), part.advantages.tolist(), part.targets.tolist()
-    return list(zip(*columns, strict=True))
-
-
-@pytest.mark.parametrize(("cp", "tp", "micro_tokens"), [(2, 1, 96), (2, 2, 4096), (3, 1, 20), (4, 2, 96)])
-def test_every_loss_token_is_on_one_rank_and_every_row_attends_once(cp: int, tp: int, micro_tokens: int) -> None:
-    batch = [decode(sample) for sample in samples(3)]
-    whole = pack(batch, micro_tokens, CPU)
-    split = [pack(batch, micro_tokens, CPU, place) for place in places(cp, tp)]
-    for one, *parts in zip(whole, *split, strict=True):
-        lengths = {part.tokens.shape[1] for part in parts}
-        assert len(lengths) == 1
-        assert lengths.pop() % (2 * tp) == 0
-        assert sorted(row for part in parts for row in loss_rows(part)) == sorted(loss_rows(one))
-        for part in parts:
-            rows = [(b.begin, b.end) for b in part.layout.blocks] + [(t.begin, t.end) for t in part.layout.tails]
-            rows.sort()
-            assert rows[0][0] == 0
-            assert rows[-1][1] == part.tokens.shape[1]
-            assert all(a[1] == b[0] for a, b in itertools.pairwise(rows))
-
-
 def test_ranks_share_the_work_of_one_long_sequence() -> None:
     (long,) = (decode(sample) for sample in samples(1, 1))
     repeated = long._replace(
         **{name: getattr(long, name).repeat(40) for name in ("tokens", "mask", "logprobs", "advantages", "engines")}
     )
     work = []
-    for place in places(4):
-        (part,) = pack([repeated], 10_000, CPU, place)
+    for rank in range(4):
+        (part,) = pack([repeated], 10_000, CPU, place_of(4, rank))
         # Each row sees all positions up to its own.
         work.append(int((part.positions[0] + 1).sum()))
     assert max(work) < 1.02 * min(work)

@@ -14,18 +14,8 @@ from libra_hpc.weights.names import ReplicaPlace
 
 from .batches import loss_tokens, train_step
 from .settings import algorithm
-from .support import (
-    Layout,
-    Replica,
-    assert_same_state,
-    assert_same_step,
-    build,
-    fixed_run,
-    join_all,
-    loss_logprobs,
-    make_model,
-    step_all,
-)
+from .support import Layout, assert_same_state, assert_same_step, build, fixed_run, loss_logprobs, make_model
+from .test_core import Run
 
 COEF = 0.3
 
@@ -110,27 +100,19 @@ def test_every_layout_and_elastic_replicas_equal_one_process(
     if teacher:
         make_model(teacher, tmp_path / "teacher", layers=3, hidden_size=48)
     settings = with_reference(tmp_path / ("teacher" if teacher else "model"))
-    core = Replica(tmp_path, "core", tmp_path / "model", **layout._asdict(), run=settings, elastic_dp=elastic_dp)
-    other = layout._replace(dp=elastic_dp)._asdict()
-    elastic = Replica(
-        *(tmp_path, "elastic", tmp_path / "model"),
-        **other,
-        run=settings,
-        elastic=True,
-        core_dp=layout.dp,
-        elastic_dp=elastic_dp,
-    )
+    run = Run(tmp_path, tmp_path / "model", layout, elastic_dp=elastic_dp, settings=settings)
+    elastic = run.replica("elastic")
     want, final = fixed_run(tmp_path / "model", world, 3, settings=settings)
-    for replica in (core, elastic):
+    for replica in (run.core, elastic):
         replica.ready()
-    join_all([core, elastic], 0, tmp_path / "meet")
+    run.form(elastic)
     for step, alone in enumerate(want, 1):
         if step == 3:
             # Its memory was given back meanwhile.
             elastic.ask(Standby(), Freed)
-            join_all([core, elastic], step, tmp_path / "again")
-        done = step_all([core, elastic], step, 3 * (step // 3))[0]
+            run.form(elastic)
+        done = run.step(step)
         assert_same_step(done, alone, 5e-6)
         assert done.reference_kl == pytest.approx(alone.reference_kl, rel=1e-3, abs=1e-7)
-    assert_same_state(core.tensors(3), final)
-    assert core.close() == [0] * layout.ranks
+    assert_same_state(run.core.tensors(3), final)
+    assert run.core.close() == [0] * layout.ranks
