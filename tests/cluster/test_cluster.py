@@ -41,22 +41,6 @@ def running(info: ClusterInfo) -> list[str]:
     return [name for name, pid in info.pids.items() if command_line(pid)]
 
 
-def processes(cluster: Cluster) -> dict[int, str]:
-    """Program of every process that works in the cluster's folder or was told of its configuration."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            program, works = (entry / "exe").readlink().name, (entry / "cwd").readlink().is_relative_to(cluster.home)
-            told = f"SLURM_CONF={cluster.conf}".encode() in (entry / "environ").read_bytes().split(b"\0") or str(
-                cluster.conf
-            ) in command_line(int(entry.name))
-        except (OSError, ValueError):
-            continue
-        if works or told:
-            found[int(entry.name)] = program
-    return found
-
-
 def submit_sleep(info: ClusterInfo, marker: Path) -> str:
     script = f"#!/bin/bash\n#SBATCH -p cpu --output=/dev/null\nsrun sh -c 'echo $PPID $$ >{marker}; exec sleep 600'\n"
     path = marker.with_suffix(".sbatch")
@@ -126,21 +110,6 @@ def test_up_repairs_what_was_killed_and_jobs_live_on(own: Cluster, tmp_path: Pat
     assert job(environment(repaired), job_id).state is JobState.RUNNING
     assert own.up(messages.append) == repaired
     assert len(messages) == 1
-
-
-def test_down_after_a_killed_slurmd_leaves_no_process(own: Cluster, tmp_path: Path) -> None:
-    info = own.up()
-    submit_sleep(info, tmp_path / "job")
-    for name, pid in info.pids.items():
-        if name.startswith("slurmd") or name == "slurmctld":
-            os.kill(pid, signal.SIGKILL)
-    mine = {"slurmstepd-wlm", "munged", Path("/bin/sleep").resolve().name, Path("/bin/bash").resolve().name, "srun"}
-    # The script's `sleep` begins a moment after it has left its ids.
-    deadline = time.monotonic() + 30.0
-    while not mine <= set((before := processes(own)).values()):
-        assert time.monotonic() < deadline, before
-    own.down()
-    assert processes(own) == {}
 
 
 def test_ports_taken_by_others_are_given_up(own: Cluster) -> None:

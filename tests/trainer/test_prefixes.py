@@ -151,7 +151,11 @@ def test_a_model_has_the_same_gradients(tmp_path: Path, world: ReplicaPlace, kin
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("layout", [{"cp": 2}, {"tp": 2, "pp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{"tp": 2, "pp": 2}, *(pytest.param(one, marks=pytest.mark.nightly) for one in ({"cp": 2}, {"dp": 2}))],
+    ids=str,
+)
 def test_a_world_that_shares_takes_the_step_of_one_that_does_not(
     tmp_path: Path, world: ReplicaPlace, layout: dict[str, int]
 ) -> None:

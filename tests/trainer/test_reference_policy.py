@@ -1,4 +1,4 @@
-"""The reference policy: the loss against plain torch, every layout against one process, and a resumed run."""
+"""The reference policy: the loss against plain torch, and every layout against one process."""
 
 from __future__ import annotations
 
