@@ -8,40 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.facts.rundir import read_lines
-
 from .conftest import FaultyFiles
 from .harness import Chaos, sound, standstill
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
-
-
-def order(case: Chaos, *kinds: str) -> list[str]:
-    assert case.run is not None
-    return [str(event["kind"]) for event in read_lines(case.run.events) if event["kind"] in kinds]
-
-
-def test_a_write_that_is_slow_is_reported_and_no_trainer_is_ended_for_it(tmp_path: Path, faulty: FaultyFiles) -> None:
-    checkpoints = tmp_path / "runs" / "t-001" / "checkpoints"
-    case = Chaos(tmp_path, steps=60)
-    # The write is late until the test has seen it: a busy machine's earlier writes say what is slow.
-    faulty.set(checkpoints, "fsync", seconds=-1)
-    case.submit()
-    case.wait(lambda: case.events("checkpoint_saved"), "a checkpoint at the usual speed")
-    seen = len(case.events("checkpoint_saved"))
-    faulty.left(1)
-    case.wait(lambda: case.events("slow"), "a write that is late")
-    faulty.left(0)
-    case.wait(lambda: len(case.events("checkpoint_saved")) > seen + 1, "checkpoints")
-    sound(case)
-    (slow,) = case.events("slow")
-    assert slow["part"] == "t1"
-    assert "write of a saved state has not ended after" in slow["reason"]
-    assert "(limit 900 s)" in slow["reason"]
-    around = order(case, "checkpoint_started", "slow", "checkpoint_saved")
-    place = around.index("slow")
-    assert around[place - 1 : place + 2] == ["checkpoint_started", "slow", "checkpoint_saved"]
-    assert order(case, "hung", "engine_lost", "recovered", "checkpoint_failed") == []
 
 
 def test_a_write_that_hangs_is_ended_after_storage_s_and_training_goes_on(tmp_path: Path, faulty: FaultyFiles) -> None:
@@ -60,7 +30,7 @@ def test_a_write_that_hangs_is_ended_after_storage_s_and_training_goes_on(tmp_pa
     (hung,) = case.events("hung")
     assert "write of a saved state has not ended after" in hung["reason"]
     assert "(limit 8 s)" in hung["reason"]
-    assert order(case, "slow", "hung", "engine_lost")[:3] == ["slow", "hung", "engine_lost"]
+    assert case.events("slow")[0]["t"] < hung["t"] < case.events("engine_lost")[0]["t"]
 
 
 NUMBERS = (errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.EIO, errno.ENOMEM, errno.EACCES, errno.ESTALE)
