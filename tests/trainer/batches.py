@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import msgspec
 import torch
 
-from libra_hpc.protocol.codec import pack_f32, pack_i32
+from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.trainer import Sample, TrainPortion, TrainStep
 from libra_hpc.trainer.shards import divisor
 
@@ -48,6 +49,13 @@ def in_threes(step: TrainStep) -> TrainStep:
 
 def loss_tokens(batch: list[Sample]) -> int:
     return sum(sum(s.loss_mask) for s in batch)
+
+
+def loss_logprobs(model: Any, sample: Sample, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a sample's loss tokens: what transformers says of them, and what the sample has."""
+    tokens, where = torch.tensor(unpack_i32(sample.tokens)), torch.tensor(list(sample.loss_mask)).nonzero()[:, 0]
+    found = torch.log_softmax(model(tokens[None]).logits[0] / temperature, -1)[where - 1, tokens[where]]
+    return found, torch.frombuffer(bytearray(sample.logprobs), dtype=torch.float32)[where]
 
 
 def train_step(step: int, generation: int, *, replica: int = 0, replicas: int = 1, minibatches: int = 1) -> TrainStep:

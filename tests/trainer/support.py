@@ -19,9 +19,9 @@ from libra_hpc.models.adapters import with_adapters
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.protocol import trainer as wire
-from libra_hpc.protocol.codec import FrameBuffer, unpack_i32
+from libra_hpc.protocol.codec import FrameBuffer
 from libra_hpc.protocol.engine_state import Doing, EngineState
-from libra_hpc.protocol.trainer import Join, Joined, Sample, Saved, StepDone, to_worker
+from libra_hpc.protocol.trainer import Join, Joined, Saved, StepDone, to_worker
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.elastic import ElasticReplicas
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
@@ -116,13 +116,6 @@ def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2, 
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     return model.eval()
-
-
-def loss_logprobs(model: Any, sample: Sample, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of a sample's loss tokens: what transformers says of them, and what the sample has."""
-    tokens, where = torch.tensor(unpack_i32(sample.tokens)), torch.tensor(list(sample.loss_mask)).nonzero()[:, 0]
-    found = torch.log_softmax(model(tokens[None]).logits[0] / temperature, -1)[where - 1, tokens[where]]
-    return found, torch.frombuffer(bytearray(sample.logprobs), dtype=torch.float32)[where]
 
 
 def build(

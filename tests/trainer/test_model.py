@@ -15,9 +15,9 @@ from libra_hpc.trainer.model.packing import Pack, decode, pack
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.weights.names import ReplicaPlace, to_hf, trained_entries
 
-from .batches import loss_tokens, samples, train_step
+from .batches import loss_logprobs, loss_tokens, samples, train_step
 from .settings import MICRO_TOKENS, optimizer
-from .support import ALGORITHM, OPTIMIZER, build, loss_logprobs, make_model, save
+from .support import ALGORITHM, OPTIMIZER, build, make_model, save
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 32

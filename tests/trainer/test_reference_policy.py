@@ -12,9 +12,9 @@ from libra_hpc.protocol.trainer import Freed, Standby
 from libra_hpc.trainer.settings import sample_work
 from libra_hpc.weights.names import ReplicaPlace
 
-from .batches import loss_tokens, train_step
+from .batches import loss_logprobs, loss_tokens, train_step
 from .settings import algorithm
-from .support import Layout, assert_same_state, assert_same_step, build, fixed_run, loss_logprobs, make_model
+from .support import Layout, assert_same_state, assert_same_step, build, fixed_run, make_model
 from .test_core import Run
 
 COEF = 0.3

@@ -14,9 +14,9 @@ from libra_hpc.protocol.trainer import Sample
 from libra_hpc.trainer.shards import divisor
 from libra_hpc.weights.names import ReplicaPlace
 
-from .batches import in_threes, loss_tokens, train_step
+from .batches import in_threes, loss_logprobs, loss_tokens, train_step
 from .settings import algorithm
-from .support import build, loss_logprobs, make_model
+from .support import build, make_model
 
 TEMPERATURE, LONGEST = 0.8, 64
 
