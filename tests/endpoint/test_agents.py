@@ -197,16 +197,30 @@ async def test_a_program_that_is_not_there_is_one_sentence(
     assert re.fullmatch(r".*mini-none: (No such file or directory|not found)\.", str(error.value).removeprefix(before))
 
 
-def test_mistakes_of_a_command_and_a_box_are_sentences(tokenizer: TaskTokenizer, tmp_path: Path) -> None:
+MINI: dict[str, Any] = {"command": ["mini"]}
+
+
+@pytest.mark.parametrize(
+    ("agent", "env", "why"),
+    [
+        ({}, {}, r"one of task.command and task.agent is the agent"),
+        (
+            {"command": ["mini", "{repo}"]},
+            {},
+            r"task.command = '\{repo\}': the rows have no column 'repo'; valid: prompt",
+        ),
+        (MINI, {"box": ["apptainer-none", "exec"]}, r"env.box = 'apptainer-none': no such program on this node"),
+        (
+            MINI,
+            {"box": ["sh", "-c"], "mounts": ["/opt"]},
+            r"env.box = \['sh', '-c'\]: it has no \{mounts\} for env.mounts",
+        ),
+        ({"agent": f"{AGENTS}:by_openai"}, {}, r"task.agent = .*by_openai': it is no coroutine function"),
+    ],
+)
+def test_mistakes_of_a_command_and_a_box_are_sentences(
+    tokenizer: TaskTokenizer, tmp_path: Path, agent: dict[str, Any], env: dict[str, Any], why: str
+) -> None:
     data = write_rows(tmp_path, {"prompt": "x"})
-    judged = {"data": data, "reward": f"{AGENTS}:one"}
-    with pytest.raises(UserError, match=r"one of task.command and task.agent is the agent"):
-        AgentTask(tokenizer, **judged)
-    with pytest.raises(UserError, match=r"task.command = '\{repo\}': the rows have no column 'repo'; valid: prompt"):
-        AgentTask(tokenizer, command=["mini", "{repo}"], **judged).make({}).check()
-    with pytest.raises(UserError, match=r"env.box = 'apptainer-none': no such program on this node"):
-        AgentTask(tokenizer, command=["mini"], **judged).make({"env": {"box": ["apptainer-none", "exec"]}})
-    with pytest.raises(UserError, match=r"env.box = \['sh', '-c'\]: it has no \{mounts\} for env.mounts"):
-        AgentTask(tokenizer, command=["mini"], **judged).make({"env": {"box": ["sh", "-c"], "mounts": ["/opt"]}})
-    with pytest.raises(UserError, match=r"task.agent = .*by_openai': it is no coroutine function"):
-        AgentTask(tokenizer, agent=f"{AGENTS}:by_openai", **judged)
+    with pytest.raises(UserError, match=why):
+        AgentTask(tokenizer, data=data, reward=f"{AGENTS}:one", **agent).make({"env": env}).check()

@@ -191,23 +191,35 @@ def test_the_state_of_a_run_is(case: str) -> None:
         assert (found.state, found.reason, found.over) == expected
 
 
-def test_a_job_is_broken_only_where_its_run_has_begun_and_could_not_say_how_it_ends() -> None:
-    def broken(answer: JobInfo, status: Status | None, result: RunEnd | None = None) -> bool:
-        return run_state(RunRecords(JOB, status, result), answer, NOW).broken
+KILLED, APART, LEFT = job("FAILED", SCRIPT_KILLED), parts("PENDING", "FAILED"), parts("PENDING", "RUNNING")
+LATE = snapshot("running", SILENT_S + LEAVES_S + 1.0)
 
-    killed, apart = job("FAILED", SCRIPT_KILLED), parts("PENDING", "FAILED")
-    assert [broken(killed, OLD), broken(apart, OLD), broken(job("NODE_FAIL"), OLD)] == [True, True, True]
-    left, late = parts("PENDING", "RUNNING"), snapshot("running", SILENT_S + LEAVES_S + 1.0)
-    assert broken(left, late), "nobody reported the end of its script"
-    assert not broken(left, OLD), "it may be ending"
-    assert not broken(parts("PENDING", "PENDING"), late)
-    alone = job("RUNNING", script_lost=True)
-    assert broken(alone, OLD)
-    assert not broken(alone, RUNS), "its ranks may still save"
-    assert not broken(killed, None), "it would be killed again"
-    assert not broken(apart, RUNS), "its owner may still queue a new job"
-    assert not broken(killed, OLD, ended("cancelled"))
-    assert not broken(job("FAILED", "NonZeroExitCode", exit_code=3), OLD)
+
+@pytest.mark.parametrize(
+    ("answer", "status", "result", "broken"),
+    [
+        (KILLED, OLD, None, True),
+        (APART, OLD, None, True),
+        (job("NODE_FAIL"), OLD, None, True),
+        # Nobody reported the end of its script; before, it may be ending.
+        (LEFT, LATE, None, True),
+        (LEFT, OLD, None, False),
+        (parts("PENDING", "PENDING"), LATE, None, False),
+        (job("RUNNING", script_lost=True), OLD, None, True),
+        # Its ranks may still save.
+        (job("RUNNING", script_lost=True), RUNS, None, False),
+        # It would be killed again.
+        (KILLED, None, None, False),
+        # Its owner may still queue a new job.
+        (APART, RUNS, None, False),
+        (KILLED, OLD, ended("cancelled"), False),
+        (job("FAILED", "NonZeroExitCode", exit_code=3), OLD, None, False),
+    ],
+)
+def test_a_job_is_broken_only_where_its_run_has_begun_and_could_not_say_how_it_ends(
+    answer: JobInfo, status: Status | None, result: RunEnd | None, broken: bool
+) -> None:
+    assert run_state(RunRecords(JOB, status, result), answer, NOW).broken is broken
 
 
 def test_a_run_without_a_job_was_never_queued_whatever_the_queue_answers() -> None:

@@ -83,6 +83,13 @@ def test_exit_codes(value: Any, expected: Outcome) -> None:
         ({"passed": 3}, Outcome("ok", None, 3, 0)),
         ({"passed": True}, Outcome("ok")),
         ({"status": "success", "output": "2 failed, 1 passed in 0.1s"}, Outcome("ok", None, 1, 2)),
+        # A result of the sandbox keeps its outcome, but for an exit code, which is a fact.
+        (ToolResult("timeout", "12 passed", 1.0), Outcome("timeout", None, 12, 0)),
+        (ToolResult("error", "ValueError: 0 errors", 1.0), Outcome("error")),
+        (ToolResult("error", "3 passed in 0.1s", 1.0, 1), Outcome("error", 1, 3, 0)),
+        (ToolResult("ok", "2 failed in 0.1s", 1.0, 0), Outcome("ok", 0, 0, 2)),
+        (ToolResult("ok", {"exit_code": 1}, 1.0), Outcome("error", 1)),
+        (ToolResult("ok", 7, 1.0), Outcome("ok")),
     ],
 )
 def test_test_counts(value: Any, expected: Outcome) -> None:
@@ -99,15 +106,6 @@ def test_ordinary_text_is_no_test_summary(text: str) -> None:
 
 def test_the_last_summary_counts() -> None:
     assert count_tests("1 failed in 0.1s\nagain\n1 passed in 0.1s\nbye") == (1, 0)
-
-
-def test_a_tool_result_retains_the_sandboxs_outcome() -> None:
-    assert classify(ToolResult("timeout", "12 passed", 1.0)) == Outcome("timeout", None, 12, 0)
-    assert classify(ToolResult("error", "ValueError: 0 errors", 1.0)) == Outcome("error")
-    assert classify(ToolResult("error", "3 passed in 0.1s", 1.0, 1)) == Outcome("error", 1, 3, 0)
-    assert classify(ToolResult("ok", "2 failed in 0.1s", 1.0, 0)) == Outcome("ok", 0, 0, 2), "the exit code is a fact"
-    assert classify(ToolResult("ok", {"exit_code": 1}, 1.0)) == Outcome("error", 1)
-    assert classify(ToolResult("ok", 7, 1.0)) == Outcome("ok")
 
 
 def test_the_signal() -> None:

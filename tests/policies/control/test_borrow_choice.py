@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from statistics import fmean
-
 import pytest
 from msgspec.structs import replace
 
-from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.protocol.plan import BorrowFact, PlanDecision
 
 from .plant import Plant, ideal
@@ -25,14 +22,6 @@ def test_a_hybrid_node_trains_while_lenders_serve_and_comes_back_when_they_leave
     plant.lent = 0.0
     plant.run(250, planner)
     assert plant.moves == ["to_train", "to_rollout"]
-
-
-def test_seconds_beside_guests_are_what_batches_take() -> None:
-    plant = Plant(ideal(0.5, 3.2), noise=0.05, hybrids=1)
-    planner = plant.planner(PlannerSection(min_gain=0.9))
-    plant.lent = 2.0
-    plant.run(150, planner)
-    assert plant.decisions[-1].numbers["rollout_s"] == pytest.approx(fmean(plant.batch_times[-50:]), rel=0.1)
 
 
 def spot(train_s: float, rollout_s: float, noise: float = 0.02, wanted: int = 0) -> Plant:

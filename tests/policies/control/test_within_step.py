@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 from msgspec.structs import replace
 
@@ -208,23 +206,38 @@ def rest(trajectories: int, *, complete: bool = False, admitted: bool = True, en
     return Rest(complete, admitted, trajectories, {int(rank[1:]): n for rank, n in running.items()}, TAIL * engines)
 
 
-def leaving(all_nodes: tuple[NodeFact, ...], found: Rest) -> tuple[int, ...]:
-    return moves_within_step(all_nodes, found, frozenset()).to_train
+ROLLS, PAIRS = nodes(1, "rollout", 1), nodes(1, "rollout", 1, unit=2)
 
 
-def test_the_rest_of_a_batch_stays_on_few_nodes_and_the_others_go_the_idlest_first() -> None:
-    go = partial(leaving, nodes(1, "rollout", 1))
-    assert go(rest(40)) == ()
-    assert go(rest(24, n1=9, n2=1, n3=8, n4=6)) == (2, 4)
-    assert go(rest(24, engines=2, n1=9, n2=1, n3=8, n4=6)) == (2, 4, 3)
-    assert go(rest(8)) == (1, 2, 3, 4), "the rollout node stays"
-    assert go(rest(8, admitted=False)) == (), "more groups follow"
-    assert go(rest(0)) == (), "nothing began"
-    assert go(rest(0, complete=True)) == (1, 2, 3, 4)
-    assert leaving(nodes(1, "rollout", 0), rest(1)) == (1, 2, 3), "one stays"
-    pairs = nodes(1, "rollout", 1, unit=2)
-    assert leaving(pairs, rest(16, n1=3, n2=3)) == (3, 4), "nodes that train as one leave together"
-    assert leaving(pairs, rest(32, n1=3, n2=3)) == ()
+@pytest.mark.parametrize(
+    ("all_nodes", "found", "to_train"),
+    [
+        (ROLLS, rest(40), ()),
+        (ROLLS, rest(24, n1=9, n2=1, n3=8, n4=6), (2, 4)),
+        (ROLLS, rest(24, engines=2, n1=9, n2=1, n3=8, n4=6), (2, 4, 3)),
+        # The rollout node stays.
+        (ROLLS, rest(8), (1, 2, 3, 4)),
+        # More groups follow.
+        (ROLLS, rest(8, admitted=False), ()),
+        # Nothing began.
+        (ROLLS, rest(0), ()),
+        (ROLLS, rest(0, complete=True), (1, 2, 3, 4)),
+        # One stays.
+        (nodes(1, "rollout", 0), rest(1), (1, 2, 3)),
+        # Nodes that train as one leave together.
+        (PAIRS, rest(16, n1=3, n2=3), (3, 4)),
+        (PAIRS, rest(32, n1=3, n2=3), ()),
+        # Of six nodes one could go: the core has two, and leaves first; then the idlest.
+        (nodes(2, "rollout", 1, core="rollout"), rest(48), ()),
+        (nodes(2, "rollout", 1, core="rollout"), rest(40, r0=9, r1=9, r2=1), (0, 1)),
+        (nodes(2, "rollout", 1, core="rollout"), rest(32, r0=9, r1=9, r2=1), (0, 1, 3)),
+        (nodes(2, "rollout", 1, core="rollout"), rest(0, complete=True), (0, 1, 2, 3, 4, 5)),
+    ],
+)
+def test_the_rest_of_a_batch_stays_on_few_nodes_and_the_others_go_the_idlest_first(
+    all_nodes: tuple[NodeFact, ...], found: Rest, to_train: tuple[int, ...]
+) -> None:
+    assert moves_within_step(all_nodes, found, frozenset()).to_train == to_train
 
 
 def test_after_the_commit_those_that_trained_go_back_and_others_stay() -> None:
@@ -235,16 +248,15 @@ def test_after_the_commit_those_that_trained_go_back_and_others_stay() -> None:
     assert moves_within_step(training, rest(3), frozenset()).to_rollout == (), "they wait for the batch"
 
 
-def test_the_core_leaves_first_as_one_and_returns_once_no_other_node_is_on_its_way() -> None:
-    go = partial(leaving, nodes(2, "rollout", 1, core="rollout"))
-    assert go(rest(48)) == (), "one of six nodes could go: the core has two"
-    assert go(rest(40, r0=9, r1=9, r2=1)) == (0, 1)
-    assert go(rest(32, r0=9, r1=9, r2=1)) == (0, 1, 3), "then the idlest"
-    assert go(rest(0, complete=True)) == (0, 1, 2, 3, 4, 5)
-    for hybrid, core, back in (
+@pytest.mark.parametrize(
+    ("hybrid", "core", "back"),
+    [
         ("train", "train", (2, 3, 4, 5, 0, 1)),
         ("rollout", "train", (0, 1)),
         ("to_train", "train", ()),  # it is to join first
         ("train", "", (2, 3, 4, 5)),  # a core that does not share
-    ):
-        assert moves_within_step(nodes(2, hybrid, 1, core=core), rest(64), frozenset(range(6))).to_rollout == back
+    ],
+)
+def test_the_core_returns_once_no_other_node_is_on_its_way(hybrid: str, core: str, back: tuple[int, ...]) -> None:
+    moves = moves_within_step(nodes(2, hybrid, 1, core=core), rest(64), frozenset(range(6)))
+    assert moves.to_rollout == back

@@ -53,41 +53,33 @@ def test_the_numbers_of_a_move_add_up() -> None:
     assert move.numbers["saves_s"] == pytest.approx(20_000 * 0.008 - 4.0)
 
 
-def test_a_slow_engine_is_left_for_an_idle_fast_one_and_never_the_other_way() -> None:
-    made = board(("slow", 1), ("fast", 4))
-    assert where(choose_moves(made, [open_trajectory("x", at="slow")])) == [("x", "slow", "fast")]
-    assert not choose_moves(made, [open_trajectory("x", at="fast"), open_trajectory("y", at="fast", context=1000.0)])
+TWO, X, BETWEEN_TURNS = (("a", 1), ("b", 1)), open_trajectory("x"), open_trajectory("y", generated=0.0)
+LONG = open_trajectory("y", left=60_000.0, generated=0.0)
 
 
 @pytest.mark.parametrize(
-    "others",
+    ("engines", "open_ones", "moves"),
     [
-        [open_trajectory("y", left=20_000.0), open_trajectory("last", at="c", left=60_000.0)],
-        [open_trajectory("y", at="b")],
-        [open_trajectory("y", generated=0.0), open_trajectory("z", at="b", context=30_000.0)],
+        ((("slow", 1), ("fast", 4)), [open_trajectory("x", at="slow")], [("x", "slow", "fast")]),
+        ((("slow", 1), ("fast", 4)), [open_trajectory(name, at="fast", context=1000.0) for name in "xy"], []),
+        # The batch waits for another one.
+        ((*TWO, ("c", 1)), [X, open_trajectory("y"), open_trajectory("last", at="c", left=60_000.0)], []),
+        # Each has its own engine.
+        (TWO, [X, open_trajectory("y", at="b")], []),
+        # No other engine is much lighter.
+        (TWO, [X, BETWEEN_TURNS, open_trajectory("z", at="b", context=30_000.0)], []),
+        # A move must have saved its prefill first.
+        (TWO, [open_trajectory("x", generated=EARNED - 10), BETWEEN_TURNS], []),
+        (TWO, [X, BETWEEN_TURNS], [("x", "a", "b")]),
+        # None moves for the sake of others alone: 4.8 s sooner, 4 s of prefill.
+        (TWO, [open_trajectory("x", left=600.0), LONG], []),
+        (TWO, [open_trajectory("x", left=2000.0), LONG], [("x", "a", "b")]),
     ],
-    ids=["the batch waits for another", "each has its own", "no other engine is much lighter"],
 )
-def test_a_turn_stays_that_would_gain_too_little(others: list[OpenTrajectory]) -> None:
-    assert not choose_moves(
-        board(("a", 1), ("b", 1), ("c", 1)) if others[-1].name == "last" else board(("a", 1), ("b", 1)),
-        [open_trajectory("x"), *others],
-    )
-
-
-def test_a_move_must_have_saved_its_prefill_first() -> None:
-    made = board(("a", 1), ("b", 1))
-    assert not choose_moves(made, [open_trajectory("x", generated=EARNED - 10), open_trajectory("y", generated=0.0)])
-    assert where(choose_moves(made, [open_trajectory("x"), open_trajectory("y", generated=0.0)])) == [
-        ("x", "a", "b")
-    ], "y is between two turns"
-
-
-def test_no_turn_moves_for_the_sake_of_others_alone() -> None:
-    made = board(("a", 1), ("b", 1))
-    long = open_trajectory("y", left=60_000.0, generated=0.0)
-    assert not choose_moves(made, [open_trajectory("x", left=600.0), long]), "4.8 s sooner, 4 s of prefill"
-    assert where(choose_moves(made, [open_trajectory("x", left=2000.0), long])) == [("x", "a", "b")]
+def test_a_turn_moves_to_a_lighter_engine_where_it_gains_enough(
+    engines: tuple[tuple[str, int], ...], open_ones: list[OpenTrajectory], moves: list[tuple[str, str, str]]
+) -> None:
+    assert where(choose_moves(board(*engines), open_ones)) == moves
 
 
 def test_only_an_engine_that_would_start_at_once_is_a_target() -> None:

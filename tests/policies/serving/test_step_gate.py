@@ -76,10 +76,3 @@ def test_no_step_is_longer_than_the_share(seen: ServingView, work: StepWork) -> 
         prefill = min(work.prefill, decision.tokens - decodes)
         spent = StepWork(decodes, work.kv_tokens * decodes // max(1, work.decodes), prefill, work.context)
         assert KNOWING.cost.seconds(spent) <= LIMITS.share * LIMITS.ttft_s * (1 + 1e-9)
-
-
-@given(views, works)
-def test_closed_silent_or_served_means_no_step(seen: ServingView, work: StepWork) -> None:
-    decision = KNOWING.decide(seen, work, NOW)
-    if seen.closed or NOW - seen.written > SILENT_S or seen.served:
-        assert decision.tokens == 0
