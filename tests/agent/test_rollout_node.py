@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -135,18 +134,6 @@ async def test_a_stopped_engine_is_reported_ended_and_the_next_one_serves(tmp_pa
         ((_, answer),) = made.of(wire.TurnsDone)[0].items
         assert (answer.rid, answer.finish) == ("t", "stop")
         assert not made.of(wire.Fatal)
-
-
-async def test_an_engine_that_is_idle_for_longer_than_its_limit_lives_and_tells_the_leader_nothing_new(
-    tmp_path: Path,
-) -> None:
-    async with scene(tmp_path) as made:
-        await made.up()
-        began = time.monotonic()
-        await until(lambda: time.monotonic() - began > 1.5 * FLOOR_S)
-        loads = [load.stats for load in made.of(wire.EngineLoad)]
-        assert len(set(loads)) == len(loads) == 1
-        assert not made.events("slow")
 
 
 async def test_the_turns_of_an_engine_that_outlives_its_sigkill_do_not_wait_for_it(

@@ -18,19 +18,7 @@ from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.trainer import OfferWeights, StepDone
 from libra_hpc.train_leader.train_leader import TrainLeader
 
-
-class Part:
-    """Any part of a node: remembers what it was called with."""
-
-    def __init__(self, name: str, calls: list[tuple[Any, ...]]) -> None:
-        self._name, self._calls = name, calls
-
-    def __getattr__(self, name: str) -> Part:
-        return Part(f"{self._name}.{name}", self._calls)
-
-    def __call__(self, *arguments: Any) -> str:
-        self._calls.append((self._name, *arguments))
-        return self._name.replace(".", " ")
+from .test_layout import Part
 
 
 class Scene:

@@ -1,4 +1,4 @@
-"""Logs of trainer processes: the reason of an end is read in them, and they do not grow without limit."""
+"""The log of a trainer process has the reason of its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from libra_hpc.agent import supervised
-from libra_hpc.process import log_limit
 from tests.agent.train_scene import Scene
 from tests.stage.waiting import until
 
@@ -39,20 +38,3 @@ async def test_a_process_that_ends_by_itself_is_lost_for_the_reason_in_its_own_l
     why = ": OSError: the model folder has changed" if storage == "quick" else ""
     assert scene.states("lost")[0].reason == f"process t1.0 ended with 1{why}"
     assert took_s < 0.5, "the loop does not wait"
-
-
-async def test_a_log_that_grew_in_one_write_before_the_end_is_cut_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log_limit, "MOST_BYTES", 1 << 16)
-    monkeypatch.setattr(log_limit, "KEPT_BYTES", 1 << 10)
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    scene = Scene(tmp_path)
-    log = scene.run.logs(1) / "t1.0.log"
-    async with scene:
-        await scene.ready()
-        with log.open("ab") as file:
-            file.write(bytes(1 << 20))
-    assert log.stat().st_size < 1 << 16
-    assert log.with_name("t1.0.log.old").stat().st_size == 1 << 10
-    assert [cut["part"] for cut in scene.events("log_cut")] == ["t1.0"]

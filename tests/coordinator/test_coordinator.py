@@ -316,15 +316,6 @@ async def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_pa
     assert answers == [("repartition_ordered", "operator"), ("repartitioned", "operator")]
 
 
-def test_an_order_that_comes_too_late_is_refused(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, config=validate({"run": {"steps": 7}}))
-    scene.run.order.write_bytes(encode_order(new_order(1, 1.0, {"train.tp": 2})))
-    run_until_over(scene, 7)
-    (refused,) = [e for e in read_lines(scene.run.events) if e["kind"] == "repartition_refused"]
-    assert refused["reason"] == "the run is over: completed, step 7 is saved."
-    assert not scene.run.order.exists()
-
-
 def test_a_fatal_report_fails_the_run_with_its_reason(scene: Scene) -> None:
     scene.deliver((3, Fatal(3, "engine r3.0 ended with 1")))
     run_until_over(scene)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from libra_hpc.coordinator.decisions import DecisionLog
-from libra_hpc.facts.columns import as_json
-from libra_hpc.facts.rundir import RunDir
 from libra_hpc.protocol.plan import Candidate, PlanDecision
-from tests.facts import synthetic
 
 MOVE = PlanDecision(
     "to_train",
@@ -85,11 +80,3 @@ def test_what_a_move_brought_follows_once_it_is_measured_with_the_same_work() ->
                 0.5,
                 2,
             ]
-
-
-def test_the_status_carries_the_last_decision_with_its_candidates(tmp_path: Path) -> None:
-    scene = Scene()
-    scene.log.add(MOVE, 7.0)
-    made = msgspec.structs.replace(synthetic.make_status(RunDir(tmp_path)), decision=scene.log.last)
-    decision = as_json(made)["decision"]
-    assert (decision["nodes"], decision["looks"], decision["candidates"][0]["train"]) == ((4, 5), 1, 3)

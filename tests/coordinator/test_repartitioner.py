@@ -232,13 +232,6 @@ def test_an_order_that_the_run_outruns_is_refused(job: Job) -> None:
     assert len(job.answers()) == 1
 
 
-def test_of_two_orders_the_second_is_not_written(job: Job) -> None:
-    order = job.order(train__tp=2)
-    assert not write_once(job.run.order, encode_order(new_order(2, 2.0, {"train.tp": 4})))
-    assert order.encode() in job.run.order.read_bytes()
-    assert [path.name for path in job.run.path.glob(".*")] == []
-
-
 def test_a_configuration_that_is_not_the_one_that_runs_is_not_built_on(job: Job) -> None:
     repartitioner = job.rank_0()
     other = CONFIG.as_data()

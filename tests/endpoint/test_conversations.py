@@ -162,7 +162,7 @@ class Walk:
 
 
 @pytest.mark.parametrize(
-    "conversations", [50, pytest.param(3_400, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
+    "conversations", [20, pytest.param(3_400, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
 )
 @pytest.mark.parametrize("kind", [Completions, Responses, Messages])
 async def test_a_conversation_is_one_sample_unless_a_cause_is_counted(

@@ -24,9 +24,6 @@ class Scripted(Episode):
 
     prompt_id, prompt, max_tokens, stop_ids = "p", [1, 2], 4, (9,)
 
-    def __init__(self, path: str = "") -> None:
-        self.path = path
-
     async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
         if turn.tokens[0] == 0:
             raise RuntimeError("the task is broken")
@@ -36,8 +33,6 @@ class Scripted(Episode):
             return Turn([len((await tools.call("doze", 600.0)).outcome)])
         if turn.tokens[0] == 4:
             return Turn([6], done=True, reward=0.25, info={"turns": 2})
-        if turn.tokens[0] == 5:
-            return Turn([len((await tools.call("hold", self.path)).outcome)])
         if turn.tokens[0] == 6:
             return Turn([1, 3], new_sample=True)
         if turn.tokens[0] == 8:
@@ -73,16 +68,12 @@ class Scripted(Episode):
 class Fragile(Task):
     """Index 13 cannot be opened."""
 
-    tools = {"doze": sleep_for, "hold": hold}
-
-    def __init__(self, tokenizer: TaskTokenizer, *, seed: int = 0, path: str = "") -> None:
-        super().__init__(tokenizer, seed=seed)
-        self.path = path
+    tools = {"doze": sleep_for}
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         if index == 13:
             raise LookupError("no problem 13")
-        return Scripted(self.path)
+        return Scripted()
 
 
 class Patient(Task):

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from libra_hpc_cli import jobs
 
 from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
@@ -189,21 +188,6 @@ def test_an_owner_whose_run_another_has_taken_kills_its_ranks_and_writes_nothing
         in (run.logs(1) / "launcher.log").read_text()
     )
     assert not run.result.exists()
-
-
-@pytest.mark.nightly
-def test_an_owner_whose_run_directory_was_renamed_kills_its_ranks_and_the_folder_says_so(run: RunDir) -> None:
-    start(run, "wait")
-    wait_for(run, "rank-*", 4)
-    aside = RunDir(run.path.rename(run.path.with_name("kept-aside")))
-    began = time.monotonic()
-    while local._alive(read_job(aside)):
-        time.sleep(0.1)
-    assert 20.0 < time.monotonic() - began < 60.0
-    assert not run.path.exists(), "no torso of it was made again"
-    found = jobs.state(aside)
-    gone = f"this owner of the run ends: the run directory {run.path} was removed or renamed; nothing more is saved"
-    assert (found.state, found.reason) == ("failed", f"exit code 1; launcher: {gone}")
 
 
 def test_cancel_reaches_every_rank_and_is_idempotent(run: RunDir) -> None:

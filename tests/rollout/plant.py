@@ -93,7 +93,6 @@ class Plant:
         policy: Policy | None = None,
         prompts: int = 2,
         group: int = 2,
-        hosts: int = 1,
         broken: Broken = lambda message: None,
         fresh: int = 0,
         kept: int = 99,
@@ -134,7 +133,7 @@ class Plant:
         }
         sections: dict[str, dict[str, Any]] = {
             "run": {"steps": steps},
-            "task": {"name": "toy", "hosts": hosts, "eval": list(evals)},
+            "task": {"name": "toy", "eval": list(evals)},
             "algorithm": algorithm,
             "rollout": {"max_model_len": max_model_len, "max_inflight": 4},
             "components": {"rollout": Component(nodes=8), "env": env or EnvComponent()},

@@ -117,14 +117,6 @@ def test_tokens_computed_again_are_counted_and_evictions_apart_from_moves_and_ne
     assert (stats["recomputed_tokens"], stats["evicted_tokens"]) == (192, 32)
 
 
-def test_an_interrupted_turn_that_goes_on_elsewhere_is_a_move() -> None:
-    trajectory = Trajectory(index=0, sample=0)
-    trajectory.add_environment(pack_i32([1] * 40))
-    trajectory.add_generated(answer(0), "e0", 16)
-    trajectory.add_generated(answer(0), "e1", 16)
-    assert (trajectory.turns[-1].recomputed, trajectory.turns[-1].evicted) == (48, 0)
-
-
 async def test_a_line_has_every_column(tmp_path: Path) -> None:
     """The rollout leader's, the train leader's and the coordinator's, as they write them, and what new weights cost.
 

@@ -204,24 +204,6 @@ async def test_a_drained_node_whose_last_turns_are_dropped_is_reported_and_gener
     assert len(plant.of(TurnsDrained)) == 1
 
 
-async def test_a_turn_past_half_of_its_deadline_is_logged_as_slow_once() -> None:
-    plant = await sampling(4)
-    plant.now += 10.0
-    plant.serve(3)
-    await plant.settle()
-    plant.leader.watch()
-    assert not plant.kinds("slow")
-    plant.watch_after(45.0)
-    plant.leader.watch()
-    (slow,) = plant.kinds("slow")
-    engine, _ = plant.inbox[0]
-    assert slow == {"part": f"engine {engine}", "reason": "The turn has not ended after 55 s (limit 100 s)."}
-    assert not plant.aborts
-    plant.down(engine)
-    plant.leader.watch()
-    assert len(plant.kinds("slow")) == 1
-
-
 @pytest.mark.parametrize("partial", [None, [], [7]])
 async def test_a_turn_that_its_engine_never_ends_is_sent_again_with_what_it_has(partial: list[int] | None) -> None:
     plant = await sampling(4, turns=1)

@@ -150,14 +150,6 @@ def test_time_in_which_no_probe_could_run_is_not_patience() -> None:
     assert "Admission was paused for 10 s" in decided(book.evaluate(0, 7, now + 10.5), "fail").reason
 
 
-def test_counts_are_by_kind_with_the_last_error() -> None:
-    book = FailureBook(0.2, 600.0)
-    for number in range(1000):
-        book.failed((number, 0), "raised", f"error {number}", 0.0)
-    book.failed((0, 1), "timeout", "late", 0.0)
-    assert book.counts == (("raised", 1000, "error 999"), ("timeout", 1, "late"))
-
-
 def test_probes_are_of_fresh_prompts_first_and_events_are_few() -> None:
     events: list[tuple[str, dict[str, object]]] = []
     attempts = Attempts(

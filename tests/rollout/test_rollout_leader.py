@@ -7,35 +7,12 @@ import random
 
 import pytest
 
-from libra_hpc.policies.scheduling.board import Board
-from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
 from libra_hpc.protocol.agents import Turns
 from libra_hpc.protocol.codec import pack_f32, unpack_i32
 from libra_hpc.protocol.engine import Generate
-from libra_hpc.protocol.env import EpisodeFailed, HostReady, OpenEpisode, StepEpisode, TruncateEpisode
+from libra_hpc.protocol.env import EpisodeFailed, OpenEpisode, StepEpisode, TruncateEpisode
 from tests.rollout.emptiest import Emptiest
 from tests.rollout.plant import STOP, Plant, engine_stats, sampling
-
-
-class Probing(Emptiest):
-    """The first sample of a prompt to ask goes ahead; its siblings wait until it has finished or is given up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.probes: dict[str, str] = {}
-
-    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        if self.probes.setdefault(turn.prompt_id, turn.trajectory) not in ("", turn.trajectory):
-            return Decision(engine="", priority=0, level=0, template="a sibling probes", numbers={}, wait="sibling")
-        return super().route(turn, board, now)
-
-    def finished(self, record: Finished, now: float) -> None:
-        super().finished(record, now)
-        self.probes[record.prompt_id] = ""
-
-    def forget(self, trajectory: str) -> None:
-        super().forget(trajectory)
-        self.probes = {prompt: probe for prompt, probe in self.probes.items() if probe != trajectory}
 
 
 async def test_samples_carry_masks_logprobs_and_normalised_advantages() -> None:
@@ -123,18 +100,14 @@ async def test_the_board_counts_what_is_in_flight_and_only_that() -> None:
     assert plant.leader.report().buckets == ((1, 1, 0, 0, 0.0),)
 
 
-async def test_siblings_wait_for_their_probe_and_no_longer_when_it_is_given_up() -> None:
-    policy = Probing()
-    plant = await sampling(policy=policy)
-    await plant.settle()
-    assert [request.rid.split(":")[0] for _, request in plant.inbox] == ["0.0.0", "1.0.0"]
-    assert plant.leader.report().waiting_turns == 2
+async def test_a_policy_learns_from_every_end_and_forgets_what_is_given_up() -> None:
+    policy = Emptiest()
+    plant = await sampling(4, policy=policy)
     for attempt in range(3):
         plant.leader.on_host(0, EpisodeFailed(f"0.0.{attempt}", "KeyError"))
         plant.now += 20.0
         plant.leader.report()
         await plant.settle()
-    assert "0.1.0" in {request.rid.split(":")[0] for _, request in plant.inbox}
     await plant.batch()
     assert policy.given_up == [f"0.0.{attempt}" for attempt in range(3)]
     assert sorted(record.trajectory for record in policy.learned) == ["0.1.0", "1.0.0", "1.1.0"]
@@ -168,22 +141,6 @@ async def test_an_episode_learns_the_room_behind_its_turn_and_the_versions_of_it
     plant.serve(1)
     step = plant.take_step()
     assert (step.room, step.versions) == (1000 - 3 - 3, ((0, 3),))
-
-
-async def test_a_restarting_host_stops_no_admission_and_the_first_start_waits_for_all() -> None:
-    plant = Plant(hosts=2, turns=1)
-    plant.start()
-    await plant.settle()
-    assert not plant.inbox, "one of two hosts would get the work of both"
-    assert plant.leader.report().paused == "Environment host 1 is not ready."
-    plant.leader.on_host(1, HostReady("toy"))
-    await plant.settle()
-    assert {t.host for t in plant.leader._environments.episodes.values()} == {0, 1}
-    plant.leader.on_host_down(1, "killed")
-    batch = await plant.batch()
-    plant.commit(batch)
-    await plant.batch(2)
-    assert {t.host for t in plant.ended} == {0}
 
 
 async def test_no_context_ever_exceeds_the_longest_one_whatever_the_environment_answers() -> None:

@@ -46,11 +46,11 @@ def test_the_longest_request_fits_one_read() -> None:
     assert len(f"cmd=put kvsname={space} key={key} value={'5A' * (VALUE_BYTES // 2)}\n") <= REQUEST_BYTES
 
 
-def exchange(program: Path, *, relayed: bool) -> tuple[list[bytes], int]:
+def exchange(program: Path) -> tuple[list[bytes], int]:
     """What a plugin that reads as Slurm's reads from a rank that publishes as much as it may, and how the rank
     ended."""
     plugin, theirs = socket.socketpair()
-    argv = [sys.executable, *(("-m", "libra_hpc.slurm.pmi") if relayed else ()), str(program)]
+    argv = [sys.executable, "-m", "libra_hpc.slurm.pmi", str(program)]
     with plugin:
         with theirs:
             rank = subprocess.Popen(
@@ -66,30 +66,25 @@ def exchange(program: Path, *, relayed: bool) -> tuple[list[bytes], int]:
     return requests, rank.wait()
 
 
-@pytest.mark.parametrize("relayed", [True, False])
-def test_the_largest_value_arrives_whole_only_through_the_relay(tmp_path: Path, relayed: bool) -> None:
+def test_the_largest_value_arrives_whole(tmp_path: Path) -> None:
     program = tmp_path / "rank.py"
     program.write_text(RANK)
-    requests, code = exchange(program, relayed=relayed)
-    assert (len(requests), code) == ((2, 0) if relayed else (3, 1))
-    assert requests[1].endswith(b"\n") is relayed
+    requests, code = exchange(program)
+    assert (len(requests), code, requests[1][-1:]) == (2, 0, b"\n")
 
 
-@pytest.mark.parametrize("relayed", [True, False])
-def test_an_abort_of_one_mpi_process_does_not_reach_slurm_which_would_kill_all_agents(
-    tmp_path: Path, relayed: bool
-) -> None:
+def test_an_abort_of_one_mpi_process_does_not_reach_slurm_which_would_kill_all_agents(tmp_path: Path) -> None:
     program = tmp_path / "rank.py"
     program.write_text(
         'import os, socket; socket.socket(fileno=int(os.environ["PMI_FD"])).sendall(b"cmd=abort exitcode=5\\n")'
     )
-    assert exchange(program, relayed=relayed) == ([] if relayed else [b"cmd=abort exitcode=5\n"], 0)
+    assert exchange(program) == ([], 0)
 
 
 def test_the_relay_leaves_with_a_killed_rank(tmp_path: Path) -> None:
     program = tmp_path / "rank.py"
     program.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    assert exchange(program, relayed=True) == ([], -9)
+    assert exchange(program) == ([], -9)
 
 
 def test_without_a_plugin_the_program_is_started_as_it_is() -> None:

@@ -163,22 +163,3 @@ def test_drift_changes_the_mix_at_its_time(keychain_folder: Path) -> None:
 def test_bad_options_are_named(keychain_folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         KeyChain(TaskTokenizer(keychain_folder), **options)
-
-
-def test_demonstrations(task: KeyChain) -> None:
-    tokenizer, demonstrations = task.tokenizer, KeyChain.demonstrations
-    assert demonstrations(tokenizer, 0, 3, 12, False) != demonstrations(tokenizer, 1, 3, 12, False)
-    for step in range(40):
-        batch = demonstrations(tokenizer, 0, step, 12, False)
-        assert batch == demonstrations(tokenizer, 0, step, 12, False)
-        long = sum(tokenizer.need("note") in tokens for tokens, _ in batch)
-        assert long == 12 * (step % keychain.LONG_SHARE == keychain.LONG_SHARE - 1)
-        for tokens, mask in batch:
-            text = tokenizer.decode(tokens)
-            assert text.endswith(f"ans {text.split(' val ')[1].split()[0]} \n")
-            assert " miss " not in text
-            written = tokenizer.decode([token for token, own in zip(tokens, mask, strict=True) if own])
-            assert {line.split()[0] for line in written.split("\n") if line.strip()} == {"get", "ans"}
-    flawed = [tokenizer.decode(tokens) for tokens, _ in demonstrations(tokenizer, 0, 0, 480, True)]
-    assert 0.4 < sum(" val " not in text for text in flawed) / 480 < 0.9
-    assert any(" miss " in text for text in flawed)

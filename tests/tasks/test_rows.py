@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 
 import pytest
@@ -88,10 +87,3 @@ def test_parquet_files_and_folders_of_datasets_are_read_and_splits_are_not_mixed
     (tmp_path / "broken.parquet").write_text("no")
     with pytest.raises(UserError, match="it cannot be read"):
         open_rows(str(tmp_path / "broken.parquet"))
-
-
-def test_a_row_of_jsonl_is_the_one_that_json_reads(tmp_path: Path) -> None:
-    rows = [{"number": i, "text": "ü" * (i % 7), "deep": {"list": [i, None, 0.5]}} for i in range(200)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = open_rows(str(tmp_path / "a.jsonl"))
-    assert [found[number] for number in range(200)] == rows
