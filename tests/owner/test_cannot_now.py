@@ -173,27 +173,23 @@ def test_the_status_names_what_is_waited_for_and_a_signal_ends_the_wait(tmp_path
     assert time.monotonic() - began < 60.0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_owner_alone_is_one_to_the_run(tmp_path: Path, number: int) -> None:
+NOTHING = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGQUIT, signal.SIGRTMIN + 3)
+"""Signals that mean nothing to an owner."""
+
+
+@pytest.mark.parametrize(("before", "last"), [((), signal.SIGHUP), ((signal.SIGUSR2, *NOTHING), signal.SIGTERM)])
+def test_a_signal_to_the_owner_is_one_to_the_run_and_what_means_nothing_is_named(
+    tmp_path: Path, before: Sequence[int], last: int
+) -> None:
     case = Case(tmp_path, met=False, longest_s=60.0)
     owner, starts = case.own(world=WAITS), case.run.logs(1) / "starts"
     while not starts.exists() or len(starts.read_text().split()) < 2:
         time.sleep(0.02)
-    os.kill(owner.pid, number)
-    assert case.result(owner, 1)["state"] == "cancelled"
-    assert sorted((case.run.logs(1) / "got").read_text().split()) == ["0", "1"]
-
-
-def test_a_signal_that_means_nothing_is_named_and_ends_no_owner(tmp_path: Path) -> None:
-    case = Case(tmp_path, met=False, longest_s=60.0)
-    owner, starts = case.own(world=WAITS), case.run.logs(1) / "starts"
-    while not starts.exists() or len(starts.read_text().split()) < 2:
-        time.sleep(0.02)
-    numbers = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGQUIT, signal.SIGRTMIN + 3)
-    for number in (signal.SIGUSR2, *numbers, signal.SIGTERM):
+    for number in (*before, last):
         os.kill(owner.pid, number)
         time.sleep(0.2)
     assert case.result(owner, 1)["state"] == "cancelled"
-    assert "most recent call first" in case.output
-    for number in numbers:
+    assert sorted((case.run.logs(1) / "got").read_text().split()) == ["0", "1"]
+    assert ("most recent call first" in case.output) is bool(before)
+    for number in NOTHING if before else ():
         assert f"signal {int(number)} ({signal.strsignal(number)}) means nothing here, and is ignored\n" in case.output

@@ -141,15 +141,6 @@ def test_the_run_does_not_end_while_attempts_advance_and_probes_do_not_count_as_
     decided(book.evaluate(0, 7, now), "fail")
 
 
-def test_time_in_which_no_probe_could_run_is_not_patience() -> None:
-    book, now = paused(10.0), 0.0
-    for _ in range(100):
-        now += 1.0
-        book.unable(now)
-    assert book.evaluate(0, 7, now + 10.0) is None
-    assert "Admission was paused for 10 s" in decided(book.evaluate(0, 7, now + 10.5), "fail").reason
-
-
 def test_probes_are_of_fresh_prompts_first_and_events_are_few() -> None:
     events: list[tuple[str, dict[str, object]]] = []
     attempts = Attempts(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-
-import pytest
 
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.policies.scheduling.protocol import Finished
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import Signal
-from libra_hpc.rollout.recovery.history import MAX_RECORDS, history, records
+from libra_hpc.rollout.recovery.history import MAX_RECORDS, history
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
 from libra_hpc.traces.read import read_trace
@@ -69,33 +66,9 @@ def test_the_newest_lines_count(tmp_path: Path) -> None:
     assert (len(found), found[0], found[-1]) == (MAX_RECORDS, "2", str(MAX_RECORDS + 1))
 
 
-def test_without_a_file_nothing_is_learned(tmp_path: Path) -> None:
-    assert history(tmp_path / "absent.jsonl", "code") == []
-
-
-def test_a_line_is_read_in_full_and_foreign_or_torn_ones_are_skipped(tmp_path: Path) -> None:
-    turns = [
-        {"new_tokens": 0, "gen_tokens": 30, "tool": "run", "outcome": "error", "tool_s": 2.0, "exit_code": 1},
-        {"new_tokens": 7, "gen_tokens": 20, "tool": None, "outcome": None, "tool_s": 0.0, "versions": [[5, 20]]},
-    ]
-    line = {
-        "prompt_id": "p",
-        "sample": 3,
-        "prompt_tokens": 11,
-        "turns": turns,
-        "reward": 1.0,
-        "versions": [[4, 30], [5, 20]],
-    }
+def test_without_a_file_nothing_is_learned_nor_of_foreign_and_torn_lines(tmp_path: Path) -> None:
     path = tmp_path / "trajectories.jsonl"
-    path.write_bytes(b"\xff\xfe\n" + json.dumps(line).encode() + b"\n[1]\n{\n")
-    (record,) = records(path, task="t")
-    assert (record.generated_tokens, record.turns, record.version, record.context_tokens, record.task) == (
-        50,
-        2,
-        5,
-        68,
-        "t",
-    )
-    assert record.at_signal == (30,)
-    assert (record.signals[0].outcome, record.signals[0].exit_code, record.signals[0].payload_tokens) == ("error", 1, 7)
-    assert record.signals[0].seconds == pytest.approx(2.0)
+    assert history(path, "code") == []
+    LineLog(path).write_all([trajectory_of(2).numbers])
+    path.write_bytes(b"\xff\xfe\n" + path.read_bytes() + b"[1]\n{\n")
+    assert len(history(path, "code")) == 1

@@ -74,17 +74,6 @@ def test_lowest_key_first_then_first_come_and_the_board_counts() -> None:
     assert queue.dispatch(1.0) == []
 
 
-def test_a_refused_turn_returns_to_its_place() -> None:
-    policy, made, queue = queued(cap=1)
-    policy.routes["first"] = refuse
-    for name in ("first", "second", "third"):
-        queue.ready(turn(name, context=10), 0.0)
-    assert names(queue.dispatch(0.0)) == ["second"]
-    made.answered("a", 10)
-    del policy.routes["first"]
-    assert names(queue.dispatch(0.0)) == ["first"]
-
-
 def test_a_pass_gives_up_after_so_many_refusals_and_the_next_one_begins_behind_them() -> None:
     policy, _, queue = queued()
     for i in range(2 * MAX_REFUSED):
