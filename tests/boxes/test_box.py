@@ -164,7 +164,7 @@ async def test_nothing_of_a_command_runs_any_more_when_it_has_ended(tmp_path: Pa
                 box.run(f"for i in 1 2 3 4; do setsid sh -c '{loop}' & done; {last}", timeout_s=1.0)
             )
             await until(lambda: len(descendants()) > 8)
-            below = [psutil.Process(pid) for pid in descendants()]
+            below = psutil.Process().children(recursive=True)
             await running
             assert not [one for one in below if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
