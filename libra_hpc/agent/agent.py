@@ -50,8 +50,8 @@ from libra_hpc.process.agent_folders import hold, kept_folder, own, owned, remov
 from libra_hpc.process.child_environment import VARIABLE, own_devices
 from libra_hpc.process.code_stamp import other_code
 from libra_hpc.process.dump import STRAY, dump_on_request, stray_words
+from libra_hpc.process.entry import leave
 from libra_hpc.process.lease import CHECK_S, Fence
-from libra_hpc.process.leave import leave
 from libra_hpc.process.log_limit import raise_file_limit
 from libra_hpc.process.owner_link import OwnerLink
 from libra_hpc.process.retry import cannot

@@ -16,7 +16,6 @@ stderr).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import math
@@ -32,11 +31,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from libra_hpc.config.run import RunConfig, run_config
-from libra_hpc.errors import EnvironmentFailed, OperationError, UserError
+from libra_hpc.errors import EnvironmentFailed, OperationError
 from libra_hpc.files import read_named
 from libra_hpc.process.child_environment import clean_own
-from libra_hpc.process.dump import dump_on_request
-from libra_hpc.process.leave import leave
+from libra_hpc.process.entry import leave, run
 from libra_hpc.process.progress import PULSE_S
 from libra_hpc.process.reaper import become_subreaper, children
 from libra_hpc.protocol.codec import FrameBuffer, FrameError, unpack_i32
@@ -60,7 +58,7 @@ from .contain import hide_memory
 from .declared import busy_limit, step_limit, tool_limits
 from .live_episode import LiveEpisode
 from .sandbox import Sandbox
-from .settings import MARK, task_of
+from .settings import task_of
 from .step import StepTimeout
 
 C = TypeVar("C")
@@ -318,20 +316,15 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
 
 def main(module: str, serve: Callable[[str, RunConfig], Coroutine[Any, Any, int]]) -> int:
     """Entry point of a host process: run ``serve(socket, config)``; returns the exit code."""
-    dump_on_request()
-    clean_own()
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Environment host of libra-hpc.")
-    parser.add_argument("--socket", required=True, help="Unix-domain socket to connect to")
-    parser.add_argument("--config", required=True, help="file with the configuration of the run as JSON")
-    options = parser.parse_args()
-    try:
-        config = read_named("--config", Path(options.config), run_config, "a file with the configuration of a run")
+
+    def work(path: str, file: Path) -> int:
+        clean_own()
+        config = read_named("--config", file, run_config, "a file with the configuration of a run")
         with contextlib.suppress(KeyboardInterrupt):
-            return _run(serve(options.socket, config))
-    except (UserError, OperationError) as error:
-        print(f"{MARK}{error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+            return _run(serve(path, config))
+        return 0
+
+    return run(module, work)
 
 
 if __name__ == "__main__":

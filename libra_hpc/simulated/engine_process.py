@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from libra_hpc.engine.stats import IDLE_INTERVAL_S
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
+from libra_hpc.process.entry import run
 from libra_hpc.process.progress import Pulse
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.engine import (
@@ -37,7 +39,6 @@ from libra_hpc.simulator.engine.simulated_engine import IDLE
 from .clock import Clock, wait
 from .dry_run import modelled
 from .engine_core import SimulatedEngine
-from .entry import run
 
 
 def serve(socket: EngineSocket[FromEngine], config: EngineConfig) -> None:
@@ -95,14 +96,11 @@ def _handle(engine: SimulatedEngine, message: ToEngine, now: float) -> list[From
     return []
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run it; exit codes as `entry.run`."""
-
-    def work(socket: str, path: Path) -> None:
+def work(socket: str, path: Path) -> int:
+    with contextlib.suppress(EOFError, ConnectionError):
         serve(EngineSocket(socket, to_engine, from_engine), engine_settings.decode(path.read_bytes()))
-
-    return run("engine", "A simulated rollout engine.", arguments, work)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("libra_hpc.simulated.engine_process", work))

@@ -25,7 +25,7 @@ import msgspec
 from libra_hpc.config.node_groups import core_world, elastic_world
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.process.dump import dump_on_request
+from libra_hpc.process.entry import run
 from libra_hpc.process.progress import Pulse
 from libra_hpc.process.retry import patiently
 from libra_hpc.protocol.engine_state import LOAD, EngineState
@@ -51,7 +51,6 @@ from libra_hpc.weights.pieces import WHOLE, Offer
 from . import state
 from .clock import wait
 from .dry_run import modelled
-from .entry import run
 from .replica_time import WEIGHT_BYTES, ReplicaTime
 
 NOTHING = folders.TrainerState(-1, 0)
@@ -232,16 +231,12 @@ def _engine_gaps(samples: Iterable[Sample]) -> dict[int, tuple[float, int]]:
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run it; exit codes as `entry.run`."""
+def work(socket: str, path: Path) -> int:
     begin = time.monotonic()
-    dump_on_request()
-
-    def work(socket: str, path: Path) -> None:
+    with contextlib.suppress(EOFError, ConnectionError):
         Trainer(read_config(path), WorkerSocket(socket), begin).run()
-
-    return run("trainer", "One simulated process of a training replica.", arguments, work)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("libra_hpc.simulated.trainer_process", work))

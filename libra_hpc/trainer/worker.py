@@ -12,7 +12,6 @@ files that are not sharded.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 import traceback
@@ -25,8 +24,7 @@ from safetensors import SafetensorError
 from libra_hpc.config.node_groups import core_world, elastic_world
 from libra_hpc.models.adapters import with_adapters
 from libra_hpc.models.architecture import read_shape
-from libra_hpc.process.dump import dump_on_request
-from libra_hpc.process.leave import leave
+from libra_hpc.process.entry import leave, run
 from libra_hpc.process.progress import Pulse
 from libra_hpc.protocol.engine_state import LOAD, EngineState
 from libra_hpc.protocol.trainer import Join, PortionDone, StepDone, Tier, TrainPortion, TrainStep, WorkerFailed
@@ -165,18 +163,11 @@ class Worker(WorkerLoop):
             self._engine.release()
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="libra_hpc.trainer.worker", description="One process of a Megatron-Core replica."
-    )
-    parser.add_argument("--socket", required=True, help="the agent's Unix-domain socket")
-    parser.add_argument("--config", required=True, type=Path, help="JSON file of WorkerConfig")
-    options = parser.parse_args(arguments)
-    dump_on_request()
-    socket = WorkerSocket(options.socket)
+def work(path: str, config: Path) -> int:
+    socket = WorkerSocket(path)
     pulse = Pulse(socket.send)
     try:
-        Worker(read_config(options.config), socket, pulse).run()
+        Worker(read_config(config), socket, pulse).run()
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:
@@ -190,4 +181,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(run("libra_hpc.trainer.worker", work))

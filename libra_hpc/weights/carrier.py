@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import os
@@ -35,8 +34,7 @@ from libra_hpc.config.run_file_text import without_secrets
 from libra_hpc.errors import error_text
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import Shapes, hf_shapes
-from libra_hpc.process.dump import dump_on_request
-from libra_hpc.process.leave import leave
+from libra_hpc.process.entry import leave, run
 from libra_hpc.process.node_topology import listen
 from libra_hpc.process.progress import Pulse
 from libra_hpc.protocol.carriers import (
@@ -365,18 +363,13 @@ def _or_end(work: Any) -> None:
         leave(1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="libra_hpc.weights.carrier", description="Moves weights between nodes.")
-    parser.add_argument("--socket", required=True, help="the agent's Unix-domain socket")
-    parser.add_argument("--config", required=True, type=Path, help="JSON file of CarrierConfig")
-    options = parser.parse_args()
+def work(path: str, file: Path) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    dump_on_request()
-    config = _decoder.decode(options.config.read_bytes())
+    config = _decoder.decode(file.read_bytes())
     with contextlib.suppress(EOFError, ConnectionError):
-        Carrier(config, EngineSocket(options.socket, to_carrier, from_carrier)).run()
+        Carrier(config, EngineSocket(path, to_carrier, from_carrier)).run()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
-    leave(0)
+    leave(run("libra_hpc.weights.carrier", work))

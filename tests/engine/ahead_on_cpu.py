@@ -61,6 +61,7 @@ def prepare(config: settings.EngineConfig) -> None:
 
 def main() -> int:
     from libra_hpc.engine import __main__ as engine
+    from libra_hpc.process.entry import run
 
     usual = settings.prepare_process
 
@@ -70,12 +71,12 @@ def main() -> int:
 
     engine.prepare_process = prepared
     settings.schedules_ahead = lambda config: config.run.rollout.async_steps
-    return engine.main()
+    return run("libra_hpc.engine", engine.start)
 
 
 if __name__ == "__mp_main__":
     stand_in()
 elif __name__ == "__main__":
-    from libra_hpc.process.leave import leave
+    from libra_hpc.process.entry import leave
 
     leave(main())

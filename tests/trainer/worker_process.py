@@ -22,13 +22,13 @@ if isinstance(FORKS, ForkServerContext):
 
 
 def _work(command: list[str], log: Path) -> None:
-    from libra_hpc.process.leave import leave
-    from libra_hpc.trainer.worker import main
+    from libra_hpc.process.entry import leave, run
+    from libra_hpc.trainer.worker import work
 
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    leave(main(command))
+    leave(run("libra_hpc.trainer.worker", work, command))
 
 
 class WorkerProcess:
