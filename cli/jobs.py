@@ -20,6 +20,7 @@ from libra_hpc.errors import OperationError, UserError, error_text, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.series import duration
 from libra_hpc.facts.status import STALE_S, read_status, write_fault
+from libra_hpc.files import complete_folder
 from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.launch import Launch
 from libra_hpc.slurm.queue import query
@@ -283,9 +284,7 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
     shutil.rmtree(folder)
     if "error" in made:
         raise UserError(made["error"])
-    if out.exists():
-        out.rmdir()
-    unfinished.rename(out)
+    complete_folder(unfinished, out)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Replace files atomically, keep what can be made again, and read JSON objects with errors that name the file."""
+"""Replace files and folders atomically, keep what can be made again, and read JSON with errors that name the file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +54,26 @@ def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
         # A write names no file, and who reads of the temporary one does not know it.
         error.filename = str(path)
         raise
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def complete_folder(partial: Path, final: Path) -> None:
+    """Rename a written folder to ``final``, in place of an older one."""
+    old = final.with_name(f"{final.name}.old.partial")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_own(path: Path) -> bytes:

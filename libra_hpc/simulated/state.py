@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import time
 import zlib
@@ -19,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from libra_hpc.files import write_atomic
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.link import PeerLost
 from libra_hpc.weights.pieces import WHOLE, Encoded, Offer, TensorBlock, write_offer
@@ -80,14 +80,8 @@ def export(path: Path, step: int) -> tuple[int, int]:
     When there is no room, raises `OSError` and leaves nothing behind.
     """
     data = weight_file(step)
-    partial = path.with_name(f".{path.name}{folders.TEMPORARY}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(data)
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, data)
     return zlib.crc32(data), len(data)
 
 
@@ -108,10 +102,7 @@ def meet(
     Raises `PeerLost` after ``timeout_s``, or once ``interrupted()`` returns True (a newer message waits).
     """
     paths = [Path(f"{base}-{number}") for number in range(size)]
-    mine = paths[position]
-    partial = mine.with_name(f"{mine.name}{folders.TEMPORARY}")
-    partial.write_bytes(msgspec.json.encode(own))
-    os.replace(partial, mine)
+    write_atomic(paths[position], msgspec.json.encode(own))
     missing = set(paths)
     deadline = time.monotonic() + timeout_s
     while True:

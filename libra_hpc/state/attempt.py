@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir, read_lines
-from libra_hpc.files import write_atomic
+from libra_hpc.files import complete_folder, write_atomic
 from libra_hpc.process.retry import cannot, patiently
 from libra_hpc.protocol.layout import ResumePoint
 
@@ -80,8 +80,7 @@ def copy_policy(source: Path, destination: Path) -> None:
     partial = destination.with_name(f".{destination.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial)
-    shutil.rmtree(destination, ignore_errors=True)
-    partial.rename(destination)
+    complete_folder(partial, destination)
 
 
 def saved_point(run: RunDir) -> ResumePoint:
@@ -180,8 +179,7 @@ def _carry_out(run: RunDir, attempt: int, chosen: _Resumption, from_step: int | 
         shutil.rmtree(left, ignore_errors=True)
     for folder, aside in chosen.aside.items():
         if folder.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
+            complete_folder(folder, aside)
     keep_listed(run, chosen.welcome.snapshot)
     if chosen.metrics is not None:
         write_atomic(run.metrics, chosen.metrics)

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from libra_hpc.files import complete_folder
 from libra_hpc.process.child import spawn
 from libra_hpc.process.retry import cannot
 from libra_hpc.protocol.agents import FromReplica, SnapshotPart
@@ -172,7 +173,7 @@ class SnapshotKeeper:
             if problem := reason or part_damage(partial):
                 shutil.rmtree(partial, ignore_errors=True)
                 return f"the copy did not come whole, /dev/shm may be full: {problem}"
-            partial.rename(path)
+            complete_folder(partial, path)
             return ""
 
         try:

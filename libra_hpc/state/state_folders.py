@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.checksum import file_crc32
+from libra_hpc.files import complete_folder, sync
 from libra_hpc.process.retry import ABSENT
 from libra_hpc.protocol.agents import StepReport
 
@@ -171,14 +172,6 @@ def check_room(folder: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, f"{folder} needs {needed} bytes, and its file system has {free} bytes free")
 
 
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def seal(folder: Path, paths: Iterable[Path]) -> Manifest:
     """Make files below ``folder`` durable; returns their entries of the manifest."""
     names = sorted(str(path.relative_to(folder)) for path in paths)
@@ -206,10 +199,4 @@ def publish(partial: Path, final: Path, files: Manifest = {}, position: DataPosi
     (partial / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
     for path in (partial / MANIFEST_FILE, partial):
         sync(path)
-    old = final.with_name(f"{final.name}.old{TEMPORARY}")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        final.rename(old)
-    partial.rename(final)
-    sync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    complete_folder(partial, final)

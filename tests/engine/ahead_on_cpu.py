@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import libra_hpc.engine.settings as settings
+from libra_hpc.process.entry import leave, run
 
 
 class StandIn:
@@ -61,7 +62,6 @@ def prepare(config: settings.EngineConfig) -> None:
 
 def main() -> int:
     from libra_hpc.engine import __main__ as engine
-    from libra_hpc.process.entry import run
 
     usual = settings.prepare_process
 
@@ -77,6 +77,4 @@ def main() -> int:
 if __name__ == "__mp_main__":
     stand_in()
 elif __name__ == "__main__":
-    from libra_hpc.process.entry import leave
-
     leave(main())
