@@ -1,8 +1,7 @@
 """The ranks of one MPI world on this machine: started, served, and seen to their ends.
 
-``python -m libra_hpc.owner.ranks --size N --logs DIR -- PROGRAM ...`` replaces MPICH's ``mpiexec``, which ends all
-ranks when one is killed, announces a death by SIGUSR1, and listens on every network interface.  It implements MPICH's
-PMI-1 start-up protocol over a socket pair per rank and opens no port.
+MPICH's ``mpiexec`` ends all ranks when one is killed, announces a death by SIGUSR1, and listens on every network
+interface.  Here MPICH's PMI-1 start-up protocol goes over a socket pair per rank, and no port is opened.
 
 - A signal to this process alone, or to its group -> the ranks get it.
 - This process is killed -> the kernel sends its ranks SIGTERM.
@@ -11,7 +10,6 @@ PMI-1 start-up protocol over a socket pair per rank and opens no port.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -123,25 +121,3 @@ class LocalRanks:
         self.links.close()
         remove_orphans()
         return [process.wait() for process in self._processes]
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description="Start the ranks of one MPI world on this machine.")
-    parser.add_argument("--size", type=int, required=True)
-    parser.add_argument("--logs", type=Path, required=True)
-    parser.add_argument("argv", nargs="+")
-    options = parser.parse_args()
-    # Signals to the group are for the ranks.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: None)
-    ranks = LocalRanks(options.size, options.logs, options.argv)
-    while ranks.poll():
-        pass
-    codes = ranks.close()
-    print("exit codes by rank:", *codes, flush=True)
-    raise SystemExit(codes[0] if codes[0] >= 0 else 128 - codes[0])
-
-
-if __name__ == "__main__":
-    main()

@@ -146,7 +146,8 @@ KNOWN = ("pmi2", *PMIX, "cray_shasta", "pspmi", "pspmix", "none")
 """Plugins of Slurm and of ParaStation, for where srun itself does not answer."""
 PYPI = "pmi2"
 """The plugin for PyPI's mpich (through `libra_hpc.slurm.pmi`)."""
-TIMEOUT_S = 15.0
+SRUN_S = 15.0
+"""For what srun lists of itself."""
 
 
 def check_plugin(config: RunConfig, listed: list[str]) -> None:
@@ -162,7 +163,7 @@ def mpi_plugins(env: Mapping[str, str]) -> list[str]:
     """Plugins in ``srun --mpi=list`` with this environment; empty where it does not answer."""
     try:
         # Earlier releases write the list as log lines to stderr.
-        return parse_plugins(call(["srun", "--mpi=list"], env, tries=1, timeout_s=TIMEOUT_S, with_errors=True))
+        return parse_plugins(call(["srun", "--mpi=list"], env, tries=1, timeout_s=SRUN_S, with_errors=True))
     except OperationError:
         return []
 
@@ -184,7 +185,6 @@ def parse_plugins(text: str) -> list[str]:
 
 SHARED_MEMORY = Path("/dev/shm")
 """Weight files and snapshots are there, and outlive a start of the ranks."""
-HELP_S = 15.0
 NOT_ON_NODES = ("compute.python", "compute.image", "run.dir", "slurm.template")
 """Paths that no process inside reads; the run directory is bound by itself."""
 
@@ -311,10 +311,7 @@ def _missing(key: str, path: str) -> Iterator[str]:
 
 def _srun_help(environ: Mapping[str, str]) -> str:
     try:
-        done = subprocess.run(
-            ["srun", "--help"], env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, timeout=HELP_S
-        )
-    except (OSError, subprocess.SubprocessError):
+        return call(["srun", "--help"], environ, tries=1, timeout_s=SRUN_S)
+    except OperationError:
         # It is missing on PATH, which others report, or does not answer.
         return "--container-image"
-    return done.stdout.decode(errors="replace")

@@ -54,7 +54,7 @@ def finish():
 
 def ranks(size: int, logs: Path, program: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program on so many ranks of one world."""
-    launcher = [sys.executable, "-m", "libra_hpc.owner.ranks", "--size", str(size), "--logs", str(logs), "--"]
+    launcher = [sys.executable, "-m", "tests.mesh.local_ranks", str(size), str(logs)]
     command = [*launcher, sys.executable, str(program), *arguments]
     environment = {**os.environ, **variables}
     return subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)

@@ -119,7 +119,7 @@ def test_ranks_of_a_machine_without_ipv4_meet(tmp_path: Path) -> None:
     if subprocess.run([*net, f"{ALONE} true"], capture_output=True).returncode:
         pytest.skip("no network without IPv4 can be made here")
     (tmp_path / "program.py").write_text(PROGRAM)
-    ranks = f"{sys.executable} -m libra_hpc.owner.ranks --size 2 --logs {tmp_path} --"
+    ranks = f"{sys.executable} -m tests.mesh.local_ranks 2 {tmp_path}"
     program = f"{sys.executable} {tmp_path}/program.py {tmp_path} '' ''"
     subprocess.run([*net, f"{ALONE} {ranks} {program}"], check=True, timeout=120)
     facts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
