@@ -1,12 +1,11 @@
-"""Confine one process by the kernel: limits, namespaces, a system-call filter.
+"""Confine one process by the kernel: limits, a system-call filter.
 
 Declared tools are bounded, not distrusted: they are the task author's code. Model-written code is distrusted.
 
 - Both: time limit (SIGKILL to the group), RLIMIT_AS, no core files, empty environment, own session, no inherited
   descriptors, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG; children end with the call (subreaper).
 - Declared tools: files up to the memory limit.
-- Model-written code: no files, no processes, CPU time limit + 1 s; user `NOBODY` when started as root; an empty
-  network namespace where permitted.
+- Model-written code: no files, no processes, CPU time limit + 1 s; user `NOBODY` when started as root.
 - Model-written code makes only the system calls of `COMPUTE`; where that filter cannot be installed, it is not run.
 
 There is no cgroup: a job step rarely may divide one. A tool that forks faster than it is killed ends its process
@@ -28,7 +27,6 @@ NOBODY = 65534
 """uid and gid without rights on every Linux (the kernel's overflow id)."""
 
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -59,8 +57,6 @@ COMPUTE: dict[str, tuple[int, tuple[int, ...]]] = {
 """System calls of model-written code: work on memory and on open descriptors. fcntl is absent: F_SETOWN sends signals.
 """
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 def hide_memory() -> None:
     """Forbid processes of the same user to read or trace this one (/proc/<pid>/mem, environ, ptrace)."""
@@ -90,11 +86,6 @@ def drop_root() -> bool:
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
     return True
-
-
-def leave_network() -> bool:
-    """Enter an empty network namespace; False where the kernel does not permit it."""
-    return bool(_libc.unshare(_CLONE_NEWNET) == 0 or _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0)
 
 
 def compute_only(cpu_s: int) -> None:

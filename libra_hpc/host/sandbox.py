@@ -50,8 +50,6 @@ REAP_S = 0.02
 STRANGER_ROUNDS = 100
 """Most attempts at the end of a sandbox to kill what its tools left behind."""
 
-NO_NAMESPACE = "sandbox: no network namespace here; the system-call filter alone keeps model-written code offline"
-
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from libra_hpc.host.toolproc import main; main()"
 
 
@@ -171,8 +169,6 @@ class _Process:
         self._timer.cancel()
         self.ready = True
         self.pool.sandbox.count_start("")
-        if not (self.pool.refs or message.network_off):
-            print(NO_NAMESPACE, file=sys.stderr)
         return True
 
     def _answer(self, done: ToolDone) -> None:

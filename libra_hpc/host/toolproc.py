@@ -105,9 +105,7 @@ class RunCode(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The process is set up; ``network_off``: without network (never for declared tools)."""
-
-    network_off: bool
+    """The process is set up."""
 
 
 class ToolDone(msgspec.Struct, tag=True, frozen=True):
@@ -240,7 +238,6 @@ def serve(link: socket.socket) -> None:
     if not isinstance(setup, Setup):
         return
     os.chdir(setup.folder)
-    network_off = False
     functions: dict[str, Callable[..., Any]] = {}
     try:
         if setup.tools:
@@ -248,7 +245,6 @@ def serve(link: socket.socket) -> None:
         else:
             for name in PRELOADED:
                 importlib.import_module(name)
-            network_off = contain.leave_network()
             contain.drop_root()
         for fault in FAULTS:
             signal.signal(fault, signal.SIG_IGN)
@@ -259,7 +255,7 @@ def serve(link: socket.socket) -> None:
     except Exception as error:
         link.sendall(from_tool.frame(ToolDone("error", f"{type(error).__name__}: {error}")))
         return
-    link.sendall(from_tool.frame(Ready(network_off)))
+    link.sendall(from_tool.frame(Ready()))
     while (request := receive()) is not None:
         if isinstance(request, Setup):
             return
