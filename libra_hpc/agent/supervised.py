@@ -46,7 +46,7 @@ REPEAT_S = 60.0
 
 
 class ChildCommand(NamedTuple):
-    """How to start one process; its name is also that of its socket and log."""
+    """How to start one process; its name is also that of its log."""
 
     name: str
     argv: list[str]
@@ -107,7 +107,6 @@ class Supervised:
         for command in commands:
             child = Child(
                 command.name,
-                self._context.private / f"{command.name}.sock",
                 outbound=self._supervisor.outbound,
                 inbound=self._supervisor.inbound,
                 on_message=self._received,

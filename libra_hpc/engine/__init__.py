@@ -1,4 +1,4 @@
-"""The vLLM engine process: one rollout replica behind a Unix-domain socket, or in the caller's own process.
+"""The vLLM engine process: one rollout replica behind a socket, or in the caller's own process.
 
 ``settings`` is read without torch or vLLM; every other module needs the ``cpu`` or ``cuda`` extra.
 """

@@ -1,4 +1,4 @@
-"""``python -m libra_hpc.engine --socket PATH --config JSON``: one vLLM engine for the agent at PATH."""
+"""``python -m libra_hpc.engine --socket FD --config JSON``: one vLLM engine for the agent at the other end of FD."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from libra_hpc.process.entry import leave, run
 from .settings import prepare_process, read_config, under_one_name
 
 
-def start(socket: str, file: Path) -> int:
+def start(link: int, file: Path) -> int:
     """Run the engine; exit codes: 0 asked to leave, 1 failed, 2 bad configuration."""
     config = under_one_name(read_config(file), file.absolute().with_suffix(".folder"))
     prepare_process(config)
     # vLLM reads its environment when it is imported.
     from .process import serve
 
-    return serve(socket, config)
+    return serve(link, config)
 
 
 if __name__ == "__main__":

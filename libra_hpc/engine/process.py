@@ -57,14 +57,11 @@ GATE_POLL_S = 0.001
 """Between two questions to a closed gate.  Half: a core busy with reading; double: as much is lost in each pause."""
 
 
-def serve(socket_path: str, config: EngineConfig) -> int:
-    """Run an engine on the agent's socket until it ends; returns the exit code.
-
-    Raises `ConnectionError` or `OSError` when nobody listens there.
-    """
+def serve(link: int, config: EngineConfig) -> int:
+    """Run an engine on the agent's socket until it ends; returns the exit code."""
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sock: EngineSocket[FromEngine] = EngineSocket(socket_path, to_engine, from_engine)
+    sock: EngineSocket[FromEngine] = EngineSocket(link, to_engine, from_engine)
     threading.Thread(target=_watch_hangup, args=(sock.fileno(),), daemon=True, name="hangup").start()
     try:
         return _Loop(sock, config).run()

@@ -1,6 +1,6 @@
-"""The environment host process: ``python -m libra_hpc.host.host --socket PATH --config PATH``.
+"""The environment host process: ``python -m libra_hpc.host.host --socket FD --config PATH``.
 
-It connects to its starter's Unix-domain socket, constructs the task, sends `HostReady`, and serves
+It has a socket of its starter's, constructs the task, sends `HostReady`, and serves
 `libra_hpc.protocol.env` for all episodes on one asyncio loop.
 
 - The task's code raises, overruns a step (`step.py`) or returns an invalid answer (`answers.py`) -> `EpisodeFailed`.
@@ -21,6 +21,7 @@ import contextlib
 import math
 import os
 import selectors
+import socket
 import sys
 import threading
 import traceback
@@ -273,7 +274,7 @@ class Host(asyncio.Protocol):
             self._end(name, "done")
 
 
-async def serve(path: str, config: RunConfig) -> int:
+async def serve(link: int, config: RunConfig) -> int:
     """Connect, serve until the socket closes, return the exit code; raises `UserError` and `OperationError` before."""
     task, own = task_of(config, TaskTokenizer(config.model.path)), config.task
     # Children up to here are the task's own; what a tool leaves behind is killed with this process.
@@ -285,14 +286,14 @@ async def serve(path: str, config: RunConfig) -> int:
         await tools.start()
         limit_s = step_limit(task, config.deadlines.first_s)
         host = Host(own.host_task, task, tools, limit_s, OPENINGS * own.tool_processes)
-        await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
+        await asyncio.get_running_loop().create_connection(lambda: host, sock=socket.socket(fileno=link))
         await asyncio.wait((host.closed, tools.broken), return_when=asyncio.FIRST_COMPLETED)
         if not host.closed.done():
             raise OperationError(f"No tool process can be started: {await tools.broken}.")
         await host.left()
         return await host.closed
     finally:
-        tools.close()
+        await tools.close()
 
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
@@ -314,14 +315,14 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
         loop.close()
 
 
-def main(module: str, serve: Callable[[str, RunConfig], Coroutine[Any, Any, int]]) -> int:
-    """Entry point of a host process: run ``serve(socket, config)``; returns the exit code."""
+def main(module: str, serve: Callable[[int, RunConfig], Coroutine[Any, Any, int]]) -> int:
+    """Entry point of a host process: run ``serve(descriptor, config)``; returns the exit code."""
 
-    def work(path: str, file: Path) -> int:
+    def work(link: int, file: Path) -> int:
         clean_own()
         config = read_named("--config", file, run_config, "a file with the configuration of a run")
         with contextlib.suppress(KeyboardInterrupt):
-            return _run(serve(path, config))
+            return _run(serve(link, config))
         return 0
 
     return run(module, work)

@@ -49,7 +49,7 @@ async def play_one(config: RunConfig, index: int, write: Writer, report: Report)
                 await live.end(why)
             return end
         finally:
-            tools.close()
+            await tools.close()
 
 
 class _Played:

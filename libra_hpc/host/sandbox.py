@@ -14,8 +14,6 @@ import json
 import os
 import secrets
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,8 +25,8 @@ from typing import Any
 
 from libra_hpc.config.learn import TaskSection
 from libra_hpc.errors import EnvironmentFailed, OperationError, error_text
+from libra_hpc.process.child import Child, spawn
 from libra_hpc.process.reaper import end_strangers
-from libra_hpc.protocol.codec import FrameBuffer, FrameError
 from libra_hpc.tasks.base import ToolResult
 
 from .declared import tool_refs
@@ -41,11 +39,8 @@ CODE_GRACE_S = 2.0
 """Seconds beyond the limit of model-written code, which its tool process enforces, until the host kills that process.
 """
 
-DEATH_S = 0.5
-"""Most seconds to learn how a process ended that has closed its link; it takes microseconds."""
-
 REAP_S = 0.02
-"""Seconds between two attempts to reap killed processes."""
+"""Seconds between two rounds that kill what tools left behind."""
 
 STRANGER_ROUNDS = 100
 """Most attempts at the end of a sandbox to kill what its tools left behind."""
@@ -75,101 +70,55 @@ class _Process:
     def __init__(self, pool: _Pool, folder: str) -> None:
         self.pool, self.folder = pool, folder
         self.job: _Job | None = None
-        self.ready = False
-        self._buffer = FrameBuffer()
+        self.ready = self._over = False
         self._loop = asyncio.get_running_loop()
-        self._link, theirs = socket.socketpair()
-        try:
-            self.child = subprocess.Popen(
-                [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={"TMPDIR": folder, "LC_ALL": "C.UTF-8"},
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        except OSError:
-            self._link.close()
-            raise
-        finally:
-            theirs.close()
-        self._link.setblocking(False)
-        self._loop.add_reader(self._link.fileno(), self._readable)
         self._timer = self._loop.call_later(START_S, self._overdue)
-        self._unsent = bytearray()
-        self._send(to_tool.frame(pool.setup(folder)))
+        self.child = Child("tool process", to_tool, from_tool, self._received, self._exited)
+        self.child.send(pool.setup(folder))
+        self._begun = spawn(self._begin())
+
+    async def _begin(self) -> None:
+        argv = [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path)]
+        try:
+            await self.child.start(argv, {"TMPDIR": self.folder, "LC_ALL": "C.UTF-8"}, Path(os.devnull))
+        except OSError as error:
+            self._end(ToolDone("error", error_text(error)))
+            self.pool.sandbox.ended(self)
+        if self._over:
+            self.child.kill()
 
     def start(self, job: _Job) -> None:
         self.job = job
         self._timer = self._loop.call_later(job.limit_s, self._overdue)
-        self._send(job.frame)
+        self.child.send_frame(job.frame)
 
-    def _send(self, data: bytes) -> None:
-        self._unsent += data
-        self._writable()
-
-    def _writable(self) -> None:
-        try:
-            sent = self._link.send(self._unsent)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
-            sent = len(self._unsent)  # the process is gone: the reader reports it
-        del self._unsent[:sent]
-        if self._unsent:
-            self._loop.add_writer(self._link.fileno(), self._writable)
-        else:
-            self._loop.remove_writer(self._link.fileno())
-
-    def _readable(self) -> None:
-        try:
-            chunk = self._link.recv(1 << 20)
-        except (BlockingIOError, InterruptedError):
+    def _received(self, child: Child, message: Ready | ToolDone) -> None:
+        if self._over:
             return
-        except OSError:
-            chunk = b""
-        if not chunk:
-            self._end(self._death())
-            return
-        frames = self._buffer.feed(chunk)
-        if all(self._take(frame) for frame in frames) and frames:
-            self.pool.free(self)  # after all frames: one after an answer must not reach the next call
-
-    def _death(self) -> ToolDone:
-        """Why the process ended by itself: by its memory, which is no answer to the policy, or otherwise."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.child.wait(DEATH_S)
-        if (code := -(self.child.returncode or 0)) not in FAULTS:
-            return ToolDone("error", "the tool process died")
-        limit = f"task.tool_memory_mb = {self.pool.sandbox.config.tool_memory_mb} limits memory and mapped files"
-        return ToolDone(ENVIRONMENT, f"the tool process died of {signal.Signals(code).name}; {limit}")
-
-    def _take(self, frame: bytes) -> bool:
-        """Handle one frame; False when the process was ended."""
-        try:
-            message = from_tool.decode(frame)
-        except (FrameError, RecursionError) as error:
-            self._end(ToolDone("error", f"the tool process sent an unreadable answer ({error})"))
-            return False
-        if not self.ready:
-            return self._started(message)
-        if isinstance(message, Ready) or self.job is None or message.call != self.job.call:
+        if self.ready and (isinstance(message, Ready) or self.job is None or message.call != self.job.call):
             print("sandbox: a tool process sent an answer to no call, and another replaces it", file=sys.stderr)
             self._end(ToolDone("error", "the tool process sent an answer to no call"))
-            return False
-        self._timer.cancel()
-        self._answer(message)
-        return True
-
-    def _started(self, message: Ready | ToolDone) -> bool:
-        if isinstance(message, ToolDone):
+            return
+        if isinstance(message, ToolDone) and not self.ready:
             self._end(message)
-            return False
+            return
         self._timer.cancel()
-        self.ready = True
-        self.pool.sandbox.count_start("")
-        return True
+        # Behind all that has come, as what follows an answer must not reach the next call, and before its caller.
+        self._loop.call_soon(self.pool.free, self)
+        if isinstance(message, ToolDone):
+            self._answer(message)
+        else:
+            self.ready = True
+            self.pool.sandbox.count_start("")
+
+    def _exited(self, child: Child, code: int) -> None:
+        """By its memory, which is no answer to the policy, or otherwise."""
+        done = ToolDone("error", "the tool process died" + (child.fault and f": {child.fault}"))
+        if -code in FAULTS:
+            limit = f"task.tool_memory_mb = {self.pool.sandbox.config.tool_memory_mb} limits memory and mapped files"
+            done = ToolDone(ENVIRONMENT, f"the tool process died of {signal.Signals(-code).name}; {limit}")
+        self._end(done)
+        self.pool.sandbox.ended(self)
 
     def _answer(self, done: ToolDone) -> None:
         job, self.job = self.job, None
@@ -181,30 +130,23 @@ class _Process:
         self._end(ToolDone("timeout" if self.ready else "error", f"no answer within {limit_s:g} s"))
 
     def _end(self, done: ToolDone) -> None:
-        self.kill()
-        self._answer(done)
-        self.pool.lost(self, "" if self.ready else str(done.value))
+        if not self._over:
+            self._over = True
+            self._timer.cancel()
+            self.child.kill()
+            self._answer(done)
+            self.pool.lost(self, "" if self.ready else str(done.value))
 
     def kill_unused(self) -> None:
         """End a process without a call; another replaces it."""
         self._end(ToolDone("error", "its folder was removed"))
 
-    def kill(self) -> None:
-        """End the process and its group; see `reaped`."""
+    async def close(self) -> None:
+        """End it, and wait for that; nobody replaces it."""
+        self._over = True
         self._timer.cancel()
-        self._loop.remove_reader(self._link.fileno())
-        self._loop.remove_writer(self._link.fileno())
-        self._link.close()
-        if self.child.poll() is None:  # while it is not reaped, the group id is its own
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.child.pid, signal.SIGKILL)
-
-    def reaped(self) -> bool:
-        """Collect the ended process and its folder; False while it has not ended."""
-        if self.child.poll() is None:
-            return False
-        rmtree(self.folder, ignore_errors=True)
-        return True
+        await self._begun
+        await self.child.stop(0.0)
 
 
 class _Pool:
@@ -259,6 +201,8 @@ class _Pool:
                 self._idle.popleft().start(job)
 
     def free(self, process: _Process) -> None:
+        if process not in self.processes:
+            return
         if self.started is not None and not self.started.done():
             self.started.set_result(None)
         self._idle.append(process)
@@ -269,7 +213,7 @@ class _Pool:
         self.processes.remove(process)
         with contextlib.suppress(ValueError):
             self._idle.remove(process)
-        self.sandbox.reap(process)
+        self.sandbox.ending.add(process)
         if not start_error:
             self.grow()
             return
@@ -314,7 +258,8 @@ class Sandbox:
         self._failed_starts = 0
         self._tools = _Pool(self, tool_refs(tools))
         self._code = _Pool(self, ())
-        self._dying: list[_Process] = []
+        self.ending = set[_Process]()
+        """Killed processes that have not ended."""
         self._made = 0
 
     async def start(self) -> None:
@@ -362,33 +307,28 @@ class Sandbox:
         if self._failed_starts == MOST_FAILED_STARTS and not self.broken.done():
             self.broken.set_result(failure)
 
-    def reap(self, process: _Process) -> None:
-        """Reap a killed process without blocking the loop."""
-        self._dying.append(process)
-        self._reap()
+    def ended(self, process: _Process) -> None:
+        rmtree(process.folder, ignore_errors=True)
+        self.ending.discard(process)
+        self._clear()
 
-    def _reap(self) -> None:
-        self._dying = [p for p in self._dying if not p.reaped()]
-        if self._end_strangers() or self._dying:
-            asyncio.get_running_loop().call_later(REAP_S, self._reap)
+    def _clear(self) -> None:
+        """Kill what ended processes have left behind, without blocking the loop."""
+        if self._end_strangers():
+            asyncio.get_running_loop().call_later(REAP_S, self._clear)
 
-    def _end_strangers(self) -> list[int]:
+    def _end_strangers(self) -> bool:
+        """One round; whether another one must follow."""
         if self._spared is None:
-            return []
-        return end_strangers({*self._spared, *self.pids, *(process.child.pid for process in self._dying)})
+            return False
+        return bool(Child.starting or end_strangers({*self._spared, *Child.live}))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Kill every tool process and what it started, wait for their end, remove their folders."""
         processes = [p for pool in (self._tools, self._code) for p in pool.processes]
-        for process in processes:
-            process.kill()
-        for process in (*processes, *self._dying):
-            process.child.wait()
-        for pool in (self._tools, self._code):
-            pool.processes.clear()
-        self._dying.clear()
+        await asyncio.gather(*(process.close() for process in (*processes, *self.ending)))
         for _ in range(STRANGER_ROUNDS):
             if not self._end_strangers():
                 break
-            time.sleep(REAP_S)
+            await asyncio.sleep(REAP_S)
         rmtree(self._folder, ignore_errors=True)

@@ -14,7 +14,6 @@ import importlib
 import os
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -25,7 +24,7 @@ import msgspec
 
 from libra_hpc.errors import EnvironmentFailed
 from libra_hpc.process import reaper
-from libra_hpc.protocol.codec import Codec, FrameBuffer
+from libra_hpc.protocol.codec import Codec, EngineSocket
 from libra_hpc.user_file import load_file
 
 from . import contain
@@ -136,19 +135,17 @@ def find(tool: ToolRef) -> Callable[..., Any]:
     return function
 
 
-def run_tool(function: Callable[..., Any], request: Call, most: int) -> bytes:
-    call = request.call
+def run_tool(function: Callable[..., Any], request: Call, most: int) -> ToolDone:
     try:
         value = function(*request.args, **request.named)
-        frame = from_tool.frame(ToolDone("ok", cut(value, most) if isinstance(value, str) else value, call=call))
-        if len(frame) > most + FRAME_BYTES:
-            text = f"the answer of {len(frame)} bytes exceeds the limit of {most}"
-            frame = from_tool.frame(ToolDone("error", text, call=call))
+        done = ToolDone("ok", cut(value, most) if isinstance(value, str) else value)
+        if (size := len(from_tool.frame(done))) > most + FRAME_BYTES:
+            return ToolDone("error", f"the answer of {size} bytes exceeds the limit of {most}")
+        return done
     except EnvironmentFailed as error:
-        frame = from_tool.frame(ToolDone(ENVIRONMENT, cut(str(error), most), call=call))
+        return ToolDone(ENVIRONMENT, cut(str(error), most))
     except (Exception, SystemExit) as error:
-        frame = from_tool.frame(ToolDone("error", cut(f"{type(error).__name__}: {error}", most), call=call))
-    return frame
+        return ToolDone("error", cut(f"{type(error).__name__}: {error}", most))
 
 
 def run_code(code: str, setup: Setup) -> ToolDone:
@@ -221,20 +218,9 @@ def _contained(code: str, setup: Setup, writer: int, parent: int) -> None:
         os._exit(status)
 
 
-def serve(link: socket.socket) -> None:
-    """Answer calls until the host closes its end."""
-    buffer = FrameBuffer()
-    pending: list[bytes] = []
-
-    def receive() -> Setup | Call | RunCode | None:
-        while not pending:
-            chunk = link.recv(1 << 20)
-            if not chunk:
-                return None
-            pending.extend(buffer.feed(chunk))
-        return to_tool.decode(pending.pop(0))
-
-    setup = receive()
+def serve(link: EngineSocket[Ready | ToolDone]) -> None:
+    """Answer calls; raises `EOFError` when the host has closed its end."""
+    setup = link.receive()
     if not isinstance(setup, Setup):
         return
     os.chdir(setup.folder)
@@ -253,28 +239,28 @@ def serve(link: socket.socket) -> None:
         reaper.die_with(setup.parent)
         reaper.become_subreaper()
     except Exception as error:
-        link.sendall(from_tool.frame(ToolDone("error", f"{type(error).__name__}: {error}")))
+        link.send(ToolDone("error", f"{type(error).__name__}: {error}"))
         return
-    link.sendall(from_tool.frame(Ready()))
-    while (request := receive()) is not None:
-        if isinstance(request, Setup):
-            return
+    link.send(Ready())
+    while not isinstance(request := link.receive(), Setup):
         # Processes of a call end with it, so these belong to the tool's module.
         spared = reaper.descendants()
         if isinstance(request, Call):
             answer = run_tool(functions[request.name], request, setup.output_bytes)
         else:
-            answer = from_tool.frame(msgspec.structs.replace(run_code(request.code, setup), call=request.call))
+            answer = run_code(request.code, setup)
         if not reaper.end_children(CHILDREN_S, spared):
             return
-        link.sendall(answer)
+        link.send(msgspec.structs.replace(answer, call=request.call))
 
 
 def main() -> None:
     """Serve on the inherited descriptor, which no program of a tool inherits; standard streams are /dev/null."""
-    link = socket.socket(fileno=int(sys.argv[1]))
-    link.set_inheritable(False)
+    link = int(sys.argv[-1])
+    os.set_inheritable(link, False)
     try:
-        serve(link)
+        serve(EngineSocket(link, to_tool, from_tool))
+    except EOFError:
+        return
     except MemoryError:
         os.abort()  # as a library in C does

@@ -6,7 +6,7 @@
 - It is a chat -> how the policy's chat is written, on stdout.
 - A step raises or answers what cannot be used -> a sentence on stdout: other turns may end better.
 
-Tools run in the sandbox of an environment host, in the folder of the socket, to which nobody connects.
+Tools run in the sandbox of an environment host; nobody uses the socket.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TURNS = 2
 """The first may end the episode; the second follows an answer of the environment."""
 
 
-async def play(path: str, config: RunConfig) -> int:
+async def play(link: int, config: RunConfig) -> int:
     """See the module docstring; returns 0, or raises `UserError`."""
     config = config.changed(task={"tool_processes": 1})
     tokenizer = TaskTokenizer(config.model.path)
@@ -53,7 +53,7 @@ async def play(path: str, config: RunConfig) -> int:
         return _unable(error)
     try:
         limits = tool_limits(task, config.task.tool_timeout_s)
-        tools = Sandbox(task.tools, config.task, folder=Path(path).parent, limits=limits)
+        tools = Sandbox(task.tools, config.task, limits=limits)
     except (TypeError, AttributeError) as error:
         raise _mistake(config, "its tools are no table of functions", error) from error
     try:
@@ -64,7 +64,7 @@ async def play(path: str, config: RunConfig) -> int:
         finally:
             await live.end("dropped")
     finally:
-        tools.close()
+        await tools.close()
     return 0
 
 

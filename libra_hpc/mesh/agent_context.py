@@ -32,7 +32,7 @@ class AgentContext:
     send: Send
     resume_point: ResumePoint
     private: Path
-    """Mode 0700, for sockets and engine settings; short, because a Unix socket's path may have 107 bytes."""
+    """Mode 0700, for settings of engines."""
     shared_memory: Path
     """Mode 0700, in /dev/shm where there is one: weights."""
     receivers: tuple[int, ...] = field(default=())

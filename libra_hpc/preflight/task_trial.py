@@ -118,14 +118,16 @@ def _playing(config: RunConfig, python: str) -> Iterator[Callable[[], TaskTrial]
     with tempfile.TemporaryDirectory(prefix="libra-trial-") as folder, contextlib.ExitStack() as stack:
         settings = Path(folder) / "host.json"
         write_private(settings, msgspec.json.encode(config))
-        play = ["-m", "libra_hpc.host.trial", "--socket", f"{folder}/none", "--config", str(settings)]
+        play = ["-m", "libra_hpc.host.trial", "--socket", "0", "--config", str(settings)]
         calls = {f"algorithm.{key}": ["-c", CALL, *FUNCTIONS[key], name] for key, name in _functions(config).items()}
-        none, pipe = subprocess.DEVNULL, subprocess.PIPE
+        none, pipe, environment = subprocess.DEVNULL, subprocess.PIPE, {**os.environ, "TMPDIR": folder}
         started: dict[str, subprocess.Popen[str] | str] = {}
         for field, arguments in {"task.name": play, **calls}.items():
             command = [python, *arguments]
             try:
-                process = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True, errors="replace")
+                process = subprocess.Popen(
+                    command, env=environment, stdin=none, stdout=pipe, stderr=pipe, text=True, errors="replace"
+                )
             except OSError as error:
                 started[field] = f"its trial did not run ({error_text(error)})"
                 continue

@@ -1,7 +1,7 @@
-"""A child process of the agent and the Unix-domain socket between them.
+"""A child process and the pair of sockets between it and who started it.
 
-- Start -> a socket in the agent's 0700 folder, a process group and a log of its own; one connection is accepted.
-- The socket closes -> the child exits, so no engine outlives its agent.
+- Start -> it inherits one of the sockets, and has a process group and a log of its own.
+- Its other end closes -> the child exits, so no engine outlives its agent.
 - The child ends -> the kernel reports it, and its whole process group gets SIGKILL.
 
 Frames are those of `libra_hpc.protocol.codec`.
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -60,13 +61,13 @@ def send_all(children: Sequence[Child], message: Any) -> None:
     live = [child for child in children if not child.ended]
     frame = live[0]._outbound.frame(message) if live else b""
     for child in live:
-        child._send(frame)
+        child.send_frame(frame)
 
 
 class Child:
-    """One engine process.
+    """One process.
 
-    ``on_message`` and ``on_exit`` are called in the agent's loop; ``on_exit`` exactly once, after the last message.
+    ``on_message`` and ``on_exit`` are called in the loop; ``on_exit`` exactly once, after the last message.
     """
 
     live: ClassVar[set[int]] = set()
@@ -77,19 +78,17 @@ class Child:
     def __init__(
         self,
         name: str,
-        socket_path: Path,
         outbound: Codec[Any],
         inbound: Codec[Any],
         on_message: Callable[[Child, Any], None],
         on_exit: Callable[[Child, int], None],
     ) -> None:
-        self.name, self.socket_path = name, socket_path
+        self.name = name
         self._outbound, self._inbound = outbound, inbound
         self._on_message, self._on_exit = on_message, on_exit
         self._writer: asyncio.StreamWriter | None = None
         self._queue: list[bytes] = []
         self._process: asyncio.subprocess.Process | None = None
-        self._server: asyncio.Server | None = None
         self._read_done = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.fault = ""
@@ -105,21 +104,23 @@ class Child:
         return self._process.pid if self._process else 0
 
     async def start(self, argv: Sequence[str], environment: dict[str, str], log: Path) -> None:
-        """Start ``argv + ["--socket", path]``; messages sent before it connects wait."""
-        with contextlib.suppress(FileNotFoundError):
-            self.socket_path.unlink()
-        self._server = await asyncio.start_unix_server(self._connected, str(self.socket_path))
+        """Start ``argv + ["--socket", descriptor]``; messages sent before wait.  Raises `OSError`."""
         for folder in (log.parents[1], log.parent):
             # Not those above them: nobody makes a run directory again that was removed.
             folder.mkdir(exist_ok=True)
+        ours, theirs = socket.socketpair()
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._writer.writelines(self._queue)
+        self._queue.clear()
         Child.starting += 1
         try:
-            with log.open("ab", buffering=0) as output:
+            with theirs, log.open("ab", buffering=0) as output:
                 self.log_start = output.tell()
                 self._process = await asyncio.create_subprocess_exec(
                     *argv,
                     "--socket",
-                    str(self.socket_path),
+                    str(theirs.fileno()),
+                    pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -128,8 +129,12 @@ class Child:
                     preexec_fn=_ignore_job_signals,
                 )
             Child.live.add(self._process.pid)
+        except OSError:
+            self._writer.close()
+            raise
         finally:
             Child.starting -= 1
+        spawn(self._read(reader, self._writer))
         self._task = spawn(self._watch())
 
     def send(self, message: Any) -> None:
@@ -139,7 +144,7 @@ class Child:
         """
         send_all([self], message)
 
-    def _send(self, frame: bytes) -> None:
+    def send_frame(self, frame: bytes) -> None:
         if self._writer is None:
             self._queue.append(frame)
         elif not self._writer.is_closing():
@@ -173,14 +178,7 @@ class Child:
         if self._task is not None:
             await self._task
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._writer is not None:
-            writer.close()
-            return
-        self._writer = writer
-        if self._queue:
-            writer.write(b"".join(self._queue))
-            self._queue.clear()
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         buffer = FrameBuffer()
         try:
             while chunk := await reader.read(READ_BYTES):
@@ -194,7 +192,7 @@ class Child:
             # A defect of ours in the handler of a message: whoever runs the loop must hear of it, or the run would wait
             # for an answer that was lost.
             asyncio.get_running_loop().call_exception_handler(
-                {"message": f"a message of {self.socket_path.stem}", "exception": error}
+                {"message": f"a message of {self.name}", "exception": error}
             )
         finally:
             self._read_done.set()
@@ -204,13 +202,8 @@ class Child:
         assert self._process is not None
         code = await self._process.wait()
         Child.live.discard(self._process.pid)
-        if self._writer is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._read_done.wait(), LEAVE_S)
-        if self._server is not None:
-            self._server.close()
-        with contextlib.suppress(FileNotFoundError):
-            self.socket_path.unlink()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._read_done.wait(), LEAVE_S)
         # The group may hold the child's own workers; it is ours alone, so nothing else can be hit.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)

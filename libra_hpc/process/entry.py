@@ -1,4 +1,4 @@
-"""How a child process of an agent begins and ends: ``--socket PATH --config FILE``.
+"""How a child process of an agent begins and ends: ``--socket FD --config FILE``.
 
 - A mistake of the user, or what cannot be done -> one sentence on stderr, and the exit code of that.
 - `leave` -> the process ends at once, without Python taking itself apart.
@@ -18,12 +18,13 @@ from libra_hpc.errors import OperationError, UserError
 from .dump import dump_on_request
 
 
-def run(module: str, work: Callable[[str, Path], int], arguments: Sequence[str] | None = None) -> int:
+def run(module: str, work: Callable[[int, Path], int], arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and return the exit code of ``work(socket, config)``."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
-    parser.add_argument("--socket", required=True, help="Unix-domain socket the agent listens on")
+    parser.add_argument("--socket", required=True, type=int, help="descriptor of the socket to the agent")
     parser.add_argument("--config", required=True, type=Path, help="JSON file with what the process needs")
     options = parser.parse_args(arguments)
+    os.set_inheritable(options.socket, False)
     dump_on_request()
     try:
         return work(options.socket, options.config)

@@ -117,14 +117,13 @@ def _exactly(read: Callable[[int], bytes | None], size: int) -> bytes:
 
 
 class EngineSocket(Generic[T]):
-    """The engine process's end of its Unix-domain socket; any thread may send, one receives.
+    """A child's end of the sockets between it and its agent; any thread may send, one receives.
 
     It stays blocking: a receiver must not change the mode under a sender.
     """
 
-    def __init__(self, path: str, inbound: Codec[Any], outbound: Codec[T]) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(path)
+    def __init__(self, descriptor: int, inbound: Codec[Any], outbound: Codec[T]) -> None:
+        self._socket = socket.socket(fileno=descriptor)
         self._inbound, self._outbound = inbound, outbound
         self._buffer = FrameBuffer()
         self._pending: list[bytes] = []

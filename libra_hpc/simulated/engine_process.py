@@ -1,6 +1,6 @@
 """The simulated rollout engine process.
 
-``python -m libra_hpc.simulated.engine_process --socket PATH --config FILE``, with the file of the real engine.
+``python -m libra_hpc.simulated.engine_process --socket FD --config FILE``, with the file of the real engine.
 
 * One thread sleeps until a message arrives or a step ends.
 * An idle engine reports every `IDLE_INTERVAL_S`.
@@ -96,9 +96,9 @@ def _handle(engine: SimulatedEngine, message: ToEngine, now: float) -> list[From
     return []
 
 
-def work(socket: str, path: Path) -> int:
+def work(link: int, path: Path) -> int:
     with contextlib.suppress(EOFError, ConnectionError):
-        serve(EngineSocket(socket, to_engine, from_engine), engine_settings.decode(path.read_bytes()))
+        serve(EngineSocket(link, to_engine, from_engine), engine_settings.decode(path.read_bytes()))
     return 0
 
 

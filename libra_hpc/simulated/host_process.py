@@ -1,6 +1,6 @@
 """The simulated environment host: the real `Host` around a task that replays a workload.
 
-``python -m libra_hpc.simulated.host_process --socket PATH --config FILE``, with the run's configuration.
+``python -m libra_hpc.simulated.host_process --socket FD --config FILE``, with the run's configuration.
 
 Prompts, tool answers, tool seconds and rewards are those of the workload (`tokens`).  It needs no tokenizer and starts
 no tool process.
@@ -9,6 +9,7 @@ no tool process.
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from typing import Any
 
@@ -77,10 +78,10 @@ class _NoTools:
         raise KeyError("python")
 
 
-async def serve(path: str, config: RunConfig) -> int:
+async def serve(link: int, config: RunConfig) -> int:
     """Connect, serve until the socket closes, and return the exit code."""
     host = Host("simulated", WorkloadTask(config), _NoTools())
-    await asyncio.get_running_loop().create_unix_connection(lambda: host, path)
+    await asyncio.get_running_loop().create_connection(lambda: host, sock=socket.socket(fileno=link))
     code = await host.closed
     await host.left()
     return code

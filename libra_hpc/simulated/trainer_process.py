@@ -1,6 +1,6 @@
 """The simulated Megatron worker process: the loop of the real one, with `ReplicaTime` instead of the computation.
 
-``python -m libra_hpc.simulated.trainer_process --socket PATH --config FILE``
+``python -m libra_hpc.simulated.trainer_process --socket FD --config FILE``
 
 * `TrainStep` or `TrainPortion` that is not of the next step of the current generation, or lacks a part -> refused.
 * `Join` -> the core's step; a replica without its weights receives them.
@@ -231,10 +231,10 @@ def _engine_gaps(samples: Iterable[Sample]) -> dict[int, tuple[float, int]]:
     return found
 
 
-def work(socket: str, path: Path) -> int:
+def work(link: int, path: Path) -> int:
     begin = time.monotonic()
     with contextlib.suppress(EOFError, ConnectionError):
-        Trainer(read_config(path), WorkerSocket(socket), begin).run()
+        Trainer(read_config(path), WorkerSocket(link), begin).run()
     return 0
 
 

@@ -48,8 +48,8 @@ from libra_hpc.weights.pieces import Offer
 class WorkerSocket(EngineSocket[FromWorker]):
     """See the module docstring."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path, to_worker, from_worker)
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, to_worker, from_worker)
         self._ahead: deque[Any] = deque()
 
     def receive(self, timeout: float | None = None) -> Any | None:

@@ -1,6 +1,6 @@
 """The Megatron worker process: obeys `libra_hpc.protocol.trainer` messages until its agent's socket closes.
 
-    python -m libra_hpc.trainer.worker --socket PATH --config JSON
+    python -m libra_hpc.trainer.worker --socket FD --config JSON
 
 One process per device. The ``tp * pp * dp`` processes of a world get every message and all answer; rank 0 writes the
 files that are not sharded.
@@ -163,8 +163,8 @@ class Worker(WorkerLoop):
             self._engine.release()
 
 
-def work(path: str, config: Path) -> int:
-    socket = WorkerSocket(path)
+def work(link: int, config: Path) -> int:
+    socket = WorkerSocket(link)
     pulse = Pulse(socket.send)
     try:
         Worker(read_config(config), socket, pulse).run()

@@ -1,6 +1,6 @@
 """The carrier: the process of a node that moves new weights, so that the agent's loop has none of their bytes.
 
-    python -m libra_hpc.weights.carrier --socket PATH --config JSON
+    python -m libra_hpc.weights.carrier --socket FD --config JSON
 
 - A version was published -> its offers are pulled (`weights/pull.py`) and served on (`weights/server.py`).
 - Guests in another cluster pull weights over HTTP, if the run file names a port (`weights/outside.py`).
@@ -363,11 +363,11 @@ def _or_end(work: Any) -> None:
         leave(1)
 
 
-def work(path: str, file: Path) -> int:
+def work(link: int, file: Path) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     config = _decoder.decode(file.read_bytes())
     with contextlib.suppress(EOFError, ConnectionError):
-        Carrier(config, EngineSocket(path, to_carrier, from_carrier)).run()
+        Carrier(config, EngineSocket(link, to_carrier, from_carrier)).run()
     return 0
 
 

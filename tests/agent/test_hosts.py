@@ -26,13 +26,7 @@ from tests.stage.waiting import until
 
 class FakeChild:
     def __init__(
-        self,
-        name: str,
-        path: Path,
-        outbound: Any,
-        inbound: Any,
-        on_message: Callable[..., None],
-        on_exit: Callable[..., None],
+        self, name: str, outbound: Any, inbound: Any, on_message: Callable[..., None], on_exit: Callable[..., None]
     ) -> None:
         self.name, self.message, self.exited = name, on_message, on_exit
         self.ends, self.fault, self.stopping, self.ended, self.log_start, self.pid = 0, "", False, False, 0, 0
@@ -50,7 +44,7 @@ class FakeChild:
         if self.starting is not None:
             await self.starting
 
-    def _send(self, message: Any) -> None:
+    def send_frame(self, message: Any) -> None:
         self.got.append(message)
 
     async def stop(self, leave_s: float = 0.0) -> None:

@@ -200,16 +200,26 @@ class EngineUnderTest:
         self.config = config
         self.module = "tests.engine.ahead_on_cpu" if ahead_on_cpu else "libra_hpc.engine"
         folder.mkdir(parents=True, exist_ok=True)
-        self.socket_path = folder / "s"
         self.config_path = folder / "engine.json"
         self.config_path.write_bytes(msgspec.json.encode(config))
         self.log_path = folder / "engine.log"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self.socket_path))
-        self._listener.listen(1)
-        with open(self.log_path, "wb") as log:
-            self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        self._connection: socket.socket | None = None
+        self._connection, theirs = socket.socketpair()
+        with theirs, open(self.log_path, "wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    self.module,
+                    "--socket",
+                    str(theirs.fileno()),
+                    "--config",
+                    str(self.config_path),
+                ],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
         self._buffer = FrameBuffer()
         self._inbox: list[tuple[FromEngine, int]] = []
         self._turns: list[str] = []
@@ -221,26 +231,15 @@ class EngineUnderTest:
         self.reported = 0
         """Reports that came before the message received last."""
 
-    def command(self) -> list[str]:
-        files = ["--socket", str(self.socket_path), "--config", str(self.config_path)]
-        return [sys.executable, "-m", self.module, *files]
-
-    def connect(self) -> None:
-        self._listener.settimeout(PATIENCE_S)
-        self._connection, _ = self._listener.accept()
-
     def ready(self) -> EngineState:
-        self.connect()
         return self.expect(EngineState)
 
     def send(self, *messages: ToEngine) -> None:
-        assert self._connection is not None
         self._turns += [message.rid for message in messages if isinstance(message, Generate)]
         self._connection.sendall(b"".join(to_engine.frame(message) for message in messages))
 
     def receive(self) -> FromEngine:
         """The next message but `Doing` and `EngineStats` (the latter are appended to ``stats``)."""
-        assert self._connection is not None
         deadline = time.monotonic() + PATIENCE_S
         while not self._inbox:
             if not select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -302,7 +301,6 @@ class EngineUnderTest:
 
     def wait_stats(self, since: int, condition: Callable[[EngineStats], bool]) -> EngineStats:
         """The first report from number ``since`` on that fulfils ``condition``; other messages stay queued."""
-        assert self._connection is not None
         deadline = time.monotonic() + PATIENCE_S
         seen = since
         while True:
@@ -316,7 +314,6 @@ class EngineUnderTest:
 
     def wait_phase(self, phase: str) -> None:
         """Until it reports that phase."""
-        assert self._connection is not None
         self._connection.settimeout(PATIENCE_S)
         while phase not in self.doing.now:
             self._take(self._connection.recv(1 << 20))
@@ -353,9 +350,7 @@ class EngineUnderTest:
         for pid in below:
             if alive(pid):
                 os.kill(pid, 9)
-        self._listener.close()
-        if self._connection is not None:
-            self._connection.close()
+        self._connection.close()
 
 
 def assert_bit_for_bit(engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path) -> None:

@@ -64,12 +64,11 @@ def test_a_dead_worker_fails_every_request_and_ends_the_engine(old: Model, folde
 AGENT = """
 import json, socket, subprocess, sys, time
 from pathlib import Path
-command, where = json.loads(sys.argv[1]), sys.argv[2]
-listener = socket.socket(socket.AF_UNIX)
-listener.bind(where)
-listener.listen(1)
-engine = subprocess.Popen(command, start_new_session=True)
-connection, _ = listener.accept()
+connection, theirs = socket.socketpair()
+number = theirs.fileno()
+command = [*json.loads(sys.argv[1]), "--socket", str(number)]
+engine = subprocess.Popen(command, start_new_session=True, pass_fds=(number,))
+theirs.close()
 connection.recv(1)
 print(engine.pid, flush=True)
 time.sleep(600)
@@ -77,10 +76,10 @@ time.sleep(600)
 
 
 def test_an_engine_ends_when_its_agent_is_killed(old: Model, folder: Path) -> None:
-    config, where = folder / "engine.json", str(folder / "s")
+    config = folder / "engine.json"
     config.write_bytes(msgspec.json.encode(engine_config(old)))
-    command = [sys.executable, "-m", "libra_hpc.engine", "--socket", where, "--config", str(config)]
-    started = [sys.executable, "-c", AGENT, json.dumps(command), where]
+    command = [sys.executable, "-m", "libra_hpc.engine", "--config", str(config)]
+    started = [sys.executable, "-c", AGENT, json.dumps(command)]
     agent = subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert agent.stdout is not None
     engine = 0
@@ -118,7 +117,7 @@ def test_caches_in_fp8_hold_more_and_their_gap_to_the_trainer_is_small_and_there
 def test_a_bad_configuration_ends_with_two_and_one_sentence(old: Model, tmp_path: Path) -> None:
     config = tmp_path / "engine.json"
     config.write_bytes(msgspec.json.encode(EngineConfig(run=RunConfig().changed(model={"path": str(tmp_path)}))))
-    command = [sys.executable, "-m", "libra_hpc.engine", "--socket", str(tmp_path / "s"), "--config", str(config)]
+    command = [sys.executable, "-m", "libra_hpc.engine", "--socket", "0", "--config", str(config)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stderr.count("\n") == 1

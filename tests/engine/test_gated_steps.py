@@ -84,7 +84,6 @@ def gated(old: Model, server: Server, tmp_path_factory: pytest.TempPathFactory) 
     config = engine_config(old, version=1, step_log=log, gate=gate, kv_after_update="keep")
     one = EngineUnderTest(folder, config)
     try:
-        one.connect()
         one.wait_phase(PAUSED)
         assert one.stats == [], "nothing is loaded"
         server.serve(0)

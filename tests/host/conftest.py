@@ -38,7 +38,7 @@ def sandbox(tmp_path: Path) -> OpenSandbox:
             await box.start()
             yield box
         finally:
-            box.close()
+            await box.close()
             assert list(tmp_path.iterdir()) == []
 
     return opened

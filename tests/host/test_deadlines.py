@@ -65,7 +65,7 @@ def test_a_host_shows_that_its_loop_runs_and_its_stacks_when_asked(keychain_fold
             assert leader.receive() == Doing({FIRST_STEPS: 0.0}, silence_s=60.0), "the task's longest tool"
         leader.process.send_signal(signal.SIGUSR2)
         assert leader.process.stderr is not None
-        assert "Current thread" in leader.process.stderr.readline()
+        assert any("Current thread" in line for line in leader.process.stderr)
         assert leader.process.poll() is None
 
 

@@ -1,4 +1,4 @@
-"""An agent for tests: starts one simulated process and talks to it over a real Unix-domain socket."""
+"""An agent for tests: starts one simulated process and talks to it over its socket."""
 
 from __future__ import annotations
 
@@ -31,43 +31,33 @@ def dry_run(**simulated: Any) -> RunConfig:
 
 
 class Link:
-    """A context manager around one process: ``python -m <module> <arguments> --socket PATH``."""
+    """A context manager around one process: ``python -m <module> <arguments> --socket FD``."""
 
     def __init__(
         self, folder: Path, module: str, *arguments: str, inbound: Codec[Any], outbound: Codec[Any], **environ: str
     ) -> None:
         self._inbound, self._outbound = inbound, outbound
-        # Beside its folder: names of Unix sockets are short.
-        self._listener = socket.socket(socket.AF_UNIX)
-        here = os.getcwd()
-        os.chdir(folder)
-        try:
-            self._listener.bind("s")
-        finally:
-            os.chdir(here)
-        self._listener.listen(1)
-        self._listener.settimeout(PATIENCE_S)
-        command = [sys.executable, "-m", module, *arguments, "--socket", "s"]
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": here, **environ},
-        )
+        self.link, theirs = socket.socketpair()
+        self.link.settimeout(PATIENCE_S)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments, "--socket", str(theirs.fileno())],
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.getcwd(), **environ},
+                pass_fds=(theirs.fileno(),),
+            )
         self._frames, self._pending = FrameBuffer(), list[bytes]()
 
     def __enter__(self) -> Link:
-        self.link, _ = self._listener.accept()
-        self.link.settimeout(PATIENCE_S)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.link.close()
-        self._listener.close()
         try:
             self.process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:

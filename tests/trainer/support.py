@@ -210,21 +210,12 @@ class Replica:
         self.processes: list[WorkerProcess] = []
         self._sockets: list[socket.socket] = []
         self._buffers: list[tuple[FrameBuffer, list[Any]]] = []
-        listeners = []
         for rank in range(math.prod(degrees.values())):
-            path = self.folder / f"{rank}.sock"
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(str(path))
-            listener.listen(1)
-            listener.settimeout(WAIT_S)
-            listeners.append(listener)
             write_config(worker_config(rank=rank, **settings), self.folder / f"{rank}.json")
-            command = ["--socket", str(path), "--config", str(self.folder / f"{rank}.json")]
-            self.processes.append(WorkerProcess(command, self.folder / f"{rank}.log"))
-        for listener in listeners:
-            connection, _ = listener.accept()
+            connection, theirs = socket.socketpair()
             connection.settimeout(WAIT_S)
-            listener.close()
+            with theirs:
+                self.processes.append(WorkerProcess(theirs, self.folder / str(rank)))
             self._sockets.append(connection)
             self._buffers.append((FrameBuffer(), []))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -21,21 +22,23 @@ if isinstance(FORKS, ForkServerContext):
     FORKS.set_forkserver_preload(["libra_hpc.trainer.worker"])
 
 
-def _work(command: list[str], log: Path) -> None:
+def _work(link: socket.socket, place: Path) -> None:
     from libra_hpc.process.entry import leave, run
     from libra_hpc.trainer.worker import work
 
-    with log.open("wb") as file:
+    with place.with_suffix(".log").open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    leave(run("libra_hpc.trainer.worker", work, command))
+    arguments = ["--socket", str(link.detach()), "--config", str(place.with_suffix(".json"))]
+    leave(run("libra_hpc.trainer.worker", work, arguments))
 
 
 class WorkerProcess:
     """One worker, with the methods of ``subprocess.Popen`` that the tests need."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
-        self._process = FORKS.Process(target=_work, args=(command, log), daemon=True)
+    def __init__(self, link: socket.socket, place: Path) -> None:
+        """``place``: its configuration and log, without their suffixes."""
+        self._process = FORKS.Process(target=_work, args=(link, place), daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

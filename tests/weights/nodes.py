@@ -64,25 +64,14 @@ class CarrierNode:
             pull_mb_s=pull_mb_s,
         )
         (folder / "carrier.json").write_bytes(msgspec.json.encode(config))
-        path = folder / "socket"
-        path.unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(path))
-            listener.listen()
+        self._stream, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "libra_hpc.weights.carrier", "--config", str(folder / "carrier.json")]
+        with theirs:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "libra_hpc.weights.carrier",
-                    "--socket",
-                    path,
-                    "--config",
-                    folder / "carrier.json",
-                ],
+                [*command, "--socket", str(theirs.fileno())],
                 env={**os.environ, **(environment or {})},
+                pass_fds=(theirs.fileno(),),
             )
-            listener.settimeout(WAIT_S)
-            self._stream, _ = listener.accept()
         self.messages: list[tuple[float, Any]] = []
         self._heard = threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()

@@ -74,7 +74,6 @@ class MeasurementReplica:
             write_config(msgspec.structs.replace(worker_config(config, rank, self._folder), **changes), settings)
             child = Child(
                 str(rank),
-                self._folder / f"{rank}.sock",
                 outbound=to_worker,
                 inbound=from_worker,
                 on_message=self._received,
