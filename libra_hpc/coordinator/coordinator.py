@@ -24,6 +24,7 @@ import msgspec
 
 from libra_hpc.config.node_groups import het_groups
 from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.planning.live_child import PlayerProcess
 from libra_hpc.policies.learning.guards import GuardDecision
 from libra_hpc.policies.pool import states
 from libra_hpc.process.retry import patiently
@@ -83,7 +84,7 @@ class Coordinator:
             self._nodes,
             self._observations,
             self._sharing,
-            repartition_after=self._repartitioner.not_before,
+            PlayerProcess(self._config, self._repartitioner.not_before, context.logs / "player.log"),
             event=self._event,
         )
         self._started_at = now

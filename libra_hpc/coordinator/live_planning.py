@@ -142,12 +142,12 @@ class LivePlanning:
         nodes: NodePool,
         observations: Observations,
         sharing: StepSharing,
-        repartition_after: float,
+        player: PlayerProcess,
         event: Callable[..., None],
     ) -> None:
         self._config, self._nodes, self._observations, self._event = config, nodes, observations, event
         self._sharing = sharing
-        self._player = PlayerProcess(config, repartition_after)
+        self._player = player
         self._decisions = DecisionLog(event)
         self._since = float("-inf")
         self._paying = set[str]()

@@ -3,25 +3,26 @@
 - The first frame is a `PlaySetup`, each further one a `Question`; a decision follows each.
 - A question is asked at one evaluation, and its answer taken at a later one; until then the last hold stays.
 - No answer within `LIMIT_S` -> a hold that says so; the process is ended, and another begins with the next question.
-- Its standard input ends -> the process ends.
+- Its agent ends -> the process ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
-import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
+from libra_hpc.errors import error_text
 from libra_hpc.policies.control.plays import hold
-from libra_hpc.protocol.codec import Codec, FrameError, read_frame
+from libra_hpc.process.child import Child, spawn
+from libra_hpc.protocol.codec import Codec, EngineSocket
 from libra_hpc.protocol.plan import PlanDecision, PlanSnapshot
 
 from .live import live_player, without_tables
@@ -49,15 +50,17 @@ ANSWERS: Codec[PlanDecision] = Codec(PlanDecision)
 
 
 class PlayerProcess:
-    """The player of a run, which answers late; `close` ends its process."""
+    """The player of a run, which answers late; `close` ends its process.  It is asked in an event loop."""
 
-    def __init__(self, config: RunConfig, repartition_after: float = -inf, limit_s: float = LIMIT_S) -> None:
-        self._setup, self._limit_s = PlaySetup(config.as_data(), repartition_after), limit_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._idle = _nothing_to_decide(config)
-        self._thread = ThreadPoolExecutor(1, "player")
-        self._answer: Future[PlanDecision] | None = None
-        self._asked = 0.0
+    def __init__(
+        self, config: RunConfig, repartition_after: float = -inf, log: Path = Path(os.devnull), limit_s: float = LIMIT_S
+    ) -> None:
+        self._setup, self._log = PlaySetup(config.as_data(), repartition_after), log
+        self._limit_s, self._idle = limit_s, _nothing_to_decide(config)
+        self._child: Child | None = None
+        self._asked: float | None = None
+        """When the question was asked that has no answer yet, or whose answer was not taken."""
+        self._answer: PlanDecision | None = None
         self._roles: list[str] = []
         self._held = PLAYS
 
@@ -66,48 +69,47 @@ class PlayerProcess:
         if self._idle:
             return hold(self._idle)
         roles = [node.role for node in snapshot.nodes]
-        answer, self._answer = self._answer, None
-        if answer is None:
+        if self._asked is None:
             self._asked, self._roles = now, roles
-            self._answer = self._thread.submit(self._ask, Question(snapshot, now))
+            self._playing().send(Question(snapshot, now))
             return self._held
-        if not answer.done():
-            if now - self._asked <= self._limit_s:
-                self._answer = answer
-                return self._held
-            self._end()
-            self._held = hold(f"the coming work was not played within {self._limit_s:.0f} s")
+        if self._answer is None:
+            if now - self._asked > self._limit_s:
+                self.close(f"the coming work was not played within {self._limit_s:.0f} s")
             return self._held
-        try:
-            decision = answer.result()
-        except (OSError, EOFError, FrameError) as error:
-            self._end()
-            self._held = hold(f"the process that plays the coming work ended: {error}")
-            return self._held
+        decision, self._asked, self._answer = self._answer, None, None
         self._held = decision if decision.action == "hold" else PLAYS
         return decision if roles == self._roles else self._held
 
-    def close(self) -> None:
-        self._end()
-        self._thread.shutdown(wait=False)
+    def close(self, reason: str = "the run ends") -> None:
+        """End the process: the next question is for another."""
+        child, self._child, self._asked, self._held = self._child, None, None, hold(reason)
+        if child is not None:
+            child.kill()
 
-    def _ask(self, question: Question) -> PlanDecision:
-        """In the thread: start the process if there is none, and wait for its answer."""
-        process = self._process
-        if process is None:
-            self._process = process = subprocess.Popen(
-                [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-            )
-            _write(process.stdin, QUESTIONS.frame(self._setup))
-        _write(process.stdin, QUESTIONS.frame(question))
-        assert process.stdout is not None
-        return ANSWERS.decode(read_frame(process.stdout.read))
+    def _playing(self) -> Child:
+        if self._child is None:
+            self._child = Child("player", QUESTIONS, ANSWERS, self._answered, self._exited)
+            self._child.send(self._setup)
+            spawn(self._start(self._child))
+        return self._child
 
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
+    async def _start(self, child: Child) -> None:
+        try:
+            await child.start([sys.executable, "-m", __name__], dict(os.environ), self._log)
+        except OSError as error:
+            self._lost(child, error_text(error))
+
+    def _answered(self, child: Child, decision: PlanDecision) -> None:
+        if child is self._child:
+            self._answer = decision
+
+    def _exited(self, child: Child, code: int) -> None:
+        self._lost(child, child.fault or f"exit code {code}")
+
+    def _lost(self, child: Child, why: str) -> None:
+        if child is self._child:
+            self.close(f"the process that plays the coming work ended: {why}")
 
 
 def _nothing_to_decide(config: RunConfig) -> str:
@@ -120,28 +122,15 @@ def _nothing_to_decide(config: RunConfig) -> str:
 
 
 def main() -> None:
-    """Answer until standard input ends; signals to the job are for its agents."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    """Answer until the other end of the socket closes."""
     os.nice(NICE)
-    with os.fdopen(os.dup(0), "rb", 0) as questions, os.fdopen(os.dup(1), "wb", 0) as answers:
-        os.dup2(2, 1)  # Nothing that a policy prints may stand between the frames.
-        try:
-            setup = QUESTIONS.decode(read_frame(questions.read))
-            assert isinstance(setup, PlaySetup)
-            player = live_player(validate(setup.config), setup.repartition_after)
-            while True:
-                question = QUESTIONS.decode(read_frame(questions.read))
-                assert isinstance(question, Question)
-                _write(answers, ANSWERS.frame(player.decide(question.snapshot, question.now)))
-        except EOFError:
-            return
-
-
-def _write(stream: Any, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[stream.write(view) :]
+    agent = EngineSocket(int(sys.argv[-1]), QUESTIONS, ANSWERS)
+    with contextlib.suppress(EOFError):
+        setup = agent.receive()
+        player = live_player(validate(setup.config), setup.repartition_after)
+        while True:
+            question = agent.receive()
+            agent.send(player.decide(question.snapshot, question.now))
 
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ def test_the_nodes_that_the_planner_wants_are_in_the_status_for_the_owner_who_qu
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner = Borrows()
-    monkeypatch.setattr("libra_hpc.coordinator.live_planning.PlayerProcess", lambda config, after: planner)
+    monkeypatch.setattr("libra_hpc.coordinator.coordinator.PlayerProcess", lambda *run: planner)
     scene = Scene(tmp_path, config=validate({"borrow": {"spot": {"nodes": 3}}}))
     wanted = []
     for _ in range(3):
@@ -254,7 +254,7 @@ async def after_a_repartition(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: RunConfig, reached: int
 ) -> Scene:
     """A run whose planner proposes at its first evaluation, and whose training then ends at step ``reached``."""
-    monkeypatch.setattr("libra_hpc.coordinator.live_planning.PlayerProcess", lambda config, after: Proposes())
+    monkeypatch.setattr("libra_hpc.coordinator.coordinator.PlayerProcess", lambda *run: Proposes())
     tmp_path.joinpath("config.json").write_text(json.dumps(config.as_data()))
     scene = Scene(tmp_path, config=config)
     async with running(scene):

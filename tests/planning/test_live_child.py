@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 
@@ -44,40 +45,40 @@ def slow_training(steps: int) -> PlanSnapshot:
     )
 
 
-def answered(player: PlayerProcess, snapshot: PlanSnapshot) -> PlanDecision:
+async def answered(player: PlayerProcess, snapshot: PlanSnapshot) -> PlanDecision:
     """The first decision that is not the one from before the question."""
     before, until = player.decide(snapshot, 0.0), time.monotonic() + WAIT_S
     while (decision := player.decide(snapshot, 0.0)) is before and time.monotonic() < until:
-        time.sleep(0.05)
+        await asyncio.sleep(0.05)
     return decision
 
 
-def test_plays_in_another_process_move_both_nodes_where_training_is_slow(player: PlayerProcess) -> None:
-    decision = answered(player, slow_training(4))
+async def test_plays_in_another_process_move_both_nodes_where_training_is_slow(player: PlayerProcess) -> None:
+    decision = await answered(player, slow_training(4))
     assert (decision.action, set(decision.nodes)) == ("to_train", {3, 4})
     assert "a batch from 9" in decision.reason or "a batch from 10" in decision.reason
 
 
-def test_an_answer_about_nodes_that_changed_since_is_dropped(player: PlayerProcess) -> None:
+async def test_an_answer_about_nodes_that_changed_since_is_dropped(player: PlayerProcess) -> None:
     asked = slow_training(4)
     held = player.decide(asked, 0.0)
     lost = replace(asked, nodes=tuple(replace(node, role="lost") if node.rank == 4 else node for node in asked.nodes))
     until = time.monotonic() + WAIT_S
-    while player._answer is not None and time.monotonic() < until:
+    while player._asked is not None and time.monotonic() < until:
         assert player.decide(lost, 0.0) is held
-        time.sleep(0.05)
+        await asyncio.sleep(0.05)
 
 
-def test_a_process_that_was_killed_or_answers_too_late_is_a_hold_and_the_next_one_answers(
+async def test_a_process_that_was_killed_or_answers_too_late_is_a_hold_and_the_next_one_answers(
     player: PlayerProcess,
 ) -> None:
-    answered(player, slow_training(4))
-    assert player._process is not None
-    player._process.kill()
-    lost = answered(player, slow_training(5))
+    await answered(player, slow_training(4))
+    assert player._child is not None
+    player._child.kill()
+    lost = await answered(player, slow_training(5))
     assert "the process that plays the coming work ended" in lost.reason
     player.decide(slow_training(5), 0.0)
     late = player.decide(slow_training(5), 61.0)
     if "was not played within 60 s" not in late.reason:
         assert late.action == "to_train", "it was there already"
-    assert answered(player, slow_training(6)).action == "to_train"
+    assert (await answered(player, slow_training(6))).action == "to_train"
