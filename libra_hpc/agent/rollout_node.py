@@ -30,7 +30,6 @@ from libra_hpc.protocol.engine import (
     Generate,
     Generated,
     Sleep,
-    StopEngine,
     UpdateWeights,
     Wake,
     WeightsApplied,
@@ -132,7 +131,7 @@ class RolloutNode(EngineNode[VllmEngine]):
 
     async def stop(self) -> None:
         self._wanted = False
-        await asyncio.gather(*(engine.stop(StopEngine()) for engine in self._engines.values()))
+        await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
 
     async def reset(self) -> None:
         """End every engine unreported: a lost node is readmitted."""

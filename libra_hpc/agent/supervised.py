@@ -121,13 +121,11 @@ class Supervised:
     def send(self, message: Any) -> None:
         send_all(self.children, message)
 
-    async def stop(self, farewell: Any = None) -> None:
-        """End all processes, asked by ``farewell`` where that is given."""
+    async def stop(self) -> None:
+        """End all processes."""
         self._watch_no_more()
         for child in self.children:
             child.stopping = True
-            if farewell is not None:
-                child.send(farewell)
         await asyncio.gather(*(child.stop() for child in self.children))
         with contextlib.suppress(TimeoutError):
             # What they wrote last stays.

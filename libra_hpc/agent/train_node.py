@@ -49,7 +49,6 @@ from libra_hpc.protocol.trainer import (
     SaveState,
     Standby,
     StepDone,
-    StopWorker,
     ToWorker,
     WorkerFailed,
     from_worker,
@@ -162,7 +161,7 @@ class TrainNode(EngineNode[Supervised]):
     async def stop(self) -> None:
         self._stopping = True
         self.keeper.close()
-        await self._trainer.stop(StopWorker())
+        await self._trainer.stop()
 
     async def reset(self) -> None:
         """End every process unreported: a lost node is readmitted."""

@@ -4,7 +4,7 @@
 - Idle -> block in ``select``, and report once a second.
 - The users of the device leave no room (`libra_hpc.gate.gated_steps`) -> no step, all else as between two steps.
 - Weight update -> stage it while steps go on; apply it between two steps, with none in flight, in the order received.
-- `StopEngine`, closed socket or SIGTERM -> exit 0.
+- Closed socket or SIGTERM -> exit 0.
 - Failed step or half-applied update -> answer every request with ``error``, send a fatal `EngineFailed`, exit 1.
 - Agent lost while a step or the start-up hangs -> a watcher thread ends the process.
 """
@@ -33,7 +33,6 @@ from libra_hpc.protocol.engine import (
     FromEngine,
     Generate,
     Sleep,
-    StopEngine,
     ToEngine,
     UpdateWeights,
     Wake,
@@ -95,11 +94,9 @@ class _Loop:
             ready = self._engine.warm_up(self._wait_open)
             self._pulse.end()
             self._socket.send(ready)
-            going = True
-            while going:
+            while True:
                 with self._pulse.phase(ENGINE_STEP):
-                    going = self._run_pass(self._engine)
-            return 0
+                    self._run_pass(self._engine)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:
@@ -111,11 +108,9 @@ class _Loop:
             if self._engine is not None:
                 self._engine.close()
 
-    def _run_pass(self, engine: RolloutEngine) -> bool:
+    def _run_pass(self, engine: RolloutEngine) -> None:
         self._began = time.monotonic()
         while (message := self._socket.receive(timeout=0)) is not None:
-            if isinstance(message, StopEngine):
-                return False
             self._handle(engine, message)
         if self._apply_checked(engine):
             # A weight update does not count as time of the next step.
@@ -126,7 +121,7 @@ class _Loop:
         work = engine.busy
         if work and not engine.may_step():
             self._pause(engine)
-            return True
+            return
         replies: list[FromEngine] = [*engine.step()] if work else []
         if self._pacer.due(time.monotonic(), work, engine.busy):
             replies.append(engine.stats())
@@ -137,7 +132,6 @@ class _Loop:
             if engine.step_log is not None:
                 engine.step_log.flush()
             self._wait(engine)
-        return True
 
     def _log_step(self, engine: RolloutEngine) -> None:
         if engine.step_log is not None:

@@ -67,10 +67,6 @@ class Wake(msgspec.Struct, tag=True, frozen=True):
     """Leave standby; the weights are stale until the next `UpdateWeights`."""
 
 
-class StopEngine(msgspec.Struct, tag=True, frozen=True):
-    """Exit with 0."""
-
-
 class Generated(msgspec.Struct, tag=True, frozen=True):
     """The end of a request."""
 
@@ -132,7 +128,7 @@ class WeightsRefused(msgspec.Struct, tag=True, frozen=True):
     """Whether the image has no whole version, for any engine."""
 
 
-ToEngine = Union[Generate, Abort, UpdateWeights, Sleep, Wake, StopEngine]
+ToEngine = Union[Generate, Abort, UpdateWeights, Sleep, Wake]
 FromEngine = Union[EngineState, Generated, EngineStats, WeightsApplied, WeightsRefused, EngineFailed, Doing]
 
 to_engine: Codec[ToEngine] = Codec(ToEngine)

@@ -147,10 +147,6 @@ class Freed(msgspec.Struct, tag=True, frozen=True):
     seconds: float
 
 
-class StopWorker(msgspec.Struct, tag=True, frozen=True):
-    """Exit with 0."""
-
-
 class Joined(msgspec.Struct, tag=True, frozen=True):
     """The generation's group exists, and this member has its weights."""
 
@@ -294,7 +290,7 @@ class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
     """Attempt of the join that failed."""
 
 
-ToWorker = Union[Join, TrainPortion, TrainStep, OfferWeights, SaveState, KeepState, Standby, StopWorker]
+ToWorker = Union[Join, TrainPortion, TrainStep, OfferWeights, SaveState, KeepState, Standby]
 FromWorker = Union[
     EngineState,
     Joined,

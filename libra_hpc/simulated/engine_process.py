@@ -4,7 +4,7 @@
 
 * One thread sleeps until a message arrives or a step ends.
 * An idle engine reports every `IDLE_INTERVAL_S`.
-* It ends on `StopEngine`, or when the agent closes the socket.
+* It ends when the agent closes the socket.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from libra_hpc.protocol.engine import (
     FromEngine,
     Generate,
     Sleep,
-    StopEngine,
     ToEngine,
     UpdateWeights,
     Wake,
@@ -42,9 +41,9 @@ from .engine_core import SimulatedEngine
 
 
 def serve(socket: EngineSocket[FromEngine], config: EngineConfig) -> None:
-    """Run an engine until `StopEngine`.
+    """Run an engine.
 
-    Raises `EOFError` when the agent is gone, `UserError` for unknown hardware or an unknown model.
+    Raises `EOFError` once the agent has closed the socket, `UserError` for unknown hardware or an unknown model.
     """
     begin, pulse = time.monotonic(), Pulse(socket.send)
     simulated, rollout, found = config.run.simulated, config.run.rollout, modelled(config.run, config.component)
@@ -70,8 +69,6 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig) -> None:
         now = clock.now()
         replies = engine.run_until(now)
         while message is not None:
-            if isinstance(message, StopEngine):
-                return
             replies += _handle(engine, message, now)
             message = socket.receive(0)
         if time.monotonic() - sent_at >= IDLE_INTERVAL_S:

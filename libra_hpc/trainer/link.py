@@ -34,7 +34,6 @@ from libra_hpc.protocol.trainer import (
     Standby,
     StepDone,
     StepFailed,
-    StopWorker,
     Tier,
     TrainPortion,
     TrainStep,
@@ -60,7 +59,7 @@ class WorkerSocket(EngineSocket[FromWorker]):
         """Whether an order arrived that ends an unfinished join or step; raises `EOFError` when the agent is gone."""
         while (message := super().receive(0.0)) is not None:
             self._ahead.append(message)
-        return any(isinstance(message, Join | Standby | StopWorker) for message in self._ahead)
+        return any(isinstance(message, Join | Standby) for message in self._ahead)
 
 
 PHASES: dict[type, str] = {Join: JOIN, TrainPortion: PORTION, OfferWeights: OFFER, Standby: STANDBY}
@@ -126,8 +125,9 @@ class WorkerLoop(ABC):
         """Leave the generation, and free what `join` can bring again."""
 
     def run(self) -> None:
-        """Obey orders until `StopWorker`; raises `EOFError` when the agent is gone."""
-        while not isinstance(message := self.socket.receive(), StopWorker):
+        """Obey orders; raises `EOFError` once the agent has closed the socket."""
+        while True:
+            message = self.socket.receive()
             with self.pulse.phase(_phase(message)):
                 answer = self._obey(message, time.monotonic())
                 self.socket.send_many([answer] if answer is not None else [])

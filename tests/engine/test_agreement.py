@@ -21,7 +21,7 @@ from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.capacity import MIB
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.engine import Generated, StopEngine
+from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.trainer.model.head import Head
@@ -243,7 +243,7 @@ def test_it_ends_when_asked_and_a_killed_one_leaves_no_worker(served: Served) ->
     assert len(below) >= (tp if tp > 1 else 0)
     wait_until(lambda: not_spinning([engine.process.pid, *below]), "the idle engine stops using processor time")
     if tp == 1:
-        engine.send(StopEngine())
+        engine._connection.close()
         assert engine.process.wait(60) == 0
     else:
         engine.process.kill()

@@ -74,8 +74,7 @@ def test_an_engine_serves_turns_and_ends_on_shutdown(tmp_path: Path) -> None:
         # 49 decode steps and a prefill on operator tables.
         assert found["r0"].run_s * 100.0 == pytest.approx(0.019 * 50 + 0.6, rel=0.5)
         assert link.until(EngineStats).generated_tokens == sum(range(50, 55))
-        link.send(rollout.StopEngine())
-        assert link.process.wait(60) == 0
+        assert link.close() == 0
 
 
 def test_caches_in_fp8_hold_twice_the_tokens_in_a_dry_run_too(tmp_path: Path) -> None:
@@ -155,8 +154,8 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         first.until(train.Saved)
         first.send(train.SaveState(str(tmp_path / "step-4"), 4))
         assert "cannot save step 4" in first.until(train.SaveFailed).reason
-        first.send(train.Standby(), train.StopWorker())
-        assert first.process.wait(60) == 0
+        first.send(train.Standby())
+        assert first.close() == 0
     assert folders.read_state(tmp_path / "step-3") == folders.TrainerState(3, 3)
     with (
         trainer_link(tmp_path / "d", modelled, dp=2, core_dp=2, rank=0) as one,

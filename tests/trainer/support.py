@@ -300,17 +300,7 @@ class Replica:
             process.wait()
 
     def close(self) -> list[int]:
-        """Stop those still alive; returns the exit codes."""
-        for process, connection in zip(self.processes, self._sockets, strict=True):
-            if process.poll() is None:
-                connection.sendall(to_worker.frame(wire.StopWorker()))
-        codes = [process.wait(timeout=WAIT_S) for process in self.processes]
-        for connection in self._sockets:
-            connection.close()
-        return codes
-
-    def abandon(self) -> list[int]:
-        """Close the sockets, like a dying agent; returns the exit codes."""
+        """Close the sockets, as an agent that ends; returns the exit codes."""
         for connection in self._sockets:
             connection.close()
         return [process.wait(timeout=WAIT_S) for process in self.processes]

@@ -39,7 +39,7 @@ def test_a_killed_worker_is_rebuilt_from_its_snapshot(tmp_path: Path, world: Rep
     assert done.loss == pytest.approx(want[4].loss, abs=2e-6)
     assert_same_state(again.tensors(5), final)
     assert all((t == want_now[n]).all() for n, t in again.tensors(5).items())
-    assert again.abandon() == [0, 0]
+    assert again.close() == [0, 0]
 
 
 def test_a_newer_order_ends_the_wait_for_a_member_that_is_missing(tmp_path: Path, world: ReplicaPlace) -> None:
@@ -74,7 +74,7 @@ def test_a_newer_order_ends_the_wait_for_a_member_that_is_missing(tmp_path: Path
     while "in assemble" not in (log := (first.folder / "0.log").read_text()):
         assert first.alive(0).waits, log
     second.send(Join(4, 1, 2, str(tmp_path / "g4")))
-    assert first.close() + second.abandon() == [0, 0]
+    assert first.close() + second.close() == [0, 0]
 
 
 def test_a_replica_that_cannot_join_or_train_reports_it_and_stays_usable(tmp_path: Path) -> None:
