@@ -28,7 +28,6 @@ from libra_hpc.mesh.door import JoinedWorld
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol import agents as wire
-from libra_hpc.protocol.carriers import Publish
 from libra_hpc.protocol.engine_state import LenderKind
 from libra_hpc.protocol.layout import Layout, ResumePoint
 from libra_hpc.simulated.dry_run import in_wall_time
@@ -38,7 +37,7 @@ from .coordinator_watch import CoordinatorWatch
 from .node import NodeAgent
 from .node_carrier import NodeCarrier
 from .rollout_node import RolloutNode
-from .routes import Routes
+from .routes import Routes, add_rollout
 
 LEAVE_S = 10.0
 """For the turns in flight to go on elsewhere; Slurm gives a preempted job 30 s by default."""
@@ -113,10 +112,7 @@ class GuestAgent(NodeAgent):
         self._page = None if behind is None else Page(behind.gate.page)
         self._routes.add(wire.StopAgent, self._on_stop)
         self._routes.add(Layout, self._on_layout)
-        self._routes.add(wire.Turns, self._engines.on_turns)
-        self._routes.add(wire.WrongEngine, self._engines.on_wrong_engine)
-        self._routes.add(wire.WeightsCurrent, self._engines.on_current)
-        self._routes.add(Publish, self._carrier.publish)
+        add_rollout(self._routes, self._engines, self._carrier)
 
     async def serve(self) -> Stay:
         """Until the run ends, or this guest leaves."""

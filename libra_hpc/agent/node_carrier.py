@@ -87,7 +87,6 @@ class NodeCarrier(EngineNode[Supervised]):
         )
         (self._carrier,) = self._engines.values()
         self._changed = changed
-        self._stopping = False
         self._policy: _Asked | None = None
         self._saves = ProgressWatch(context.config.deadlines)
         self._parts: dict[str, tuple[PullPart, asyncio.Future[str]]] = {}
@@ -122,10 +121,6 @@ class NodeCarrier(EngineNode[Supervised]):
                 await self._carrier.start([ChildCommand(name, argv, environment)])
             except OSError as error:
                 self._ended(f"carrier cannot be started: {error_text(error)}", NO_START_S)
-
-    async def stop(self) -> None:
-        self._stopping = True
-        await self._carrier.stop()
 
     async def reset(self) -> None:
         """Begin with what the folder has: a lost node is readmitted, or the folder was made again."""

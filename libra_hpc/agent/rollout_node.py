@@ -131,7 +131,7 @@ class RolloutNode(EngineNode[VllmEngine]):
 
     async def stop(self) -> None:
         self._wanted = False
-        await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
+        await super().stop()
 
     async def reset(self) -> None:
         """End every engine unreported: a lost node is readmitted."""

@@ -50,13 +50,18 @@ class Routes:
         return True
 
 
-def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, carrier: NodeCarrier) -> None:
-    """Rows of a node with engines."""
-    rollout.beside, train.beside = train, rollout
+def add_rollout(routes: Routes, rollout: RolloutNode, carrier: NodeCarrier) -> None:
+    """Rows of a node with rollout engines."""
     routes.add(wire.Turns, rollout.on_turns)
     routes.add(wire.WrongEngine, rollout.on_wrong_engine)
     routes.add(wire.WeightsCurrent, rollout.on_current)
     routes.add(Publish, carrier.publish)
+
+
+def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, carrier: NodeCarrier) -> None:
+    """Rows of a node with engines of both kinds."""
+    rollout.beside, train.beside = train, rollout
+    add_rollout(routes, rollout, carrier)
     routes.add(wire.SnapshotPart, lambda part: train.keeper.on_part(part))
     routes.add(wire.ToReplica, lambda order: train.on_message(order.message))
 

@@ -251,6 +251,7 @@ class EngineNode(Supervisor, Generic[E]):
     def __init__(self, context: AgentContext, names: Sequence[str], title: str = "engine {}") -> None:
         self._context, self.progress = context, ProgressWatch(context.config.deadlines)
         self._engines = {name: self.engine(context, self, name, title.format(name)) for name in names}
+        self._stopping = False
         self._changing = asyncio.Lock()
         """Held while processes are started or all of them ended."""
         self._ordered_at = 0.0
@@ -290,9 +291,10 @@ class EngineNode(Supervisor, Generic[E]):
             for engine in self._engines.values():
                 engine.limit_logs()
 
-    @abstractmethod
     async def stop(self) -> None:
-        """End all."""
+        """End all, for good."""
+        self._stopping = True
+        await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
 
     def discount(self, stall: float) -> None:
         self.progress.discount(stall)

@@ -108,7 +108,6 @@ class TrainNode(EngineNode[Supervised]):
         """Starts of the processes so far, and the number of the present one among the nodes of its replica."""
         self._storage_stalls = 0
         """Reads and writes of saved states in a row that were stalled."""
-        self._stopping = False
         layout = context.layout
         self.keeper = SnapshotKeeper(
             context.snapshots,
@@ -159,9 +158,8 @@ class TrainNode(EngineNode[Supervised]):
                 self._context.send(0, self._engine_state("standby"))
 
     async def stop(self) -> None:
-        self._stopping = True
         self.keeper.close()
-        await self._trainer.stop()
+        await super().stop()
 
     async def reset(self) -> None:
         """End every process unreported: a lost node is readmitted."""

@@ -62,15 +62,10 @@ class Hosts(EngineNode[Supervised]):
         self._folders: dict[int, Path] = {}
         self._chats: set[ChatChoice] = set()
         """Chat formats that have an event already."""
-        self._stopping = False
 
     async def start(self) -> None:
         for host in range(len(self._hosts)):
             await self._start(host)
-
-    async def stop(self) -> None:
-        self._stopping = True
-        await asyncio.gather(*(host.stop() for host in self._hosts))
 
     async def reset(self) -> None:
         """End all unreported, with all that they had."""
