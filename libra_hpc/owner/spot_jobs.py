@@ -20,6 +20,7 @@ from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.retry import Retry
 from libra_hpc.slurm.queue.command import call, clean_environment
+from libra_hpc.slurm.queue.query import JobState, own_jobs
 
 from .owner_records import log_line
 
@@ -114,8 +115,6 @@ class SpotJobs:
                 log_line(f"no job is queued for borrow.spot: {error}")
 
     def _ask(self) -> dict[str, bool]:
-        """Return the jobs that Slurm still has in its queue, and whether each runs."""
-        states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED,COMPLETING,REQUEUED"
-        text = call(["squeue", "--noheader", "--me", states, "--format=%i %T"], self._environment)
-        rows = (line.split() for line in text.splitlines())
-        return {row[0]: row[1] == "RUNNING" for row in rows if len(row) == 2}
+        """Return the jobs that have not ended, and whether each runs."""
+        jobs = own_jobs(self._environment)
+        return {job: info.state is JobState.RUNNING for job, info in jobs.items() if not info.state.ended}
