@@ -22,6 +22,8 @@ from libra_hpc.errors import OperationError
 from libra_hpc.process.child_environment import of_rank
 from libra_hpc.protocol.codec import LENGTH, FrameBuffer
 
+from .mpi_process import PACKETS, Packet
+
 MEET_S = 90
 """A start takes seconds; nodes that load Python from a cold shared file system come up to a minute apart."""
 BUFFER_BYTES = 4 << 20
@@ -54,7 +56,7 @@ class MpiLink:
         argv = [sys.executable, "-m", "libra_hpc.mesh.mpi_process", str(theirs.fileno()), str(os.getpid())]
         with theirs, pmi:
             self._process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, pass_fds=passed)
-        self._deadline, self._buffer, self._waiting = time.monotonic() + MEET_S, FrameBuffer(), list[bytes]()
+        self._deadline, self._buffer, self._waiting = time.monotonic() + MEET_S, FrameBuffer(), list[Packet]()
         self.alive = True
         self._ended: Callable[[], None] = lambda: None
 
@@ -92,10 +94,10 @@ class MpiLink:
             if not data:
                 self.close()
                 raise NoWorld("the MPI process of this rank ended while the ranks met; its output is above")
-            self._waiting += self._buffer.feed(data)
-        answer = self._waiting.pop(0)
-        assert answer[:1] == kind
-        return answer[1:]
+            self._waiting += map(PACKETS.decode, self._buffer.feed(data))
+        answered, content = self._waiting.pop(0)
+        assert answered == kind
+        return content
 
     # --- frames
 
@@ -139,7 +141,7 @@ class MpiLink:
             asyncio.get_running_loop().remove_reader(self._pmi)
 
     def _send(self, kind: bytes, payload: bytes = b"") -> None:
-        packet = LENGTH.pack(1 + len(payload)) + kind + payload
+        packet = PACKETS.frame((kind, payload))
         try:
             if self.alive and self._socket.send(packet) < len(packet):
                 self.close()
@@ -154,4 +156,4 @@ class MpiLink:
         if not data:
             self.close()
         for packet in self._buffer.feed(data):
-            received(packet[:1], packet[1:])
+            received(*PACKETS.decode(packet))

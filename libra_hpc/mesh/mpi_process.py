@@ -12,19 +12,20 @@ Started by `MpiLink` as a child of the agent, which never loads MPI itself.
 from __future__ import annotations
 
 import os
-import select
 import signal
-import socket
 import sys
 import time
 from typing import Any
 
 from libra_hpc.process.dump import DUMP_SIGNAL, STRAY
 from libra_hpc.process.reaper import die_with
-from libra_hpc.protocol.codec import LENGTH, read_frame
+from libra_hpc.protocol.codec import LENGTH, Codec, EngineSocket
 
 from .mpi_library import mpich_chosen
 
+Packet = tuple[bytes, bytes]
+"""Kind and content."""
+PACKETS: Codec[Packet] = Codec(Packet)
 RECORD_BYTES = 4096
 """Room for what a rank sends the others; a node with 20 addresses uses 500."""
 TAG = 7
@@ -37,8 +38,8 @@ PROBES = 8
 
 def main() -> None:
     """Command line."""
-    agent, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    die_with(parent)
+    agent: EngineSocket[Packet] = EngineSocket(int(sys.argv[1]), PACKETS, PACKETS)
+    die_with(int(sys.argv[2]))
     # It is in the agent's group, whose signals are for the agent.
     for ignored in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, DUMP_SIGNAL, *STRAY):
         signal.signal(ignored, signal.SIG_IGN)
@@ -49,56 +50,47 @@ def main() -> None:
         from mpi4py import MPI
     MPI.Init_thread(MPI.THREAD_SINGLE)
     comm = MPI.COMM_WORLD
-    _reply(agent, b"M", LENGTH.pack(comm.Get_rank()) + LENGTH.pack(comm.Get_size()))
-    while (request := _packet(agent))[:1] != b"L":
-        match request[:1], request[1:]:
+    agent.send((b"M", LENGTH.pack(comm.Get_rank()) + LENGTH.pack(comm.Get_size())))
+    while (request := agent.receive())[0] != b"L":
+        match request:
             case b"G", record:
                 everyone = bytearray(RECORD_BYTES * comm.Get_size())
                 comm.Allgather([record.ljust(RECORD_BYTES, b"\0"), MPI.BYTE], [everyone, MPI.BYTE])
-                _reply(agent, b"G", bytes(everyone))
+                agent.send((b"G", bytes(everyone)))
             case b"B", value:
                 shared = bytearray(value)
                 comm.Bcast([shared, MPI.BYTE])
-                _reply(agent, b"B", bytes(shared))
+                agent.send((b"B", bytes(shared)))
             case _:
                 MPI.Finalize()
                 os._exit(0)
     _carry(agent, comm, MPI)
 
 
-def _carry(agent: socket.socket, comm: Any, mpi: Any) -> None:
+def _carry(agent: EngineSocket[Packet], comm: Any, mpi: Any) -> None:
     """Carry frames until the agent closes."""
     first = comm.Get_rank() == 0
     peers, sends, status, last = set(range(1, comm.Get_size())), list[Any](), mpi.Status(), 0.0
     while True:
         recent = bool(sends) or time.monotonic() - last < RECENT_S
-        if select.select([agent], [], [], BUSY_S if recent else IDLE_S)[0]:
-            request, last = _packet(agent), time.monotonic()
-            if request[:1] == b"D":
-                peers.discard(LENGTH.unpack(request[1:])[0])
+        if (request := agent.receive(BUSY_S if recent else IDLE_S)) is not None:
+            (kind, content), last = request, time.monotonic()
+            if kind == b"D":
+                peers.discard(LENGTH.unpack(content)[0])
             else:
-                sends += [comm.Isend([request[1:], mpi.BYTE], dest=peer, tag=TAG) for peer in peers]
-                _reply(agent, b"A", b"")
+                sends += [comm.Isend([content, mpi.BYTE], dest=peer, tag=TAG) for peer in peers]
+                agent.send((b"A", b""))
         sends = [send for send in sends if not send.Test()]
         for _ in range(0 if first else PROBES):
             if comm.Iprobe(0, TAG, status):
                 frame = bytearray(status.Get_count(mpi.BYTE))
                 comm.Recv([frame, mpi.BYTE], 0, TAG)
-                _reply(agent, b"F", bytes(frame))
+                agent.send((b"F", bytes(frame)))
                 last = time.monotonic()
 
 
-def _packet(agent: socket.socket) -> bytes:
-    """The agent's next request; ends this process where the agent has closed."""
+if __name__ == "__main__":
     try:
-        return read_frame(agent.recv)
+        main()
     except EOFError:
         os._exit(0)
-
-
-def _reply(agent: socket.socket, kind: bytes, payload: bytes) -> None:
-    agent.sendall(LENGTH.pack(1 + len(payload)) + kind + payload)
-
-
-if __name__ == "__main__":
-    main()

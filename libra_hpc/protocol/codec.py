@@ -15,7 +15,7 @@ import struct
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -100,22 +100,6 @@ class FrameBuffer:
         return out
 
 
-def read_frame(read: Callable[[int], bytes | None]) -> bytes:
-    """The body of a blocking stream's next frame; ``read``: at most so many bytes. Raises `EOFError` at its end."""
-    (size,) = LENGTH.unpack(_exactly(read, LENGTH.size))
-    return _exactly(read, size)
-
-
-def _exactly(read: Callable[[int], bytes | None], size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        chunk = read(size - len(data))
-        if not chunk:
-            raise EOFError("it closed its pipe")
-        data += chunk
-    return bytes(data)
-
-
 class EngineSocket(Generic[T]):
     """A child's end of the sockets between it and its agent; any thread may send, one receives.
 
@@ -143,7 +127,7 @@ class EngineSocket(Generic[T]):
             with self._sending:
                 self._socket.sendall(b"".join(self._outbound.frame(m) for m in messages))
 
-    def receive(self, timeout: float | None = None) -> Any | None:
+    def receive(self, timeout: float | None = None) -> Any:
         """Return the next message, or None after ``timeout`` seconds (None: no limit).
 
         Raises `EOFError` when the agent closed the socket: the engine then exits, so that no orphan survives its

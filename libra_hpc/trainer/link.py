@@ -51,7 +51,7 @@ class WorkerSocket(EngineSocket[FromWorker]):
         super().__init__(descriptor, to_worker, from_worker)
         self._ahead: deque[Any] = deque()
 
-    def receive(self, timeout: float | None = None) -> Any | None:
+    def receive(self, timeout: float | None = None) -> Any:
         """Return the next message; those that `interrupted` read come first."""
         return self._ahead.popleft() if self._ahead else super().receive(timeout)
 
