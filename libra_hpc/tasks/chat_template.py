@@ -97,11 +97,6 @@ def joined(content: Any, field: str = "content", kinds: Sequence[str] = ("text",
     return "".join(str(one.get("text", "")) for one in content)
 
 
-def render_prompt(tokenizer: TaskTokenizer, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a prompt; compiles the template at each call (a task of many prompts holds a `ChatTemplate`)."""
-    return tokenizer.encode(ChatTemplate(tokenizer).render(messages))
-
-
 def _json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """JSON as transformers writes it: jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)

@@ -25,14 +25,9 @@ _CLASSES = {**TASKS, MIXTURE: ("libra_hpc.tasks.mixture", "Mixture")}
 GYM_TASK = ("libra_hpc.chat.gym_task", "GymTask")
 """Module and class of the data sets of `reasoning-gym`."""
 
-MOVED = {"keychain": "examples/keychain.py:KeyChain", "arithmetic": "examples/my_gym_task.py:Sums"}
-"""Names of tasks that the library had, and what the repository has for them."""
-
 
 def unknown_task(field: str, name: str) -> UserError:
     """The mistake of a name that no task has and that names no file."""
-    if name in MOVED:
-        return invalid(field, name, "no longer a task of the library", repr(MOVED[name]))
     why = "unknown task" if name else "neither a task nor rows (task.data) are given"
     return invalid(field, name, why, [*TASKS, f"{GYM}:NAME", FORM])
 

@@ -32,7 +32,6 @@ def test_names_become_classes() -> None:
     [
         ("dat", r"'dat': unknown task; valid: data, agent, verifiers, reasoning_gym:NAME, .*:ClassName \(did you"),
         ("", r"task.name = '': neither a task nor rows \(task.data\) are given; valid: data, "),
-        ("keychain", r"'keychain': no longer a task of the library; valid: 'examples/keychain.py:KeyChain'"),
         ("missing.py:Task", r"no file 'missing.py'"),
         (f"{EXAMPLE}:GuesNumber", r"= 'GuesNumber': .*my_task.py has no such Task class; valid: GuessNumber \(did you"),
         (f"{EXAMPLE}:weigh", r"task.name = 'weigh': .* has no such Task class"),
