@@ -49,7 +49,6 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: str) -> None:
 def test_what_has_no_rows_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "folder").mkdir()
-    (tmp_path / "broken.parquet").write_text("no")
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}'))
     (tmp_path / "rows.csv").write_text("problem,answer\n1,2\n")
     for name, why in (
