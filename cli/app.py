@@ -86,7 +86,7 @@ VERBS = {
         "RUN components.train.nodes=3 --dry-run",
         "planner",
     ),
-    "list": Verb("List runs, oldest first.", "list_runs.list_runs", "--state running --sort reward", "runs"),
+    "list": Verb("List runs, oldest first.", "list_runs.list_runs", "--runs DIR", "runs"),
     "sweep": Verb(
         "Queue a run for every combination of some values.",
         "sweep.sweep",

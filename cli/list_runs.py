@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any
 
-import typer
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.series import first_and_last
 from libra_hpc.facts.status import dry_run, read_status
 from libra_hpc.facts.summary import state_text
 from libra_hpc.facts.sweep_record import read_member
-from libra_hpc.slurm.queue.run_state import RunState, State
+from libra_hpc.slurm.queue.run_state import RunState
 
 from . import jobs
 from .output import busy, console, print_json, print_note, show, table
@@ -29,17 +25,6 @@ from .runs import RUNS, JsonOption, RunsOption, all_runs, created, identity, rew
 
 PLAIN = ("running", "completed")
 """States without a reason to show, unless something is wrong."""
-STATES = get_args(State)
-SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "submitted": lambda fact: fact["submitted_at"],
-    "updated": lambda fact: fact["updated_at"] or 0.0,
-    "reward": lambda fact: -math.inf if fact["reward"] is None else fact["reward"],
-    "step": lambda fact: fact["step"] or 0,
-    "run": lambda fact: fact["run"],
-}
-"""What ``--sort`` sorts by, the greatest last: there it is next to the prompt."""
-UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
-"""Seconds by the letter of ``--since``."""
 COLUMNS = ("run", "job", "state", "attempt>", "step>", "reward>", "updated")
 DISPENSABLE = ("attempt", "updated", "job", "reward", "step")
 """Left out one after the other where the terminal is too narrow."""
@@ -47,73 +32,17 @@ MISSING = ("", "-")
 """Texts of empty cells; a column of them is left out."""
 
 
-def list_runs(
-    json: JsonOption = False,
-    state: Annotated[
-        list[str], typer.Option("--state", metavar="STATE", help="Only runs in this state; repeatable.")
-    ] = [],  # noqa: B006
-    since: Annotated[
-        str, typer.Option("--since", metavar="WHEN", help="Only runs submitted or updated since: 12h, 7d, 2026-01-31.")
-    ] = "",
-    sort: Annotated[
-        str, typer.Option("--sort", metavar="|".join(SORTS), help="What to sort by, the greatest last.")
-    ] = "submitted",
-    runs: RunsOption = Path(RUNS),
-) -> None:
-    if sort not in SORTS:
-        raise invalid("--sort", sort, "unknown value", list(SORTS))
-    states, after = [checked_state(one) for one in state], time_of(since, time.time()) if since else 0.0
+def list_runs(json: JsonOption = False, runs: RunsOption = Path(RUNS)) -> None:
     with busy("asking the queue"):
         found = all_runs(runs)
-        rows = chosen_rows(found, states, after)
-    rows.sort(key=SORTS[sort])
+        answers = jobs.states(found)
+        rows = [row(run, answers[str(run.path)]) for run in found]
     if json:
         print_json(rows)
     elif rows:
-        show_rows(rows, grouped=sort == "submitted")
-    elif found:
-        print_note(f"none of {len(found)} runs matches")
+        show_rows(rows)
     else:
         print_note(f"no runs below {runs}/")
-
-
-def chosen_rows(found: Sequence[RunDir], states: Sequence[str], after: float) -> list[dict[str, Any]]:
-    """Facts of the runs in one of ``states`` (empty: all) with a change since ``after``.
-
-    The queue is asked once, and about no run without a change.
-    """
-    chosen = [run for run in found if last_change(run) >= after]
-    answers = jobs.states(chosen)
-    rows = [row(run, answers[str(run.path)]) for run in chosen]
-    return [row for row in rows if not states or row["state"] in states]
-
-
-def checked_state(state: str) -> str:
-    """A state as the facts have it; raises `UserError` for an unknown one."""
-    word = state.replace(" ", "_").replace("-", "_")
-    if word not in STATES:
-        raise invalid("--state", state, "no state of a run", STATES)
-    return word
-
-
-def time_of(since: str, now: float) -> float:
-    """Epoch seconds of ``--since``; raises `UserError` for anything else."""
-    number, unit = since[:-1], since[-1:]
-    if number.isascii() and number.isdigit() and unit in UNITS:
-        return now - int(number) * UNITS[unit]
-    try:
-        return datetime.fromisoformat(since).timestamp()
-    except (ValueError, OverflowError):
-        valid = "a number with m, h, d or w, such as 7d, or a date such as 2026-01-31"
-        raise invalid("--since", since, "malformed", valid) from None
-
-
-def last_change(run: RunDir) -> float:
-    """Epoch seconds of the last submission or status."""
-    try:
-        return max(created(run), run.status.stat().st_mtime)
-    except OSError:
-        return created(run)
 
 
 def row(run: RunDir, state: RunState) -> dict[str, Any]:
@@ -134,10 +63,10 @@ def row(run: RunDir, state: RunState) -> dict[str, Any]:
     }
 
 
-def show_rows(rows: Sequence[dict[str, Any]], *, grouped: bool) -> None:
+def show_rows(rows: Sequence[dict[str, Any]]) -> None:
     """The table, runs without a sweep first, and below it reasons."""
     now = time.time()
-    cells = [(fact["sweep"] if grouped else "", cells_of(fact, now)) for fact in rows]
+    cells = [(fact["sweep"], cells_of(fact, now)) for fact in rows]
     cells.sort(key=lambda row: row[0])
     shown = [name for name in COLUMNS if any(str(row[name.rstrip(">")]) not in MISSING for _, row in cells)]
     for less in range(len(DISPENSABLE) + 1):
@@ -183,4 +112,4 @@ def age(seconds: float) -> str:
     for name, unit in (("s", 1.0), ("min", 60.0), ("h", 3600.0)):
         if seconds < 100.0 * unit:
             return f"{max(seconds, 0.0) / unit:.0f} {name} ago"
-    return f"{seconds / UNITS['d']:.0f} d ago"
+    return f"{seconds / 86400:.0f} d ago"
