@@ -66,7 +66,7 @@ VERBS = {
         "Queue a run as one heterogeneous job.", "submit.submit", "run.toml -o optimizer.lr=1e-6 --wait", "runs"
     ),
     "status": Verb(
-        "Show a run: job, stages, nodes and their roles, queue, and the planner's last decision with its reason.",
+        "Show a run: job, stages, nodes, queue, the planner's last decision; an ended one's summary, with a picture.",
         "status.status",
         "RUN --watch",
         "planner",
@@ -92,12 +92,6 @@ VERBS = {
         "sweep.sweep",
         "run.toml --over optimizer.lr=1e-6,3e-6",
         "runs",
-    ),
-    "summary": Verb(
-        "Show reward, speed, moves of nodes and failures of a run; writes summary.svg.",
-        "summary.summary",
-        "RUN",
-        "planner",
     ),
     "show": Verb(
         "Print the text of the policy: trajectories of a step, with tool results and rewards.",

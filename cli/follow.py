@@ -18,8 +18,6 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from libra_hpc.facts import series
-from libra_hpc.facts.events import last_events
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.series import duration
 from libra_hpc.facts.status import Status, because
@@ -93,13 +91,8 @@ class Follower:
     def screen(self, lines: int) -> RenderableType:
         """The panel of the present state, for a terminal with so many lines."""
         if self.status is not None:
-            now = jobs.clock(self.run, self._clock())
-            status = with_state(self.status, self.state)
-            rows, log = (
-                series.simulated(one, status.speedup) for one in (series.steps(self.run), last_events(self.run))
-            )
-            rewarded = series.column(rows, "reward")
-            return StatusScreen(status, now=now, rewards=rewarded, lines=lines, steps=rows, log=log)
+            now, status = jobs.clock(self.run, self._clock()), with_state(self.status, self.state)
+            return StatusScreen(status, now=now, rewards=rewards(self.run), lines=lines)
         return Panel(Text(self.waiting()), title=Text(self.run.name, style="bold"), title_align="left", width=WIDTH)
 
     def line(self) -> str:

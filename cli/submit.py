@@ -358,7 +358,7 @@ def finish(run: RunDir, queued: str, *, quiet: bool, again: bool = False) -> Non
     ``again``: where Slurm broke the job, the next attempt follows, unless the one before saved nothing.
     """
     from .follow import follow, wait_silently
-    from .summary import show_end
+    from .status import show_run
 
     follower, reached = wait_silently if quiet else follow, -1
     try:
@@ -375,7 +375,7 @@ def finish(run: RunDir, queued: str, *, quiet: bool, again: bool = False) -> Non
         )
         raise typer.Exit(130) from None
     if not quiet:
-        show_end(run, state.state)
+        show_run(run, state)
     if state.state != "completed":
         why = f": {state.reason.rstrip('.')}" if state.reason else ""
         further = f"; `libra-hpc submit --resume {run.name}` goes on"

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 from libra_hpc_cli import jobs
 from libra_hpc_cli import logs as logs_verb
 from libra_hpc_cli import plan as plan_verb
@@ -35,10 +34,8 @@ from libra_hpc.config import grid
 from libra_hpc.config.load import flat
 from libra_hpc.errors import OperationError
 from libra_hpc.facts import series
-from libra_hpc.facts.columns import as_json
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import Status
-from libra_hpc.facts.summary import summarise
 from libra_hpc.planning.work import Assumed
 from libra_hpc.preflight.checked_run import known_rooms
 from libra_hpc.slurm.queue.run_state import RunState
@@ -65,16 +62,13 @@ class Job:
         return jobs.state(self._run).state
 
     def status(self) -> dict[str, Any]:
-        """What `libra-hpc status RUN --json` prints; ``status`` in it is the last snapshot, None before the first."""
+        """What `libra-hpc status RUN --json` prints; ``status`` in it is the last snapshot, None before the first,
+        and ``summary`` has the totals of a run that is over."""
         return status_verb.facts(self._run)
 
     def metrics(self) -> list[dict[str, Any]]:
         """One record a step so far, the numbers of docs/columns.md by name: ``pandas.DataFrame(job.metrics())``."""
         return [dict(line) for line in series.steps(self._run)]
-
-    def summary(self) -> dict[str, Any]:
-        """What `libra-hpc summary RUN --json` prints."""
-        return as_json(msgspec.structs.replace(summarise(self._run), state=self.state))
 
     def logs(self, tail: int = 20) -> dict[str, list[str]]:
         """The last lines of each log file of the last attempt, by file."""
@@ -92,11 +86,11 @@ class Job:
         return wait_silently(self._run, late)
 
     def result(self) -> dict[str, Any]:
-        """Wait for the run and return its `summary`; raises `OperationError` where it did not complete."""
+        """Wait for the run and return its `status`; raises `OperationError` where it did not complete."""
         found = self.wait()
         if found.state != "completed":
             raise OperationError(f"{self.name} is {found.words}{f': {found.reason}' if found.reason else ''}")
-        return self.summary()
+        return self.status()
 
     def cancel(self, *, now: bool = False) -> None:
         """Have the run save at its next step boundary and stop, as `libra-hpc cancel` does.

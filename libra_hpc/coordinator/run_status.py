@@ -52,7 +52,7 @@ def compose_status(
         "generation": membership.generation,
         "replicas": replicas(context.config, len(membership.ranks)),
     }
-    numbers = values_of(declared("status"), seen.lines, live=live)
+    numbers = values_of(declared("running"), seen.lines, live=live)
     status = Status(
         run=context.run.name,
         path=str(context.run.path),

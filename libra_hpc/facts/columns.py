@@ -4,7 +4,7 @@
 - `LIVE` -> measured about once a second, keys of ``status.json``.
 - `COUNTED` -> counted in the events of a run.
 
-``status``, ``summary``, the report and ``docs/columns.md`` are made from these tables.
+``status``, the report and ``docs/columns.md`` are made from these tables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Lines = Sequence[series.Record]
 Value = int | float | None
 Over = Callable[[str, Lines, Lines], Value]
 """One value of several steps: (name, lines of the steps, events)."""
-Screen = Literal["status", "summary", "report"]
+Screen = Literal["running", "ended"]
+"""The status of a run that goes on; that of an ended one, and the report."""
 _FORM = re.compile(r"\{:?(.*?)\}")
 
 
@@ -101,15 +102,15 @@ def own_tokens(name: str, steps: Lines, log: Lines) -> int:
     return total("gen_tokens", steps) - guests if guests else 0
 
 
-LIVELY: tuple[Screen, ...] = ("status",)
-ENDED: tuple[Screen, ...] = ("summary", "report")
-ALWAYS: tuple[Screen, ...] = ("status", "summary", "report")
+RUNNING: tuple[Screen, ...] = ("running",)
+ENDED: tuple[Screen, ...] = ("ended",)
+ALWAYS = (*RUNNING, *ENDED)
 VERSIONS = "weight versions"
 KEPT_TOKENS = ("generated_tokens", "unfinished_tokens")
 """Fields of ``experience_kept``."""
 
 BATCH = (
-    Number("reward", "", "Mean reward of the trajectories").shown(LIVELY, last),
+    Number("reward", "", "Mean reward of the trajectories").shown(RUNNING, last),
     Number("reward_std", "", "Standard deviation of these rewards"),
     Number("equal_groups", "0..1", "Share of groups, replaced ones too, whose rewards are all equal: no gradient"),
     Number("replaced_groups", "", "Groups of equal rewards that others replaced (`algorithm.refill`)"),
@@ -155,9 +156,9 @@ BATCH = (
 
 STEP = (
     Number("train_nodes", "", "Nodes that trained the step"),
-    Number("replicas", "", "Data-parallel replicas on these nodes").shown(LIVELY, last, "replicas: {:.0f} training"),
+    Number("replicas", "", "Data-parallel replicas on these nodes").shown(RUNNING, last, "replicas: {:.0f} training"),
     Number("generation", "", "Membership generation that trained it").shown(
-        LIVELY, last, "replicas: generation {:.0f}"
+        RUNNING, last, "replicas: generation {:.0f}"
     ),
     Number("wait_s", "s", "Time the trainer waited for the batch, idle"),
     Number("tokens", "tokens", "Tokens of the batch, prompts included").shown(ENDED, total, "tokens: {:,} trained"),
@@ -198,30 +199,30 @@ TRAINING = (
 
 OFFERED = (
     Number("changed_share", "0..1", "Share of the weights' elements that changed in the step; 1: all were sent").shown(
-        LIVELY, last, "new weights: {:.1%} changed", quiet=True
+        RUNNING, last, "new weights: {:.1%} changed", quiet=True
     ),
     Number("weights_mb", "MB", "Of the pieces that each engine's node gets").shown(
-        LIVELY, last, "new weights: {:,.1f} MB", quiet=True
+        RUNNING, last, "new weights: {:,.1f} MB", quiet=True
     ),
-    Number("weights_dense_mb", "MB", "Of all weights").shown(LIVELY, last),
+    Number("weights_dense_mb", "MB", "Of all weights").shown(RUNNING, last),
     Number("diff_s", "s", "To write these pieces, of the slowest training process; not in `train_s`").shown(
-        LIVELY, last
+        RUNNING, last
     ),
 )
 """From the train leader, of the weights of the step before: new ones travel during the next step."""
 
 UPDATED = (
-    Number("wire_s", "s", "On the way to a node").shown(LIVELY, last),
-    Number("image_s", "s", "To write them into a node's image").shown(LIVELY, last),
-    Number("stage_s", "s", "To make them ready beside an engine's steps").shown(LIVELY, last),
+    Number("wire_s", "s", "On the way to a node").shown(RUNNING, last),
+    Number("image_s", "s", "To write them into a node's image").shown(RUNNING, last),
+    Number("stage_s", "s", "To make them ready beside an engine's steps").shown(RUNNING, last),
     Number("update_s", "s", "From the commit of their step until an engine has them").shown(
-        LIVELY, last, "new weights: {:.2f} s to engines", quiet=True
+        RUNNING, last, "new weights: {:.2f} s to engines", quiet=True
     ),
     Number("pause_s", "s", "Pause of an engine in which it switches to them").shown(
-        LIVELY, last, "new weights: pause {:.3f} s", quiet=True
+        RUNNING, last, "new weights: pause {:.3f} s", quiet=True
     ),
     Number("dropped_kv_tokens", "tokens", "Of running requests, computed again because of them, in all engines").shown(
-        LIVELY, last
+        RUNNING, last
     ),
 )
 """From rank 0, of the weights that serving engines got during the step, the slowest of each; else they are lacking."""
@@ -243,19 +244,19 @@ COLUMNS = [*BATCH, *STEP, *TRAINING, *OFFERED, *UPDATED, *COORDINATOR]
 """A task's own number must not take the name of one."""
 
 LIVE = [
-    Number("open_trajectories", "", "Trajectories in progress").shown(LIVELY, text="trajectories: {} open"),
+    Number("open_trajectories", "", "Trajectories in progress").shown(RUNNING, text="trajectories: {} open"),
     Number("trained_trajectories", "", "Trajectories trained since the ranks started").shown(
-        LIVELY, text="trajectories: {:,} trained"
+        RUNNING, text="trajectories: {:,} trained"
     ),
     Number("resubmitted", "", "Turns submitted again because their engine was lost").shown(
         ALWAYS, counted("resubmitted"), "trajectories: {} re-submitted", quiet=True
     ),
-    Number("waiting_turns", "", "Turns that wait for an engine").shown(LIVELY, text="queue: {} turns waiting"),
+    Number("waiting_turns", "", "Turns that wait for an engine").shown(RUNNING, text="queue: {} turns waiting"),
     Number("waiting_for_room", "", "Of `waiting_turns`: for room in a KV cache").shown(
-        LIVELY, text="queue: {} of them for KV cache", quiet=True
+        RUNNING, text="queue: {} of them for KV cache", quiet=True
     ),
-    Number("tools_running", "", "Trajectories in a tool").shown(LIVELY, text="queue: {} tools running"),
-    Number("ready_groups", "", "Groups that wait to be trained").shown(LIVELY, text="queue: {} groups ready to train"),
+    Number("tools_running", "", "Trajectories in a tool").shown(RUNNING, text="queue: {} tools running"),
+    Number("ready_groups", "", "Groups that wait to be trained").shown(RUNNING, text="queue: {} groups ready to train"),
 ]
 """From the rollout leader's report and from rank 0."""
 

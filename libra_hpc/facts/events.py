@@ -8,22 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .rundir import RunDir, parse
-
-NEWEST_BYTES = 1 << 17
-"""What a screen reads of events every second: some hundred lines."""
-OFTEN = {
-    "decision",
-    "held",
-    "layout_published",
-    "node_state",
-    "resubmitted",
-    "trajectory_failed",
-    "turn_interrupted",
-    "weights_applied",
-}
-"""Kinds that come many times a step, or that a screen shows in its own way."""
-
 
 class EventKind(NamedTuple):
     """One kind; ``fields``: names, separated by spaces."""
@@ -198,17 +182,6 @@ def cause_of(event: Mapping[str, Any]) -> str:
     if event["kind"] == "experience_kept":
         parts.append(f"{event.get('trajectories', 0)} finished, {event.get('unfinished', 0)} unfinished")
     return ": ".join(parts)
-
-
-def last_events(run: RunDir) -> list[dict[str, Any]]:
-    """The newest events of a run but `OFTEN` ones, oldest first, as far as they are in the last `NEWEST_BYTES`."""
-    try:
-        with run.events.open("rb") as file:
-            file.seek(max(0, run.events.stat().st_size - NEWEST_BYTES))
-            found = [parse(line) for line in file]
-    except OSError:
-        return []
-    return [event for event in found if event.get("kind") in EVENTS.keys() - OFTEN]
 
 
 def alert_of(event: Mapping[str, Any]) -> str:

@@ -154,7 +154,7 @@ def renewed_status(run: RunDir, attempt: int, **changes: str) -> bytes:
 def blank_status(run: RunDir, attempt: int, *, job_id: str, step: int, steps: int, now: float) -> dict[str, Any]:
     """The fields of a status before rank 0 wrote one."""
     stage = StageStatus(0.0, 0.0, 0.0, 0)
-    numbers: dict[str, Value] = {one.name: 0 for one in declared("status")}
+    numbers: dict[str, Value] = {one.name: 0 for one in declared("running")}
     blank = Status(
         run.name,
         str(run.path),
@@ -186,7 +186,7 @@ def decode_status(data: bytes) -> Status:
     """Parse a snapshot; raises ``msgspec.DecodeError`` for anything else."""
     try:
         fields = _fields.decode(data)
-        numbers = {one.name: fields[one.name] for one in declared("status") if one.name in fields}
+        numbers = {one.name: fields[one.name] for one in declared("running") if one.name in fields}
         return msgspec.convert(fields | {"numbers": numbers}, Status)
     except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None

@@ -1,4 +1,4 @@
-"""Summary of a run in one screen: reward, speed, moves of nodes, and faults."""
+"""Summary of a run that has ended, in one screen: reward, speed, moves of nodes, and faults."""
 
 from __future__ import annotations
 
@@ -127,11 +127,6 @@ def evaluation_results(run: RunDir) -> list[EvaluationResult]:
 class Summary(msgspec.Struct, frozen=True):
     """Totals of a run over all its attempts.  Times in seconds; None: not measured."""
 
-    run: str
-    path: str
-    state: str
-    message: str
-    """How the last attempt ended, in words; empty while it runs."""
     attempts: int
     wall_s: float
     """By the clock; all other seconds of a dry run are simulated ones."""
@@ -167,10 +162,6 @@ def summarise(run: RunDir) -> Summary:
     steps, log, start, end, speedup = recorded
     first, last = first_and_last(series.column(steps, "reward"), planned_steps(run))
     return Summary(
-        run=run.name,
-        path=str(run.path),
-        state=_state(run, log),
-        message=str(run.read_json(run.result).get("message", "")),
         attempts=max(len({e.get("attempt") for e in log if e["kind"] == "job_started"}), 1),
         wall_s=(end - start) / speedup,
         steps=len(steps),
@@ -178,7 +169,7 @@ def summarise(run: RunDir) -> Summary:
         reward_last=last,
         phases=phase_rewards(steps),
         speedup=speedup,
-        numbers=values_of(declared("summary"), steps, log),
+        numbers=values_of(declared("ended"), steps, log),
         accuracy=step_accuracy(steps),
         moves=_moves(run, recorded),
         layouts=_layouts(steps, log),
@@ -192,13 +183,6 @@ def summarise(run: RunDir) -> Summary:
         picture=str(run.summary_picture) if run.summary_picture.exists() else None,
         lenders=lenders_of(run),
     )
-
-
-def _state(run: RunDir, log: Sequence[series.Record]) -> str:
-    finished = [event for event in log if event["kind"] == "job_finished"]
-    if finished:
-        return str(finished[-1].get("state", "completed"))
-    return str(run.read_json(run.status).get("state", "unknown"))
 
 
 def _chats(log: Sequence[series.Record]) -> list[str]:
@@ -254,18 +238,18 @@ def _moves(run: RunDir, recorded: series.Recorded) -> list[MoveSummary]:
     return out
 
 
-def render_summary(summary: Summary) -> RenderableType:
-    """The summary for a terminal of 100 columns, or as plain text."""
+def render_summary(run: RunDir, summary: Summary, state: str, reason: str = "") -> RenderableType:
+    """The summary for a terminal of 100 columns, or as plain text; how the run ended is not in its summary."""
     facts = label_grid()
-    if summary.message and summary.state != "completed":
-        facts.add_row("message", Text(summary.message, style="yellow"))
+    if reason and state != "completed":
+        facts.add_row("message", Text(reason, style="yellow"))
     facts.add_row("reward", _change(summary.reward_first, summary.reward_last))
     for phase in summary.phases:
         line = _change(phase.reward_first, phase.reward_last)
         facts.add_row("", Text.assemble(line, (f"   {phase.phase} ({phase.steps} steps)", "dim")))
     attempts = f", {summary.attempts} attempts" if summary.attempts > 1 else ""
     facts.add_row("steps", f"{summary.steps} in {_elapsed(summary)}{attempts}")
-    for label, cells in rows_of("summary", summary.numbers).items():
+    for label, cells in rows_of("ended", summary.numbers).items():
         facts.add_row(label, ", ".join(map(str, cells)))
     if summary.accuracy is not None:
         facts.add_row("step time", accuracy_line(summary.accuracy))
@@ -285,10 +269,10 @@ def render_summary(summary: Summary) -> RenderableType:
     if summary.moves:
         parts += [Text(), _moves_table(summary.moves)]
     places = label_grid()
-    for label, path in (("run", summary.path), ("policy", summary.policy), ("picture", summary.picture)):
+    for label, path in (("run", str(run.path)), ("policy", summary.policy), ("picture", summary.picture)):
         if path:
             places.add_row(label, path)
-    title = Text.assemble((summary.run, "bold"), (dry_run(summary.speedup), "yellow"), " ", state_text(summary.state))
+    title = Text.assemble((run.name, "bold"), (dry_run(summary.speedup), "yellow"), " ", state_text(state))
     return Group(Panel(Group(*parts), title=title, title_align="left", box=box.ROUNDED, padding=(1, 2)), places)
 
 

@@ -7,7 +7,6 @@ last decision.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -22,33 +21,16 @@ from rich.text import Text
 
 from libra_hpc.protocol.agents import LenderReport
 
-from . import series
 from .columns import rows_of
 from .estimate import accuracy_line, estimate_line
-from .events import cause_of, in_words, place_of
 from .failed import failed_line
-from .series import Record, duration, first_and_last
-from .status import (
-    FINAL,
-    LENDER_HEADS,
-    LENDER_NUMBERS,
-    STALE_S,
-    NodeStatus,
-    Status,
-    as_ended,
-    because,
-    dry_run,
-    lender_rows,
-)
+from .series import duration, first_and_last
+from .status import LENDER_HEADS, LENDER_NUMBERS, STALE_S, NodeStatus, Status, because, dry_run, lender_rows
 from .summary import label_grid, state_text
 
 WIDTH = 100
 """Columns the screen is designed for; wider terminals are not stretched."""
-WIDEST = 120
-"""Columns of a watched screen, which fills its terminal."""
 SPARK_WIDTH = 24
-LEAST_ROOM = 6
-"""Lines below a watched screen from which they show what happened lately."""
 BAR_WIDTH = 7
 STALE_HEARTBEAT_S = 5.0
 """Age of a heartbeat that is shown in red; one comes about every second."""
@@ -71,69 +53,32 @@ class StatusScreen:
 
     The short one has no blank lines, lenders, estimates and counts, one row a role, and one line for the decision.
 
-    ``now`` is epoch seconds, ``rewards`` the reward of each step of all attempts.  What is left of ``lines`` shows
-    ``steps`` over time and the newest events of ``log``.
+    ``now`` is epoch seconds, ``rewards`` the reward of each step of all attempts.
     """
 
-    def __init__(
-        self,
-        status: Status,
-        *,
-        now: float,
-        rewards: Sequence[float] = (),
-        lines: int = 0,
-        steps: Sequence[Record] = (),
-        log: Sequence[Record] = (),
-    ) -> None:
-        self._steps, self._log, self._width = steps, log, WIDEST if lines else WIDTH
-        self._over = status.state in FINAL
-        self._status = as_ended(status) if self._over else status
-        self._now, self._rewards, self._lines = now, rewards, lines
+    def __init__(self, status: Status, *, now: float, rewards: Sequence[float] = (), lines: int = 0) -> None:
+        self._status, self._now, self._rewards, self._lines = status, now, rewards, lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown = self._panel(short=False)
         if self._lines and len(console.render_lines(shown, options)) > self._lines:
             shown = self._panel(short=True)
         yield shown
-        room = self._lines - len(console.render_lines(shown, options))
-        if room >= LEAST_ROOM and (self._steps or self._log):
-            yield self._lately(room - 2)
-
-    def _lately(self, room: int) -> Panel:
-        """Speeds and rewards over the steps, and below them as many of the newest events as there is room for."""
-        grid = label_grid()
-        curves = [(stage, f"{stage}_tokens_per_s", "{:,.0f} tokens/s") for stage in ("train", "rollout")]
-        names = dict.fromkeys(name for row in self._steps for name in row)
-        # Of the tasks of a mixture, and of evaluations.
-        curves += [(one, one, "{:.3f}") for one in names if one.endswith("/reward") or one.startswith("eval/")]
-        for label, name, form in curves[: max(2, room // 2)]:
-            values = series.column(self._steps, name)
-            first, last = first_and_last(values, self._status.steps)
-            if first is not None and last is not None:
-                change = f"{form.format(first).removesuffix(' tokens/s')} → {form.format(last)}"
-                grid.add_row(label, Text.assemble((sparkline(values), "green"), f"  {change}"))
-        for event in self._log[-max(room - grid.row_count, 1) :]:
-            at = time.strftime("%H:%M:%S", time.localtime(event["t"]))
-            if dry_run(self._status.speedup):
-                at = f"{_ago(event['t'], self._status, self._now)} ago"
-            line = ": ".join(filter(None, (in_words(event["kind"]), place_of(event), cause_of(event))))
-            grid.add_row(at, Text(line.partition("\n")[0], no_wrap=True, overflow="ellipsis"))
-        return Panel(grid, title="lately", title_align="left", box=box.ROUNDED, padding=(0, 2), width=self._width)
 
     def _panel(self, *, short: bool) -> Panel:
-        status, over, now = self._status, self._over, self._now
-        rows = {label: ", ".join(map(str, cells)) for label, cells in rows_of("status", status.numbers).items()}
+        status, now = self._status, self._now
+        rows = {label: ", ".join(map(str, cells)) for label, cells in rows_of("running", status.numbers).items()}
         if status.estimate is not None:
             rows["estimate"] = estimate_line(status.estimate)
         if status.accuracy is not None:
             rows["step time"] = accuracy_line(status.accuracy)
         parts: list[RenderableType] = [
-            _progress(status, over=over, now=now),
-            _learning(status, self._rewards, rows.pop("staleness", "-"), over=over),
+            _progress(status, now),
+            _learning(status, self._rewards, rows.pop("staleness", "-")),
             _stages(status) if short else _side_by_side(_stages(status), _buckets(status)),
             _roles(status.nodes) if short else _nodes(status.nodes),
             *([_lenders(status.lenders)] if status.lenders and not short else []),
-            _footer(status, {} if short else rows, over=over, short=short, now=now),
+            _footer(status, {} if short else rows, short=short, now=now),
         ]
         if not short:
             parts = [part for each in parts for part in (each, Text())][:-1]
@@ -150,7 +95,7 @@ class StatusScreen:
             title_align="left",
             box=box.ROUNDED,
             padding=(0 if short else 1, 2),
-            width=self._width,
+            width=WIDTH,
         )
 
 
@@ -168,15 +113,14 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
     return "".join(_SPARKS[min(int((m - low) / (high - low) * len(_SPARKS)), len(_SPARKS) - 1)] for m in means)
 
 
-def _progress(status: Status, *, over: bool, now: float) -> Table:
-    end = status.updated_at if over else now
-    elapsed = max(end - status.started_at, 0.0)
+def _progress(status: Status, now: float) -> Table:
+    elapsed = max(now - status.started_at, 0.0)
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
     left = ""
-    if not over and 0 < status.step < status.steps:
+    if 0 < status.step < status.steps:
         left = f", about {duration(elapsed / status.step * (status.steps - status.step))} left"
     bar = ProgressBar(
         total=max(status.steps, 1), completed=status.step, complete_style="magenta", finished_style="green"
@@ -194,7 +138,7 @@ def _side_by_side(*parts: RenderableType) -> Columns:
     return Columns(parts, padding=(0, 2), expand=True)
 
 
-def _learning(status: Status, rewards: Sequence[float], staleness: str, *, over: bool) -> Columns:
+def _learning(status: Status, rewards: Sequence[float], staleness: str) -> Columns:
     first, last = first_and_last(rewards, status.steps)
     reward = Text.assemble(("reward ", "dim"))
     if first is None or last is None:
@@ -203,9 +147,7 @@ def _learning(status: Status, rewards: Sequence[float], staleness: str, *, over:
         reward.append(f"{first:.3f} → ").append(f"{last:.3f}", style="bold green" if last > first else "bold")
     if rewards:
         reward.append("   ").append(sparkline(rewards), style="green")
-    # Engines that have ended have none.
-    weights = () if over else (("weights ", "dim"), f"v{status.version}   ")
-    limits = Text.assemble(*weights, ("staleness ", "dim"), staleness)
+    limits = Text.assemble(("weights ", "dim"), f"v{status.version}   ", ("staleness ", "dim"), staleness)
     return _side_by_side(reward, limits)
 
 
@@ -213,9 +155,7 @@ def _stages(status: Status) -> Table:
     stages = _table("stage", ("nodes", "right"), ("tokens/s", "right"), ("s/batch", "right"), "busy")
     for name, stage in (("train", status.train), ("rollout", status.rollout)):
         seconds = f"{stage.step_s:.2f}" if stage.step_s else "-"
-        # An ended run has nothing to roll out in its last seconds; its summary has the speeds of its steps.
-        idle = status.state in FINAL and not stage.tokens_per_s
-        cells = (str(stage.nodes), "-" if idle else f"{stage.tokens_per_s:,.0f}", seconds, _bar(stage.busy, "magenta"))
+        cells = (str(stage.nodes), f"{stage.tokens_per_s:,.0f}", seconds, _bar(stage.busy, "magenta"))
         stages.add_row(Text(name, style=ROLE_STYLES[name]), *cells)
     return stages
 
@@ -296,25 +236,25 @@ def _lenders(found: Sequence[LenderReport]) -> Table:
     return table
 
 
-def _footer(status: Status, rows: Mapping[str, str], *, over: bool, short: bool, now: float) -> Table:
+def _footer(status: Status, rows: Mapping[str, str], *, short: bool, now: float) -> Table:
     grid = label_grid()
     for label, text in rows.items():
         grid.add_row(label, text)
     if status.failures:
         grid.add_row("failed", Text(failed_line(status.failures), style="red" if status.paused else "yellow"))
-    _add_warnings(grid, "slow", () if over else status.slow)
-    decision = _decision(status, "before the end" if over else "ago", now=status.updated_at if over else now)
+    _add_warnings(grid, "slow", status.slow)
+    decision = _decision(status, now)
     if short:
         decision.no_wrap, decision.overflow = True, "ellipsis"
     grid.add_row("planner", decision)
     if status.repartitioned:
         grid.add_row("repartition", Text(status.repartitioned))
-    if status.orders and not over:
+    if status.orders:
         grid.add_row("orders", Text(status.orders))
     if status.message:
         grid.add_row("message", Text(status.message, style="yellow"))
-    _add_warnings(grid, "lately", () if over else status.notices)
-    if not over and now - status.updated_at > STALE_S:
+    _add_warnings(grid, "lately", status.notices)
+    if now - status.updated_at > STALE_S:
         silent = f"no news for {duration(now - status.updated_at)}: the job may be suspended or gone"
         grid.add_row("stale", Text(silent, style="red"))
     return grid
@@ -325,20 +265,17 @@ def _add_warnings(grid: Table, label: str, sentences: Sequence[str]) -> None:
         grid.add_row("" if number else label, Text(sentence, style="yellow"))
 
 
-def _ago(at: float, status: Status, now: float) -> str:
-    """How long ago a time of the clock was, in the time of the run."""
-    return duration(max(now - at, 0.0) * status.speedup)
-
-
-def _decision(status: Status, since: str, *, now: float) -> Text:
+def _decision(status: Status, now: float) -> Text:
     decision = status.decision
     if decision is None:
         return Text("no decision yet", style="dim")
     moved = f"node{'s' if len(decision.nodes) > 1 else ''} {', '.join(map(str, decision.nodes or (decision.node,)))}"
     what = decision.action if decision.node < 0 else f"{moved} {decision.action.replace('to_', '→ ')}"
+    # The clock's times of a dry run are shown as its own.
+    ago = duration(max(now - decision.at, 0.0) * status.speedup)
     return Text.assemble(
         (what, "bold yellow" if decision.action != "hold" else "bold"),
-        (f"  {_ago(decision.at, status, now)} {since}  ", "dim"),
+        (f"  {ago} ago  ", "dim"),
         because(decision.reason, decision.action),
     )
 

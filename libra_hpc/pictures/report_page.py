@@ -152,7 +152,7 @@ def _figures(config: Mapping[str, Any], summary: Summary, begun: Sequence[RunSta
             + (", a dry run: engines are simulated" if simulated else ""),
         ),
     ]
-    for label, (first, *others) in rows_of("report", summary.numbers).items():
+    for label, (first, *others) in rows_of("ended", summary.numbers).items():
         note = ", ".join([first.words.replace("{}", "").strip(), *map(str, others)])
         found.append(Figure(label, first.value, note))
     if summary.accuracy is not None:

@@ -121,7 +121,7 @@ def test_no_file_of_a_shared_run_shows_another_user_a_secret(shared: RunDir) -> 
     assert as_other(lambda: sys.exit(str(with_secret()))) == "SystemExit []"
 
 
-@pytest.mark.parametrize("verb", ["status", "config show", "summary", "report --out {}"])
+@pytest.mark.parametrize("verb", ["status", "config show", "report --out {}"])
 def test_another_user_can_look_at_a_shared_run(verb: str, shared: RunDir, folder: Path) -> None:
     (folder / "own").mkdir()
     os.chown(folder / "own", OTHER, 0)

@@ -29,7 +29,6 @@ def test_a_run_is_queued_looked_at_and_resumed(site: Path, queue: Queue, cli: Cl
     assert config["slurm"]["extra"] == ["-x", "a"]
     for name in (job.path, "quick-001", "4711"):
         assert api.find(name).status() == json.loads(cli("status", "quick-001", "--json").out)
-    assert job.summary() == json.loads(cli("summary", "quick-001", "--json").out)
     assert (job.state, job.metrics(), job.logs()) == ("pending", [], {})
     with pytest.raises(UserError, match="--resume = 'quick-001': its job 4711 is pending; valid: a run"):
         api.resume(job)

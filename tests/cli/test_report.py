@@ -86,7 +86,7 @@ def test_a_picture_without_a_home_prints_nothing_else(tmp_path: Path) -> None:
     nowhere = str(run.job / "home")
     environment = {name: value for name, value in os.environ.items() if name != "MPLCONFIGDIR"}
     done = subprocess.run(
-        [sys.executable, "-m", "libra_hpc_cli.app", "summary", str(run.path), "--json"],
+        [sys.executable, "-m", "libra_hpc_cli.app", "status", str(run.path)],
         env=environment | {"HOME": nowhere, "XDG_CONFIG_HOME": nowhere, "XDG_CACHE_HOME": nowhere},
         capture_output=True,
         text=True,

@@ -15,6 +15,7 @@ from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.facts import status
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.summary import summarise
 from libra_hpc.facts.sweep_record import SweepMember, write_member
 from libra_hpc.slurm.queue import query
 from libra_hpc.slurm.queue.query import JobInfo, JobState
@@ -237,7 +238,7 @@ def test_the_first_reward_stays_once_a_fifth_of_the_run_is_trained_and_is_the_sa
         if step % 12 == 0:
             write_status(run, step=step)
             listed = json.loads(cli("list", "--json").out)[0]["reward_first"]
-            assert listed == json.loads(cli("summary", "quick-001", "--json").out)["reward_first"]
+            assert listed == summarise(run).reward_first
             firsts.append(listed)
     assert firsts == [pytest.approx(sum(range(1, 13)) / 1200.0)] * 5
 

@@ -42,7 +42,7 @@ def test_a_damaged_configuration_is_named_by_verbs_that_need_it(
 ) -> None:
     submitted.config.write_text(content)
     queue.answer = JobInfo("4711", JobState.RUNNING)
-    verbs = ("status", "status --json", "summary quick-001", "status runs/quick-001", "submit --resume quick-001")
+    verbs = ("status", "status --json", "status runs/quick-001", "submit --resume quick-001")
     for verb in verbs:
         outcome = cli(*verb.split())
         assert (outcome.code, outcome.out) == (2, ""), verb
@@ -143,10 +143,12 @@ def test_a_snapshot_of_an_earlier_attempt_is_not_shown(submitted: RunDir, queue:
     assert json.loads(cli("status", "--json").out)["status"] is None
 
 
-def test_summary_prints_facts_and_draws_the_picture(site: Path, queue: Queue, cli: Cli) -> None:
+def test_status_of_an_ended_run_is_its_summary_and_draws_the_picture(site: Path, queue: Queue, cli: Cli) -> None:
     run = synthetic.make_run(site / "runs")
-    assert "3 steps, 500 tokens" in cli("summary", "quick-001").out
-    printed = json.loads(cli("summary", "quick-001", "--json").out)
+    shown = cli("status", "quick-001").out
+    assert "3 steps, 500 tokens" in shown
+    assert "heartbeat" not in shown
+    printed = json.loads(cli("status", "quick-001", "--json").out)["summary"]
     assert printed["steps"] == 60
     assert printed["picture"] == str(run.summary_picture)
 
@@ -239,8 +241,9 @@ def test_watching_a_run_that_failed_exits_with_1(running: RunDir, cli: Cli) -> N
     assert cli("status", "quick-001", "--watch").code == 0
 
 
-def test_a_run_without_steps_gets_no_picture(submitted: RunDir, queue: Queue, cli: Cli) -> None:
-    assert cli("summary", "quick-001").code == 0
+def test_an_ended_run_without_steps_gets_no_picture(submitted: RunDir, queue: Queue, cli: Cli) -> None:
+    write_status(submitted, "failed", step=0)
+    assert "failed" in cli("status", "quick-001").out
     assert not submitted.summary_picture.exists()
 
 
@@ -291,7 +294,7 @@ def test_removing_a_cluster_keeps_packages_that_another_runs_from(
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("words", ["status quick-001", "list", "summary quick-001"])
+@pytest.mark.parametrize("words", ["status quick-001", "list"])
 def test_a_file_of_a_run_that_cannot_be_read_is_a_sentence(words: str, submitted: RunDir, cli: Cli) -> None:
     write_status(submitted)
     submitted.metrics.mkdir()

@@ -187,7 +187,7 @@ def test_an_operator_lays_the_ranks_out_anew_inside_the_job(cluster: ClusterInfo
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(run.policy).config.num_hidden_layers == 2
-    summary = json.loads(case.cli("summary", str(run.path), "--json").stdout)
+    summary = json.loads(case.cli("status", str(run.path), "--json").stdout)["summary"]
     assert summary["attempts"] == 1
     (change,) = summary["layouts"]
     assert (change["step"], change["by"]) == (done["step"], "operator")

@@ -57,7 +57,6 @@ AFTERWARDS = """
 libra-hpc list
 libra-hpc status
 libra-hpc logs
-libra-hpc summary
 libra-hpc cancel
 libra-hpc trace inspect runs/a800-48-qwen3-14b-001/trajectories.jsonl
 libra-hpc check $RUN -o model.path=$MODEL

@@ -19,7 +19,8 @@ grep '"kind":"engine_lost"' RUN/events.jsonl         # events of one kind
 ```
 
 `metrics.jsonl` has one line per optimizer step, `events.jsonl` one per event. Both only grow, and are readable while
-the run goes on. *Status*, *summary* and *report* name the screens that show a number.
+the run goes on. `status` shows *running* numbers of a run that goes on; of one that has ended, it and `report` show
+*ended* ones.
 
 This page is written by `python -m tests.docs.columns_page`.
 
@@ -57,7 +58,7 @@ In `status.json` and `status --json`, once a second:
 
 {live}
 
-In `summary --json`, counted in the events of all attempts:
+Counted in the events of all attempts:
 
 {counted}
 

@@ -69,11 +69,11 @@ def test_a_declared_column_is_shown_everywhere(tmp_path: Path, monkeypatch: pyte
     assert "probes        3.5 grams" in shown(StatusScreen(status, now=status.updated_at))
     facts = summarise(run)
     assert columns.as_json(facts)["probe"] == 3.5
-    assert "3.5 grams" in shown(render_summary(facts))
+    assert "3.5 grams" in shown(render_summary(run, facts, "completed"))
     assert '<dt>probes</dt><dd class="value">3.5</dd><dd class="more">grams</dd>' in page(
         run, Standing("completed", "", over=True), 1_800_000_000.0
     )
-    assert "`probe`, in g: A test. *status, summary, report*" in columns_page.page().replace("\n  ", " ")
+    assert "`probe`, in g: A test. *running, ended*" in columns_page.page().replace("\n  ", " ")
 
 
 def test_every_name_is_declared_once() -> None:

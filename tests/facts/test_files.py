@@ -16,7 +16,7 @@ from rich.console import Console
 from libra_hpc.facts import estimate, series, summary, view
 from libra_hpc.facts.failed import FailedAttempts
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.status import FINAL, StageStatus, Status, decode_status, encode_status, in_simulated_time
+from libra_hpc.facts.status import StageStatus, Status, decode_status, encode_status, in_simulated_time
 
 from . import synthetic
 from .synthetic import event
@@ -43,6 +43,11 @@ def screen(
     return text
 
 
+def ended(run: RunDir, facts: summary.Summary | None = None, width: int = 100) -> str:
+    """The screen of the run once it is over."""
+    return text_of(summary.render_summary(run, facts or summary.summarise(run), "completed"), width)
+
+
 def flat(text: str) -> str:
     """Without frames and line breaks."""
     return " ".join(text.replace("│", " ").split())
@@ -54,7 +59,7 @@ def test_how_the_chat_is_written_is_a_line_of_the_summary(run: RunDir) -> None:
     synthetic.write(run.events, found | old | {"renderer": "template"})
     first = "template abababababab, 34 self-tests passed"
     assert summary.summarise(run).chats == [first]
-    assert f"chat {first}" in flat(text_of(summary.render_summary(summary.summarise(run))))
+    assert f"chat {first}" in flat(ended(run))
     for _ in range(2):
         synthetic.write(run.events, found | new | {"calls": "xml"})
     assert summary.summarise(run).chats == ["template cdcdcdcdcdcd, tool calls as xml, 34 self-tests passed"]
@@ -146,7 +151,7 @@ def test_nodes_that_moved_by_one_decision_share_its_gain_and_an_older_move_has_i
 
 def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
     got = summary.summarise(run)
-    assert (got.run, got.state, got.steps, got.attempts) == ("quick-001", "completed", synthetic.STEPS, 1)
+    assert (got.steps, got.attempts) == (synthetic.STEPS, 1)
     assert got.numbers == (
         {"tokens": 60_000, "loss_tokens": 24_000, "train_tokens_per_s": 900.0, "rollout_tokens_per_s": 350.0}
         | {"train_ahead_s": None}
@@ -191,7 +196,7 @@ def test_screens_of_a_dry_run_are_in_simulated_time(run: RunDir) -> None:
     assert (move.at_s, move.seconds, move.predicted_gain_s) == (6000.0, 570.0, pytest.approx(25.2))
     assert (move.steps_meanwhile, move.tokens_meanwhile) == (3, 500)
     assert move.reason == "to_train: training takes 138.0 s a batch, rollout 126.0 s"
-    text = flat(text_of(summary.render_summary(got)))
+    text = flat(ended(run, got))
     assert "60 in 3:01:00 simulated, 3:01 by the clock" in text
     assert "measured 180.00 s (mean" in text
     shown = flat(screen(in_simulated_time(status), 100))
@@ -205,7 +210,7 @@ def test_a_summary_of_80_columns_breaks_words_before_numbers(run: RunDir) -> Non
     numbers = {"at_s": 45_296.0, "seconds": 1_234.5, "steps_meanwhile": 4_321, "tokens_meanwhile": 123_456_789}
     gains = {"predicted_gain_s": 1_234.56, "realised_gain_s": -1_234.56}
     far = [msgspec.structs.replace(move, to="rollout", rank=12, **numbers, **gains) for move in got.moves]
-    shown = text_of(summary.render_summary(msgspec.structs.replace(got, moves=far)), 80)
+    shown = ended(run, msgspec.structs.replace(got, moves=far), 80)
     assert "…" not in shown
     for whole in ("12:34:56", "1234.5 s", "4321", "123,456,789", " 1234.56 s", "-1234.56 s", "rollout"):
         assert whole in shown, whole
@@ -233,12 +238,12 @@ def test_seconds_in_a_reason_are_found_among_its_numbers(reason: str, simulated:
 def test_summary_of_a_run_that_never_started(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "empty")
     got = summary.summarise(run)
-    assert (got.steps, got.reward_first, got.moves, got.state) == (0, None, [], "unknown")
-    assert "reward" in text_of(summary.render_summary(got))
+    assert (got.steps, got.reward_first, got.moves) == (0, None, [])
+    assert "reward" in ended(run, got)
 
 
 def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
-    text = text_of(summary.render_summary(summary.summarise(run)))
+    text = ended(run)
     facts = flat(text)
     for fact in (
         *("3 steps, 500 tokens", "node 2 training takes 2.3 s a batch", "0.42 s", "0.31 s"),
@@ -254,16 +259,14 @@ def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
 REWARDS = [0.31] * 12 + [0.4] * 20 + [0.71] * 9
 
 
-@pytest.mark.parametrize("state", ["starting", "running", "completed", "failed"])
-def test_the_screen_fits_100_columns_or_80_and_cuts_nothing_off(run: RunDir, state: str) -> None:
-    status = synthetic.make_status(run, state=state, step=41)
+def test_the_screen_fits_100_columns_or_80_and_cuts_nothing_off(run: RunDir) -> None:
+    status = synthetic.make_status(run, step=41)
     wide, narrow = (
         screen(status, width, later=0.5, rewards=REWARDS, room=room) for width, room in ((view.WIDTH, 200), (80, 80))
     )
     expects = "planner expects 3.20 s a step (train 3.20 s, rollout 0.91 s)"
     expected = (expects, "planner expected 3.31 s, measured 3.00 s (mean of 8 steps), error 10%")
-    node = ["a800-03", "moving node 2"]
-    node += ["ended"] if state in FINAL else ["→ train", "t2.0 starting"]
+    node = ["a800-03", "moving node 2", "→ train", "t2.0 starting"]
     for fact in ("41 / 60", "0.310 → 0.710", "2,346", "TP 2", "57 open", *expected, *node):
         assert fact in wide, fact
     for fact in ("0.310 → 0.710", "tokens/s", "2,346", "KV cache", "0.48 mean, 1 max"):
@@ -280,8 +283,6 @@ def test_a_low_terminal_gets_the_short_screen(run: RunDir) -> None:
     assert [words in whole for words in ("0.310 → 0.710", "2,346", "moving node 2", "a800-03")] == [True] * 4
     assert "1 engine lost, 1 engine ready" in low
     assert [words in low for words in ("0.310 → 0.710", "2,346", "moving node 2", "a800-03")] == [True] * 3 + [False]
-    ended = msgspec.structs.replace(status, state="completed")
-    assert "ended 4 - " in flat(text_of(view.StatusScreen(ended, now=status.updated_at, lines=16))), "no heartbeats"
 
 
 NEW_WEIGHTS = {"changed_share": 0.033, "weights_mb": 34.2, "weights_dense_mb": 690.1, "update_s": 0.58, "pause_s": 6e-4}
@@ -298,12 +299,9 @@ RECOMPUTED = "recomputed 81,920 context tokens, 65,536 of them evicted from a KV
         (SHORT_KV, 0.0, ["3 turns waiting, 2 of them for KV cache, 4 tools running", RECOMPUTED], []),
         (NEW_WEIGHTS, 0.0, ["new weights 3.3% changed, 34.2 MB, 0.58 s to engines, pause 0.001 s"], []),
         ({"slow": [SLOW]}, 0.0, [SLOW], []),
-        ({"slow": [SLOW], "state": "completed"}, 0.0, [], [SLOW]),
         ({"speedup": 60.0}, 0.0, ["dry run, x60", "weights v60"], ["c3 ready"]),
         ({}, 3600.0, ["no news for 1:00:00"], ["dry run"]),
-        ({"state": "completed"}, 3600.0, ["12 s before the end"], ["no news", "weights v"]),
         ({"rollout": StageStatus(0.0, 0.0, 0.0, 2)}, 0.0, ["rollout 2 0 - ─"], []),
-        ({"rollout": StageStatus(0.0, 0.0, 0.0, 2), "state": "completed"}, 0.0, ["rollout 2 - - ─"], []),
         ({"estimate": None, "accuracy": None}, 0.0, [], ["planner expect"]),
     ],
 )
