@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -41,6 +42,8 @@ class Number(NamedTuple):
     """``row: words``, ``{}`` is the value; numbers may share a row.  Empty: a screen shows it in its own way."""
     quiet: bool = False
     """Whether it is left out while it is 0."""
+    merge: Callable[[Sequence[float]], float] = itemgetter(0)
+    """One number of all replicas', the core's first: what travels with the gradients it has of all of them."""
 
     def shown(self, on: tuple[Screen, ...], over: Over | None = None, text: str = "", *, quiet: bool = False) -> Number:
         """The number with its place on screens."""
@@ -180,17 +183,22 @@ TRAINING = (
     Number("kl_clamped", "0..1", "Share of tokens 10 nats below a KL term's q, cut there"),
     Number("logprob_gap", "nats", "Mean of |log pi_theta_old - log pi_behaviour| in the first minibatch"),
     Number("skipped", "", "Minibatches whose update was left out because it was not finite"),
-    Number("loss_tokens", "tokens", "Generated tokens trained on").shown(
+    Number("loss_tokens", "tokens", "Generated tokens trained on", merge=sum).shown(
         ENDED, total, "tokens: {:,} of them generated"
     ),
-    Number("trained_tokens", "tokens", "All tokens of the trained samples"),
-    Number("shared_tokens", "tokens", "Of `trained_tokens`: equal beginnings, computed for one sample alone"),
-    Number("train_s", "s", "Own work of the stage: compute, reduce, update; without waits for slower replicas"),
+    Number("trained_tokens", "tokens", "All tokens of the trained samples", merge=sum),
+    Number(
+        "shared_tokens", "tokens", "Of `trained_tokens`: equal beginnings, computed for one sample alone", merge=sum
+    ),
+    # A replica reports it without its wait for the others; the slowest one waits least, for the true reduce time.
+    Number(
+        "train_s", "s", "Own work of the stage: compute, reduce, update; without waits for slower replicas", merge=max
+    ),
     Number("train_ahead_s", "s", "Of `train_s`: beside rollout, before the batch was complete").shown(
         ALWAYS, mean, "train ahead: {:.1f} s a step before its batch was complete", quiet=True
     ),
     Number("train_wall_s", "s", "From the complete batch's dispatch to its commit"),
-    Number("reduce_s", "s", "Time in the reduction of gradients"),
+    Number("reduce_s", "s", "Time in the reduction of gradients", merge=min),
     Number("train_tokens_per_s", "tokens/s", "`tokens` over `train_s`").shown(
         ENDED, mean, "train speed: {:,.0f} tokens/s"
     ),
@@ -284,6 +292,12 @@ COUNTED = [
     ),
 ]
 """Over all attempts of a run."""
+
+
+def merged(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The numbers of all replicas' reports; what that of the core, the first, lacks is not known."""
+    rules = {one.name: one.merge for one in TRAINING}
+    return {name: rules[name]([report[name] for report in reports if name in report]) for name in reports[0]}
 
 
 def declared(screen: Screen) -> list[Number]:

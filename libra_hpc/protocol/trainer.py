@@ -180,37 +180,8 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
 
     step: int
     generation: int
-    loss: float
-    """It and the means below are NaN where all updates were skipped."""
-    grad_norm: float
-    ratio_mean: float
-    """Mean of pi_theta / pi_behaviour over loss tokens."""
-    ratio_truncated: float
-    """Share of loss tokens with a truncated importance weight."""
-    clipped: float
-    """Share of loss tokens whose ratio pi_theta / pi_proximal is clipped."""
-    behaviour_kl: float
-    """Mean k3 estimate of KL(pi_theta || pi_behaviour) over loss tokens."""
-    logprob_gap: float
-    """Mean |log pi_theta_old - log pi_behaviour| over loss tokens of the first minibatch."""
-    entropy: float
-    tokens: int
-    """All tokens of this member's samples."""
-    loss_tokens: int
-    compute_s: float
-    reduce_s: float
-    """Wait in and execution of the exchange between core and replicas."""
-    optimizer_s: float
-    skipped: int = 0
-    """Minibatches whose gradient or sums were not finite: their updates were left out."""
-    shared_tokens: int = 0
-    """Beginnings among ``tokens`` that another sample had computed."""
-    reference_kl: float | None = None
-    """Mean k3 estimate of KL(pi_theta || pi_reference) over loss tokens; None without a reference policy."""
-    masked: float = 0.0
-    """Share of loss tokens outside of ``algorithm.mask_tokens`` or ``mask_sequences``."""
-    kl_clamped: float = 0.0
-    """Share of loss tokens whose log-ratio in a KL term was cut (`libra_hpc.trainer.grpo.KL_BOUND`)."""
+    numbers: dict[str, float]
+    """By the names of `libra_hpc.facts.columns.TRAINING`; what is not finite is left out."""
     engine_gaps: dict[int, tuple[float, int]] = {}
     """By number of an engine: the sum behind ``logprob_gap`` over its tokens, and how many these are."""
 

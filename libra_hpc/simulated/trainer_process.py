@@ -55,6 +55,11 @@ from .replica_time import WEIGHT_BYTES, ReplicaTime
 
 NOTHING = folders.TrainerState(-1, 0)
 """State of a replica without weights."""
+NOT_SIMULATED = (
+    *("loss", "grad_norm", "entropy", "ratio_truncated", "clipped", "masked", "behaviour_kl", "kl_clamped"),
+    "shared_tokens",
+)
+"""Numbers of a step that are 0."""
 
 
 class Trainer(WorkerLoop):
@@ -164,24 +169,21 @@ class Trainer(WorkerLoop):
                 skipped, updates, finite = skipped + (not finite), updates + (finite and total > 0), True
         self._state = folders.TrainerState(message.step, self._state.updates + updates)
         gaps = _engine_gaps(samples)
+        gap = sum(gap for gap, _ in gaps.values()) / max(1, sum(count for _, count in gaps.values()))
         return StepDone(
-            step=message.step,
-            generation=message.generation,
-            loss=0.0,
-            grad_norm=0.0,
-            ratio_mean=1.0,
-            ratio_truncated=0.0,
-            clipped=0.0,
-            behaviour_kl=0.0,
-            logprob_gap=sum(gap for gap, _ in gaps.values()) / max(1, sum(count for _, count in gaps.values())),
+            message.step,
+            message.generation,
+            numbers={
+                **dict.fromkeys(NOT_SIMULATED, 0.0),
+                "ratio_mean": 1.0,
+                "logprob_gap": gap,
+                "skipped": skipped,
+                "trained_tokens": sum(map(tokens_of, samples)),
+                "loss_tokens": sum(map(loss_tokens_of, samples)),
+                "train_s": compute_s / self._simulated.speedup,
+                "reduce_s": reduce_s / self._simulated.speedup,
+            },
             engine_gaps=gaps,
-            entropy=0.0,
-            tokens=sum(map(tokens_of, samples)),
-            loss_tokens=sum(map(loss_tokens_of, samples)),
-            compute_s=compute_s / self._simulated.speedup,
-            reduce_s=reduce_s / self._simulated.speedup,
-            optimizer_s=0.0,
-            skipped=skipped,
         )
 
     def offer(self, folder: Path, version: int, base: int) -> tuple[Offer, int]:

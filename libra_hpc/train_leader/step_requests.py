@@ -157,8 +157,8 @@ class StepRequests(Generations):
         self._stream()
 
     def _note_skipped(self, step: int, done: StepDone) -> None:
-        minibatches = self._minibatches
-        self._skipped_in_row = self._skipped_in_row + 1 if done.skipped and done.skipped == minibatches else 0
-        if done.skipped:
-            reason = f"the gradient or the loss of {done.skipped} of {minibatches} minibatches was not finite"
+        skipped, minibatches = int(done.numbers["skipped"]), self._minibatches
+        self._skipped_in_row = self._skipped_in_row + 1 if skipped and skipped == minibatches else 0
+        if skipped:
+            reason = f"the gradient or the loss of {skipped} of {minibatches} minibatches was not finite"
             self._log("update_skipped", step=step, reason=reason)

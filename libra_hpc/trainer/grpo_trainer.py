@@ -4,7 +4,7 @@
 - The sum over replicas fails -> no process of the replica has changed anything.
 - A later minibatch of a step loses a replica -> the state returns to a copy from the start of the step.
 - The summed gradient or loss of a minibatch is not finite -> every replica skips its update; the step commits.
-- All are skipped, or another sum is not finite -> the report has NaN, which no metric shows.
+- All are skipped, or another sum is not finite -> the report lacks it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,14 @@ class Ahead(NamedTuple):
 
 
 NOTHING = Ahead(-1, -1, 0)
-LOSS, RATIO, TRUNCATED, CLIPPED, MASKED, CLAMPED, GAP, KL, REFERENCE_KL, ENTROPY, TOKENS, NORM = range(12)
-"""Places in the vector of sums that is reduced with the gradients: those of `Terms`, and two.
+MEANS = (
+    *("loss", "ratio_mean", "ratio_truncated", "clipped", "masked", "kl_clamped"),
+    *("logprob_gap", "behaviour_kl", "reference_kl", "entropy"),
+)
+"""Numbers of the report by their place in the vector of sums that is reduced with the gradients: those of `Terms`, and
+the entropy."""
+LOSS, GAP, TOKENS, NORM = MEANS.index("loss"), MEANS.index("logprob_gap"), len(MEANS), len(MEANS) + 1
+"""Places in that vector, in which the number of tokens follows.
 
 Then, by number of the engine, the sums behind GAP, and their tokens; in a list the norm follows."""
 GAPS, COUNTS = slice(NORM, NORM + ENGINES), slice(NORM + ENGINES, NORM + 2 * ENGINES)
@@ -101,7 +107,6 @@ class GrpoTrainer:
         divisors = _totals(message)
         saved = self._copy_of_state(batches)
         replicas.waited_s = 0.0
-        optimizer_s = 0.0
         sums: list[tuple[list[float], int]] = []
         skipped = self._tokens = self._loss_tokens = self._shared = 0
         proximal, reference = self._proximal(batches), self._reference_logprobs(batches)
@@ -119,9 +124,7 @@ class GrpoTrainer:
                 elif not (gradient_norm <= LARGEST_NORM and math.isfinite(found[LOSS])):
                     skipped += 1
                 else:
-                    update_begin = time.monotonic()
                     norm = self._engine.update(1.0 / total, gradient_norm)
-                    optimizer_s += time.monotonic() - update_begin
                     sums.append(([*found, norm], total))
                 self._spread_weights(last=i == last)
         except PeerLost:
@@ -130,30 +133,27 @@ class GrpoTrainer:
                 state.restore(saved)
             raise
         state.step = message.step
-        means = _means(sums) if sums else dict.fromkeys(range(NORM + 1), math.nan if skipped else 0.0)
         return StepDone(
-            step=message.step,
-            generation=message.generation,
-            loss=means[LOSS],
-            grad_norm=means[NORM],
-            ratio_mean=means[RATIO],
-            ratio_truncated=means[TRUNCATED],
-            clipped=means[CLIPPED],
-            behaviour_kl=means[KL],
-            logprob_gap=means[GAP],
-            entropy=means[ENTROPY],
-            tokens=self._tokens,
-            loss_tokens=self._loss_tokens,
-            shared_tokens=self._shared,
-            compute_s=ahead.seconds + time.monotonic() - begin - replicas.waited_s - optimizer_s,
-            reduce_s=replicas.waited_s,
-            optimizer_s=optimizer_s,
-            skipped=skipped,
-            reference_kl=None if self._reference is None else means[REFERENCE_KL],
-            masked=means[MASKED],
-            kl_clamped=means[CLAMPED],
+            message.step,
+            message.generation,
+            numbers={
+                **self._of_updates(sums, skipped),
+                "skipped": skipped,
+                "trained_tokens": self._tokens,
+                "loss_tokens": self._loss_tokens,
+                "shared_tokens": self._shared,
+                "train_s": ahead.seconds + time.monotonic() - begin - replicas.waited_s,
+                "reduce_s": replicas.waited_s,
+            },
             engine_gaps=_engine_gaps(sums[0][0]) if sums else {},
         )
+
+    def _of_updates(self, sums: list[tuple[list[float], int]], skipped: int) -> dict[str, float]:
+        """Numbers of the updates, as far as they are finite."""
+        means = _means(sums) if sums else {} if skipped else {"loss": 0.0, "grad_norm": 0.0}
+        if self._reference is None:
+            means.pop("reference_kl", None)
+        return {name: mean for name, mean in means.items() if math.isfinite(mean)}
 
     def _packed(
         self,
@@ -322,11 +322,10 @@ def _engine_gaps(sums: list[float]) -> dict[int, tuple[float, int]]:
     return {number: (gap, int(count)) for number, (gap, count) in found if count}
 
 
-def _means(sums: list[tuple[list[float], int]]) -> dict[int, float]:
-    """Metrics by place, from the sums and the divisor of each update, at least one."""
-    count = max(1.0, sum(s[TOKENS] for s, _ in sums))
-    means = {place: sum(s[place] for s, _ in sums) / count for place in range(TOKENS)}
-    first, last = sums[0][0], sums[-1][0]
-    means[LOSS] = sum(s[LOSS] / total for s, total in sums) / len(sums)
-    means[GAP], means[NORM] = first[GAP] / max(1.0, first[TOKENS]), last[-1]
-    return means
+def _means(sums: list[tuple[list[float], int]]) -> dict[str, float]:
+    """Numbers from the sums and the divisor of each update, at least one; without a token no mean over tokens."""
+    count, first, last = sum(s[TOKENS] for s, _ in sums), sums[0][0], sums[-1][0]
+    means = {name: sum(s[place] for s, _ in sums) / count for place, name in enumerate(MEANS)} if count else {}
+    if means:
+        means["logprob_gap"] = first[GAP] / max(1.0, first[TOKENS])
+    return means | {"loss": sum(s[LOSS] / total for s, total in sums) / len(sums), "grad_norm": last[-1]}

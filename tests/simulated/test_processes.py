@@ -114,11 +114,14 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         done = [first.until(train.StepDone) for _ in range(2)]
         first.send(train.SaveState(str(snapshot), 2, "snapshot"))
         assert first.until(train.Saved).tier == "snapshot"
-        replies = [(reply.step, reply.tokens, reply.loss_tokens, reply.reduce_s) for reply in done]
+        replies = [
+            (reply.step, reply.numbers["trained_tokens"], reply.numbers["loss_tokens"], reply.numbers["reduce_s"])
+            for reply in done
+        ]
         assert replies == [(1, 1000, 500, 0.0), (2, 1000, 500, 0.0)]
         flops = 3 * 2 * 13.99e9 * 1000
         # 2 FLOPs per weight and token, thrice, at five times the speed.
-        assert done[0].compute_s == pytest.approx(flops / (8 * 312e12 * 0.4) / 5.0, rel=0.02)
+        assert done[0].numbers["train_s"] == pytest.approx(flops / (8 * 312e12 * 0.4) / 5.0, rel=0.02)
         with trainer_link(tmp_path / "b", modelled, tp=4, pp=2, elastic=True) as second:
             assert second.until(EngineState).version == -1
             for rank, link in enumerate((first, second)):
@@ -130,7 +133,11 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
             assert joined[1].received_bytes == pytest.approx(4 * 14.77e9 / 8, rel=0.02)
             for link in (first, second):
                 link.send(step(3, 2))
-            assert first.until(train.StepDone).reduce_s == second.until(train.StepDone).reduce_s > 0.0
+            assert (
+                first.until(train.StepDone).numbers["reduce_s"]
+                == second.until(train.StepDone).numbers["reduce_s"]
+                > 0.0
+            )
             second.send(step(3, 2))
             assert "at step 3" in second.until(train.StepFailed).error
             second.send(train.Standby())
@@ -168,14 +175,14 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
             samples = (sample("0.0", 1000), sample("1.0", 600))
             link.send(train.TrainStep(1, 1, (samples,), (800,)))
         done = [link.until(train.StepDone) for link in (one, two)]
-        assert [reply.tokens for reply in done] == [1600, 1600], "of the whole core"
-        assert done[0].compute_s > 1.5 * done[1].compute_s, "each computes its own share"
+        assert [reply.numbers["trained_tokens"] for reply in done] == [1600, 1600], "of the whole core"
+        assert done[0].numbers["train_s"] > 1.5 * done[1].numbers["train_s"], "each computes its own share"
         for link in (one, two):
             link.send(*(train.TrainPortion(2, 1, at, (part,)) for at, part in enumerate(samples)))
             link.send(train.TrainStep(2, 1, ((sample("2.0", 400),),), (1000,), 2))
             assert [link.until(train.PortionDone).portion for _ in samples] == [0, 1]
             again = link.until(train.StepDone)
-            assert (again.tokens, again.loss_tokens) == (2000, 1000), "of all parts"
+            assert (again.numbers["trained_tokens"], again.numbers["loss_tokens"]) == (2000, 1000), "of all parts"
             link.send(train.TrainPortion(3, 1, 1, samples))
             assert "cannot run step 3" in link.until(train.PortionDone).error, "it lacks the part before"
     with trainer_link(tmp_path / "c", modelled, start_dir=str(snapshot)) as rebuilt:

@@ -62,8 +62,8 @@ class Replica:
                 assert step == len(self.history) + 1
                 self.history.append(f"step{step}")
                 self.world.trained.append((self.rank, step, sorted(s.uid for m in minibatches for s in m), totals))
-                numbers = (0.1, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.5, 8, 4, 0.1, 0.0, 0.0)
-                self.world.reply(self.rank, wire.StepDone(step, generation, *numbers, self.skipped))
+                numbers = {"skipped": self.skipped, "trained_tokens": 8, "train_s": 0.1, "reduce_s": 0.0}
+                self.world.reply(self.rank, wire.StepDone(step, generation, numbers))
             case wire.TrainPortion(step=step, generation=generation, portion=portion, samples=samples):
                 self.world.ahead.append((self.rank, portion, sorted(s.uid for s in samples)))
                 if self.answers_portions:

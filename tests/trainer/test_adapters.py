@@ -62,7 +62,7 @@ def test_gradients_are_those_of_the_merged_weights(tmp_path: Path, world: Replic
     whole, other = build(tmp_path / "merged", world, optimizer=UNCLIPPED)
     mine, theirs = (one.step(train_step(1, 0)) for one in (trainer, other))
     # Exported weights are the same bits; where they lie in memory changes the order of a sum.
-    assert mine.loss == pytest.approx(theirs.loss, abs=1e-7)
+    assert mine.numbers["loss"] == pytest.approx(theirs.numbers["loss"], abs=1e-7)
     weights, norm = whole.named_parameters(), 0.0
     for name, (a, b) in pairs(engine).items():
         gradient = weights[name].main_grad  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def test_gradients_are_those_of_the_merged_weights(tmp_path: Path, world: Replic
         assert (b.main_grad - 2.0 * gradient @ old_a.t()).abs().max() < 1e-6, name
         assert (a.main_grad - 2.0 * old_b.t() @ gradient).abs().max() < 1e-6, name
         norm += float(a.main_grad.square().sum() + b.main_grad.square().sum())
-    assert mine.grad_norm == pytest.approx(norm**0.5, rel=1e-5)
+    assert mine.numbers["grad_norm"] == pytest.approx(norm**0.5, rel=1e-5)
 
 
 def test_a_full_rank_is_full_training(tmp_path: Path, world: ReplicaPlace) -> None:

@@ -54,5 +54,5 @@ def test_a_trajectory_of_three_samples_weighs_as_one(
     want = by_hand(model, batch, aggregate)
     want.backward()  # type: ignore[no-untyped-call]
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    assert (done.loss, done.grad_norm) == pytest.approx((want.item(), norm.item()), rel=1e-4)
-    assert done.loss_tokens == loss_tokens([*batch])
+    assert (done.numbers["loss"], done.numbers["grad_norm"]) == pytest.approx((want.item(), norm.item()), rel=1e-4)
+    assert done.numbers["loss_tokens"] == loss_tokens([*batch])
