@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,15 +34,6 @@ SECONDS_IN_WORDS = re.compile(r"(?<![\w.])(?:\d+\.\d+(?!\d| x|%)|\d+(?=(?: to \d
 """Seconds in a planner's reason: its other numbers are whole, factors (``1.0 x``) or percentages."""
 OF_THE_CLOCK = "heartbeat_age_s"
 """No simulated time: shows whether a node lives."""
-
-
-class PhaseReward(msgspec.Struct, frozen=True):
-    """Reward within one phase of a drifting task mix."""
-
-    phase: str
-    steps: int
-    reward_first: float | None
-    reward_last: float | None
 
 
 class Recorded(NamedTuple):
@@ -154,10 +144,7 @@ def column(rows: Sequence[Record], key: str) -> list[float]:
 
 
 def phase(record: Record) -> str:
-    """Name of the task mix of a step: its ``phase``, else whether most episodes were before or after the drift."""
-    named = record.get("phase")
-    if named is not None:
-        return str(named)
+    """Name of the task mix of a step: whether most episodes were before or after the drift; empty without one."""
     drifted = number(record, "after_drift")
     return "" if math.isnan(drifted) else "after drift" if drifted >= 0.5 else "before drift"
 
@@ -297,15 +284,6 @@ def drifts(rows: Sequence[Record]) -> list[tuple[Record, str]]:
     """The first step of every further phase, and the phase's name."""
     phases = [phase(row) for row in rows]
     return [(row, now) for row, before, now in zip(rows[1:], phases, phases[1:], strict=False) if now != before]
-
-
-def phase_rewards(rows: Sequence[Record]) -> list[PhaseReward]:
-    """First and last reward of every stretch of equal `phase`; empty when the phase never changes."""
-    found = []
-    for name, stretch in groupby(rows, key=phase):
-        part = list(stretch)
-        found.append(PhaseReward(name, len(part), *first_and_last(column(part, "reward"))))
-    return found if len(found) > 1 else []
 
 
 def duration(seconds: float) -> str:

@@ -24,7 +24,7 @@ from .columns import Value, declared, rows_of, values_of
 from .estimate import StepAccuracy, accuracy_line, step_accuracy
 from .failed import FailedAttempts, failed_in, failed_line
 from .rundir import RunDir, read_lines
-from .series import PhaseReward, duration, first_and_last, phase_rewards, planned_steps
+from .series import duration, first_and_last, planned_steps
 from .status import because, dry_run, lenders_of
 
 STATE_STYLES = {"completed": "green", "running": "cyan", "failed": "red", "silent": "red"}
@@ -133,7 +133,6 @@ class Summary(msgspec.Struct, frozen=True):
     steps: int
     reward_first: float | None
     reward_last: float | None
-    phases: list[PhaseReward]
     speedup: float
     """How many times faster than the clock it passed: 1.0 but for a dry run."""
     numbers: dict[str, Value]
@@ -167,7 +166,6 @@ def summarise(run: RunDir) -> Summary:
         steps=len(steps),
         reward_first=first,
         reward_last=last,
-        phases=phase_rewards(steps),
         speedup=speedup,
         numbers=values_of(declared("ended"), steps, log),
         accuracy=step_accuracy(steps),
@@ -244,9 +242,6 @@ def render_summary(run: RunDir, summary: Summary, state: str, reason: str = "") 
     if reason and state != "completed":
         facts.add_row("message", Text(reason, style="yellow"))
     facts.add_row("reward", _change(summary.reward_first, summary.reward_last))
-    for phase in summary.phases:
-        line = _change(phase.reward_first, phase.reward_last)
-        facts.add_row("", Text.assemble(line, (f"   {phase.phase} ({phase.steps} steps)", "dim")))
     attempts = f", {summary.attempts} attempts" if summary.attempts > 1 else ""
     facts.add_row("steps", f"{summary.steps} in {_elapsed(summary)}{attempts}")
     for label, cells in rows_of("ended", summary.numbers).items():

@@ -88,7 +88,6 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
         charts=drawn if rows else [],
         svg=svg,
         legend=legend,
-        phases=_phases(summary),
         transcripts=[(path.name, path.as_uri()) for path in sorted(run.transcripts.glob("step-*"))[-TRANSCRIPTS:]],
         evaluations=[result.words() for result in summary.evaluations],
         decisions=decisions(log),
@@ -159,14 +158,6 @@ def _figures(config: Mapping[str, Any], summary: Summary, begun: Sequence[RunSta
         seconds = f"expected {summary.accuracy.expected_s:.2f} s a step, measured {summary.accuracy.measured_s:.2f} s"
         found.append(Figure("error of the planner", f"{summary.accuracy.error:.0%}", seconds))
     return found
-
-
-def _phases(summary: Summary) -> PageTable:
-    return PageTable(
-        "Reward in each task mix",
-        ("mix", "steps", "reward"),
-        [(each.phase, str(each.steps), _pair(each.reward_first, each.reward_last)) for each in summary.phases],
-    )
 
 
 def _changed(config: Mapping[str, Any]) -> PageTable:

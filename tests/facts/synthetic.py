@@ -29,7 +29,7 @@ LENDERS: list[tuple[Any, ...]] = [
     ("t-001", "idle", 8, 1.0, 1.0, 20_412, 9_310_220),
     ("t-104", "spot", 0, 0.0, 0.9, 2_412, 910_220),
 ]
-BEFORE_DRIFT = {"generation": 1, "replicas": 1, "rollout_nodes": 2, "phase": "short"}
+BEFORE_DRIFT = {"generation": 1, "replicas": 1, "rollout_nodes": 2, "after_drift": 0.0}
 EVERY_STEP = (
     {"reward_std": 0.3, "tokens": 1000, "loss_tokens": 400, "loss": 0.01, "grad_norm": 0.5, "wait_s": 0.3}
     | {"staleness_mean": 0.5, "staleness_max": 1, "train_tokens_per_s": 900.0, "rollout_tokens_per_s": 350.0}
@@ -99,7 +99,7 @@ def write_metrics(run: RunDir) -> None:
         dip = 0.15 * math.exp(-(step - DRIFT_STEP) / 8) if drifted else 0
         reward = 0.25 + 0.5 * (1 - math.exp(-step / 15)) - dip + rng.gauss(0, 0.03)
         train_s, rollout_s = 1.0 + rng.random() * 0.2 + (1.2 if drifted else 0), 2.0 + rng.random() * 0.3
-        place = {"generation": 2, "replicas": 2, "rollout_nodes": 1, "phase": "long"} if drifted else BEFORE_DRIFT
+        place = {"generation": 2, "replicas": 2, "rollout_nodes": 1, "after_drift": 1.0} if drifted else BEFORE_DRIFT
         times = {"train_s": train_s, "rollout_s": rollout_s, "expected_s": None if step < 4 else 1.1 * STEP_S}
         row = {"t": START + STEP_S * step, "step": step, "version": step, "reward": reward, "solved": reward}
         metrics.write({**row, **times, **place, **EVERY_STEP})

@@ -123,7 +123,6 @@ def test_roles_of_an_attempt_that_was_killed_end_with_its_last_event() -> None:
 @pytest.mark.parametrize(
     ("record", "name"),
     [
-        ({"phase": "x", "after_drift": 1.0}, "x"),
         ({"after_drift": 0.6}, "after drift"),
         ({"after_drift": 0.0}, "before drift"),
         ({}, ""),
@@ -164,7 +163,6 @@ def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
     rewards = series.column(series.steps(run), "reward")
     assert got.reward_first == pytest.approx(sum(rewards[:12]) / 12)
     assert got.reward_last == pytest.approx(sum(rewards[-12:]) / 12)
-    assert [(phase.phase, phase.steps) for phase in got.phases] == [("short", 30), ("long", 30)]
     (move,) = got.moves
     # Steps end every 3 s: those at 102, 105 and 108 s fall between 100 and 109.5 s; ten trajectories of 50 tokens end
     # in it, at 100 .. 109 s.

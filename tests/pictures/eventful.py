@@ -85,7 +85,7 @@ def _steps(steps: int) -> Iterator[dict[str, Any]]:
             "weights_mb": 800.0,
             "weights_dense_mb": 16_400.0,
             **{name: rng.random() for name in ("diff_s", "wire_s", "stage_s", "pause_s", "update_s")},
-            "phase": f"long {HOSTILE}" if drifted else "short",
+            "after_drift": float(drifted),
         } | {"tokens": 90_000, "loss_tokens": 20_000, "staleness_max": 2.0, "expected_s": 1.08 * STEP_S, **speeds}
 
 
