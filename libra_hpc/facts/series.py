@@ -66,12 +66,12 @@ class MoveRecord(msgspec.Struct, frozen=True):
     start: float
     end: float | None = None
     """None while the move is in flight, or when the job ended in it."""
-    seconds: float = math.nan
-    """Seconds that the node measured, else ``end - start``; NaN while open."""
-    predicted_gain_s: float = math.nan
-    """Gain that the planner predicted, in seconds per global batch; NaN when unknown."""
-    realised_gain_s: float = math.nan
-    """Gain in the first complete measurement after it; NaN until then, and when the workload changed meanwhile."""
+    seconds: float | None = None
+    """Seconds that the node measured, else ``end - start``; None while open."""
+    predicted_gain_s: float | None = None
+    """Gain that the planner predicted, in seconds per global batch; None when unknown."""
+    realised_gain_s: float | None = None
+    """Gain in the first complete measurement after it; None until then, and when the workload changed meanwhile."""
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -190,7 +190,7 @@ def moves(log: Sequence[Record]) -> list[MoveRecord]:
             continue
         if event["kind"] == "move_started":
             open_moves[rank] = len(found)
-            gain = number(event, "predicted_gain_s")
+            gain = known(number(event, "predicted_gain_s"))
             reason = str(event.get("reason", ""))
             found.append(MoveRecord(rank, _stage(event.get("to")), reason, event["t"], predicted_gain_s=gain))
         elif event["kind"] == "move_done" and rank in open_moves:
@@ -210,8 +210,8 @@ def _add_gain(found: list[MoveRecord], event: Record) -> None:
     for index, move in enumerate(found):
         if started is not None and move.to == to and abs(move.start - started) < TOGETHER_S:
             gains = {
-                "predicted_gain_s": number(event, "predicted_gain_s"),
-                "realised_gain_s": number(event, "realised_gain_s"),
+                "predicted_gain_s": known(number(event, "predicted_gain_s")),
+                "realised_gain_s": known(number(event, "realised_gain_s")),
             }
             found[index] = msgspec.structs.replace(move, **gains)
 

@@ -36,23 +36,15 @@ MOVE_NUMBERS = ("at", "took", "realised")
 """Columns that a narrow screen leaves whole; the others take several lines."""
 
 
-class MoveSummary(msgspec.Struct, frozen=True):
+class MoveSummary(series.MoveRecord, frozen=True, kw_only=True):
     """One node's move, and the progress of the others meanwhile."""
 
-    rank: int
-    to: str
-    reason: str
     at_s: float
     """Seconds after the job started."""
-    seconds: float | None
-    """None: unfinished."""
     steps_meanwhile: int
     """Optimizer steps committed while the node moved."""
     tokens_meanwhile: int
     """Generated tokens of trajectories that finished while the node moved."""
-    predicted_gain_s: float | None
-    """Seconds per global batch, predicted before and measured after; None: unknown."""
-    realised_gain_s: float | None
 
 
 class LayoutSummary(msgspec.Struct, frozen=True):
@@ -222,15 +214,10 @@ def _moves(run: RunDir, recorded: series.Recorded) -> list[MoveSummary]:
         end = math.inf if move.end is None else move.end
         out.append(
             MoveSummary(
-                rank=move.rank,
-                to=move.to,
-                reason=move.reason,
+                **msgspec.structs.asdict(move),
                 at_s=move.start - recorded.start,
-                seconds=series.known(move.seconds),
                 steps_meanwhile=sum(move.start <= t <= end for t in trained),
                 tokens_meanwhile=int(sum(tokens for t, tokens in generated if move.start <= t <= end)),
-                predicted_gain_s=series.known(move.predicted_gain_s),
-                realised_gain_s=series.known(move.realised_gain_s),
             )
         )
     return out

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from libra_hpc.config.learn import ADVANTAGES, INITIAL, LOSSES
 from libra_hpc.config.load import named_paths
@@ -81,14 +81,6 @@ def model_problems(config: RunConfig, model: Mapping[str, Any]) -> Iterator[User
         yield from check(config, model)
 
 
-class CheckedModel(NamedTuple):
-    """The model of a run, and how it fits in GPU memory."""
-
-    shape: ModelShape | None
-    """None in a dry run, which has no policy."""
-    memory: GpuMemory
-
-
 def check_files(config: RunConfig) -> None:
     """Raise the first mistake in the files that a run file names: run directory, task, and the policy's folder."""
     for key, text in named_paths(config).items():
@@ -118,21 +110,16 @@ def check_files(config: RunConfig) -> None:
                 check_reference(config.algorithm.reference, config.model.path)
 
 
-def check_run(config: RunConfig) -> CheckedModel:
-    """Raise the first mistake of a run file with its split, whose files passed `check_files`."""
+def check_run(config: RunConfig) -> tuple[ModelShape | None, GpuMemory]:
+    """Raise the first mistake of a run file with its split, whose files passed `check_files`.
+
+    Returns the shape of its model, None in a dry run, which has no policy, and how that fits in GPU memory.
+    """
     _raise_first(problems(config))
     shape = _check_model(config)
     memory = check_memory(config, shape)
     check_cpus(config)
-    return CheckedModel(shape, memory)
-
-
-def check_engines(config: RunConfig) -> None:
-    """Raise the first mistake that would stop the engines from starting in another layout."""
-    _raise_first(problems(config))
-    shape = _check_model(config)
-    if shape is not None:
-        check_memory(config, shape)
+    return shape, memory
 
 
 def _check_model(config: RunConfig) -> ModelShape | None:

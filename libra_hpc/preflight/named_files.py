@@ -254,15 +254,10 @@ def check_reference(path: str, policy: str) -> None:
     own, other = (vocabulary(Path(folder) / "tokenizer.json") for folder in (path, policy))
     if any(number >= rows or own.get(token, number) != number for token, number in other.items()):
         raise invalid(REFERENCE, path, "its tokens are not those of model.path", "a model with the same tokenizer")
-    _check(REFERENCE, path)
+    check_weights(path, REFERENCE)
 
 
-def check_weights(path: str) -> None:
-    """Raise `UserError` unless the weight files of ``model.path`` are whole and those of its config.json."""
-    _check("model.path", path)
-
-
-def _check(field: str, path: str) -> None:
+def check_weights(path: str, field: str = "model.path") -> None:
     """Raise `UserError` unless the weight files of ``path`` are whole and those of its config.json."""
     folder = Path(path)
     missing = [name for name in _indexed(field, folder / INDEX) if not (folder / name).is_file()]
