@@ -114,7 +114,7 @@ VERBS = {
     "report": Verb(
         "Write one page about a run for others: plots, decisions, failures, configuration.",
         "report.report",
-        "RUN --html",
+        "RUN --out page.html",
         "runs",
     ),
     "check": Verb(

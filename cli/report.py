@@ -20,7 +20,6 @@ from .runs import RUNS, RunArgument, RunsOption, find_run
 
 def report(
     run: RunArgument = None,
-    html: Annotated[bool, typer.Option("--html", help="One self-contained HTML page; the only format.")] = True,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Where to write it; default: report.html of the run.")
     ] = None,

@@ -2,8 +2,7 @@
 
 - The page asks for nothing outside itself and has no script; its policy (CSP) forbids both to a browser.
 - Every text of the run is escaped by the template.
-- Values that may be secrets are hidden wherever they stand (`without_secrets`): a report is for others. The run file is
-  shown without its comments, which may hold some too.
+- Values that may be secrets are hidden wherever they stand (`without_secrets`): a report is for others.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from libra_hpc.config.load import flat, read_toml
+from libra_hpc.config.load import flat
 from libra_hpc.config.reference import as_records, tables
-from libra_hpc.config.run_file_text import HIDDEN, TABLES, toml_text, without_secrets
-from libra_hpc.errors import UserError
+from libra_hpc.config.run_file_text import HIDDEN, without_secrets
 from libra_hpc.facts import series
 from libra_hpc.facts.columns import rows_of
 from libra_hpc.facts.failed import failed_line
@@ -62,8 +60,8 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
     config = run.resolved()
     recorded, summary = series.read(run), summarise(run)
     rows, log, *_ = recorded
-    begun, own = starts(rows, log), _run_file(run)
-    hidden = sorted({*_secrets(config), *_secrets(own)}, key=len, reverse=True)
+    begun = starts(rows, log)
+    hidden = sorted(set(_secrets(config)), key=len, reverse=True)
 
     def cleaned(value: Any) -> Any:
         """A text of the run without the hidden values; pieces of the template are none."""
@@ -97,7 +95,6 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
         attempts=attempts(begun),
         nodes=nodes(log),
         changed=_changed(config),
-        run_file=toml_text({key: without_secrets(key, value) for key, value in flat(own, TABLES).items()}),
         environment=_environment(run, config),
     )
 
@@ -168,14 +165,6 @@ def _changed(config: Mapping[str, Any]) -> PageTable:
             shown = without_secrets(record["key"], value)
             rows.append((record["key"], json.dumps(shown), json.dumps(record["default"])))
     return PageTable("Keys that differ from their defaults", ("key", "value", "default"), rows)
-
-
-def _run_file(run: RunDir) -> dict[str, Any]:
-    """The run file; empty when it cannot be read."""
-    try:
-        return read_toml(run.toml)
-    except UserError:
-        return {}
 
 
 def _secrets(values: Mapping[str, Any]) -> Iterator[str]:

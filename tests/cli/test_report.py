@@ -21,11 +21,11 @@ from .conftest import Cli, Outcome, Queue, one_line
 
 def test_the_page_is_written_where_it_should_and_its_path_printed(site: Path, queue: Queue, cli: Cli) -> None:
     run = synthetic.make_run(site / "runs")
-    assert cli("report", "quick-001", "--html", "--out", "page.html").out == f"{site / 'page.html'}\n"
+    assert cli("report", "quick-001", "--out", "page.html").out == f"{site / 'page.html'}\n"
     assert not run.report.exists()
-    assert cli("report", "quick-001", "--html") == Outcome(0, f"{run.report}\n", "")
+    assert cli("report", "quick-001") == Outcome(0, f"{run.report}\n", "")
     assert "completed" in run.report.read_text()
-    refused = one_line(cli("report", "quick-001", "--html", "--out", "absent/page.html"))
+    refused = one_line(cli("report", "quick-001", "--out", "absent/page.html"))
     assert "--out = 'absent/page.html': the page cannot be written (No such file or directory); valid:" in refused
 
 

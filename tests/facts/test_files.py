@@ -121,12 +121,7 @@ def test_roles_of_an_attempt_that_was_killed_end_with_its_last_event() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "name"),
-    [
-        ({"after_drift": 0.6}, "after drift"),
-        ({"after_drift": 0.0}, "before drift"),
-        ({}, ""),
-    ],
+    ("record", "name"), [({"after_drift": 0.6}, "after drift"), ({"after_drift": 0.0}, "before drift"), ({}, "")]
 )
 def test_the_phase_of_a_step(record: dict[str, object], name: str) -> None:
     assert series.phase(record) == name

@@ -24,19 +24,6 @@ RESTART_S = 20.0
 HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
 SECRET = "sk-very-secret"
 JUDGE = "https://judge.example/v1"
-RUN_FILE = f"""# {HOSTILE}
-[run]
-name = "eventful"
-[task]
-name = "keychain"
-options = {{ judge = "{JUDGE}", mode = "fast", limits = [7, 9] }} # TOKEN={SECRET}
-[slurm]
-extra = ["--comment=pw_token=abcdefg"]
-[compute]
-setup = ["module load cuda", "export HF_TOKEN='hf 123456'"]
-[compute.env]
-SERVICE_KEY = "{SECRET}"
-"""
 NODES = {0: "planner", 1: "train", 2: "hybrid", 3: "rollout"}
 
 
@@ -45,12 +32,13 @@ def make_eventful_run(parent: Path, steps: int = 120) -> RunDir:
     run = RunDir.create(parent, "eventful")
     values: dict[str, Any] = {"run": {"steps": 2 * steps}, "compute": {"env": {"SERVICE_KEY": SECRET}}}
     values["task"] = {"name": "keychain", "options": {"judge": JUDGE, "mode": "fast", "limits": [7, 9]}}
+    values["slurm"] = {"extra": ["--comment=pw_token=abcdefg"]}
+    values["compute"]["setup"] = ["module load cuda", "export HF_TOKEN='hf 123456'"]
     values |= {"model": {"path": f"/models/{HOSTILE}"}, "algorithm": {"eta": 2}}
     values["components"] = {
         name: {"nodes": 1, "gpus": 8, "gpu_type": "a800"} for name in ("train", "hybrid", "rollout")
     }
     run.write_json(run.config, validate(values).as_data())
-    run.toml.write_text(RUN_FILE)
     run.write_json(run.job, {"job_id": "4712", "executor": "slurm", "attempt": 2, "submitted_at": BEGIN - 60.0})
     write(run.metrics, *_steps(steps))
     write(run.events, *_events(steps))
