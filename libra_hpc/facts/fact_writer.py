@@ -2,7 +2,7 @@
 
 - A write fails (disk full, quota, I/O error) -> lines wait in memory; retry after `RETRY_S`, doubling to
   `RETRY_MOST_S`.
-- More than `MOST_EVENTS` events wait -> the oldest are dropped and counted.  Metrics lines are never dropped.
+- More than `MOST_EVENTS` events wait -> the oldest are dropped.  Metrics lines are never dropped.
 - Status, result or end cannot be written -> it goes into a `Reserve`, a file whose blocks were allocated before.
 - A write takes long -> `slow_s` has its seconds so far.
 """
@@ -114,17 +114,17 @@ class FactsWriter:
         self._taken = taken
         self._events, self._metrics = LineLog(run.events), LineLog(run.metrics)
         self._status, self._end = Reserve(run.status, RESERVE_BYTES), Reserve(run.ended(attempt), RESULT_BYTES)
-        self._waiting_events: deque[dict[str, Any]] = deque()
-        self._waiting_metrics: deque[dict[str, Any]] = deque()
-        self._waiting_status: bytes | None = None
-        self._waiting_end: bytes | None = None
+        self._lines: dict[LineLog, deque[dict[str, Any]]] = {
+            self._metrics: deque(),
+            self._events: deque(maxlen=MOST_EVENTS),
+        }
+        self._documents: dict[Reserve, bytes] = {}
+        """What waits to be written; of a document only the newest."""
         self._changed = threading.Condition()
         self._closing = False
         self._busy_since: float | None = None
         self.recorded = 0
         """Highest step whose metrics line is in the file."""
-        self.dropped = 0
-        """Events that were dropped because too many waited."""
         self.fault = ""
         """Reason of the last failed write; empty while writes succeed."""
         self.fault_since = 0.0
@@ -134,35 +134,34 @@ class FactsWriter:
 
     def event(self, record: dict[str, Any]) -> None:
         """Append a line to the event log."""
-        with self._changed:
-            self._waiting_events.append(record)
-            if len(self._waiting_events) > MOST_EVENTS:
-                self._waiting_events.popleft()
-                self.dropped += 1
-            self._changed.notify_all()
+        self._append(self._events, record)
 
     def step(self, record: dict[str, Any]) -> None:
         """Append a line with a ``step`` to the metrics."""
-        with self._changed:
-            self._waiting_metrics.append(record)
-            self._changed.notify_all()
+        self._append(self._metrics, record)
 
     def status(self, snapshot: bytes) -> None:
-        """Replace the status snapshot; only the newest is written."""
-        with self._changed:
-            self._waiting_status = snapshot
-            self._changed.notify_all()
+        """Replace the status snapshot."""
+        self._replace(self._status, snapshot)
 
     def end(self, content: bytes) -> None:
         """Write why the ranks end, after everything else that can be written."""
+        self._replace(self._end, content)
+
+    def _append(self, log: LineLog, record: dict[str, Any]) -> None:
         with self._changed:
-            self._waiting_end = content
+            self._lines[log].append(record)
+            self._changed.notify_all()
+
+    def _replace(self, document: Reserve, content: bytes) -> None:
+        with self._changed:
+            self._documents[document] = content
             self._changed.notify_all()
 
     @property
     def waiting(self) -> int:
         """Lines that are not written yet."""
-        return len(self._waiting_events) + len(self._waiting_metrics)
+        return sum(map(len, self._lines.values()))
 
     def flush(self, patience_s: float) -> bool:
         """Wait until everything is written; False when that took longer than ``patience_s``."""
@@ -214,55 +213,45 @@ class FactsWriter:
                 pause = min(2 * pause, RETRY_MOST_S)
 
     def _any(self) -> bool:
-        waiting = (self._waiting_events, self._waiting_metrics, self._waiting_status, self._waiting_end)
-        return any(bool(part) for part in waiting)
+        return bool(self.waiting or self._documents)
 
     def _write(self) -> None:
         """Write the status first, and the end last: their reserves have room even on a full disk."""
         if self._taken():
             with self._changed:
-                self._waiting_status = self._waiting_end = None
-                self._waiting_metrics.clear()
-                self._waiting_events.clear()
+                self._documents.clear()
+                for lines in self._lines.values():
+                    lines.clear()
             return
         failure: OSError | None = None
-        for part in (self._write_status, self._write_metrics, self._write_events, self._write_end):
+        for part in (self._status, self._metrics, self._events, self._end):
             try:
-                part()
+                if isinstance(part, LineLog):
+                    self._write_lines(part)
+                else:
+                    self._write_document(part)
             except OSError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
 
-    def _write_end(self) -> None:
-        if (content := self._waiting_end) is not None:
-            self._end.write(content)
-            self._waiting_end = None
-
-    def _write_status(self) -> None:
-        with self._changed:
-            snapshot, self._waiting_status = self._waiting_status, None
-        if snapshot is not None:
-            self._status.write(snapshot)
-
-    def _write_metrics(self) -> None:
-        lines = list(self._waiting_metrics)
-        if lines:
-            self._metrics.write_all(lines)
+    def _write_document(self, document: Reserve) -> None:
+        content = self._documents.get(document)
+        if content is not None:
+            document.write(content)
             with self._changed:
-                for _ in lines:
-                    self._waiting_metrics.popleft()
-            self.recorded = max(self.recorded, *(int(line.get("step", 0)) for line in lines))
+                if self._documents[document] is content:
+                    del self._documents[document]
 
-    def _write_events(self) -> None:
+    def _write_lines(self, log: LineLog) -> None:
+        waiting = self._lines[log]
         with self._changed:
-            lines = list(self._waiting_events)
-            self._waiting_events.clear()
-        if not lines:
-            return
-        try:
-            self._events.write_all(lines)
-        except OSError:
-            with self._changed:
-                self._waiting_events.extendleft(reversed(lines))
-            raise
+            lines = list(waiting)
+        log.write_all(lines)
+        with self._changed:
+            for line in lines:
+                # The oldest ones may have been dropped meanwhile.
+                if waiting and waiting[0] is line:
+                    waiting.popleft()
+        if log is self._metrics:
+            self.recorded = max([self.recorded, *(int(line.get("step", 0)) for line in lines)])
