@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.series import first_and_last
+from libra_hpc.facts.series import first_and_last, short_duration
 from libra_hpc.facts.status import dry_run, read_status
 from libra_hpc.facts.summary import state_text
 from libra_hpc.facts.sweep_record import read_member
@@ -103,13 +103,5 @@ def cells_of(fact: dict[str, Any], now: float) -> dict[str, str | Text]:
         "attempt": str(fact["attempt"]) if fact["attempt"] > 1 else "-",
         "step": "-" if fact["step"] is None else f"{fact['step']}/{fact['steps']}",
         "reward": "-" if fact["reward"] is None else f"{fact['reward_first']:.3f} → {fact['reward']:.3f}",
-        "updated": "-" if fact["updated_at"] is None else age(now - fact["updated_at"]),
+        "updated": "-" if fact["updated_at"] is None else f"{short_duration(now - fact['updated_at'])} ago",
     }
-
-
-def age(seconds: float) -> str:
-    """Seconds as one number with its unit: ``42 s``, ``7 min``, ``31 h``, ``5 d``."""
-    for name, unit in (("s", 1.0), ("min", 60.0), ("h", 3600.0)):
-        if seconds < 100.0 * unit:
-            return f"{max(seconds, 0.0) / unit:.0f} {name} ago"
-    return f"{seconds / 86400:.0f} d ago"

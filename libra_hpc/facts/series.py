@@ -293,3 +293,11 @@ def duration(seconds: float) -> str:
         return f"{whole} s"
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def short_duration(seconds: float) -> str:
+    """Seconds as one number with its unit: ``42 s``, ``7 min``, ``31 h``, ``5 d``."""
+    for unit, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if round(seconds) >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{max(seconds, 0.0):.0f} s"

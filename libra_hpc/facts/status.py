@@ -268,15 +268,13 @@ def lender_rows(lenders: Sequence[LenderReport]) -> list[list[str]]:
 def _paused(one: LenderReport) -> str:
     """Why and for how long, the longest first; the present reason has a mark."""
     ordered = sorted(one.paused.items(), key=lambda item: -item[1])
-    words = [f"{PAUSE_WORDS.get(why, why)} {_time(seconds)}{' (now)' * (why == one.now)}" for why, seconds in ordered]
+    words = [
+        f"{PAUSE_WORDS.get(why, why)} {series.short_duration(seconds)}{' (now)' * (why == one.now)}"
+        for why, seconds in ordered
+    ]
     return ", ".join(words) or "-"
 
 
 def short_count(tokens: int) -> str:
     """Tokens as ``9,310``, ``310k`` or ``12M``."""
     return f"{tokens:,}" if tokens < 10_000 else f"{tokens / 1e3:,.0f}k" if tokens < 1e7 else f"{tokens / 1e6:,.0f}M"
-
-
-def _time(seconds: float) -> str:
-    whole = round(seconds)
-    return f"{whole} s" if whole < 60 else f"{whole // 60} min" if whole < 3600 else f"{whole / 3600:.1f} h"
