@@ -16,8 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_hpc.protocol import trace
-from libra_hpc.protocol.agents import LenderReport
-from libra_hpc.protocol.env import ChatChoice
 
 from . import series
 from .columns import Value, declared, rows_of, values_of
@@ -25,7 +23,7 @@ from .estimate import StepAccuracy, accuracy_line, step_accuracy
 from .failed import FailedAttempts, failed_in, failed_line
 from .rundir import RunDir, read_lines
 from .series import duration, first_and_last, planned_steps
-from .status import because, dry_run, lenders_of
+from .status import because, dry_run
 
 STATE_STYLES = {"completed": "green", "running": "cyan", "failed": "red", "silent": "red"}
 """Styles by state; every other state is yellow."""
@@ -137,14 +135,10 @@ class Summary(msgspec.Struct, frozen=True):
     """Failed attempts of trajectories by kind, the most frequent first."""
     evaluations: list[EvaluationResult]
     """The newest of each task."""
-    chats: list[str]
-    """How the policy's chat was written since the last start, as sentences."""
     checkpoints: list[int]
     policy: str | None
     """Folder of the exported policy."""
     picture: str | None
-    lenders: list[LenderReport] = []
-    """What they gave in the last start, as far as its last status has it."""
 
 
 def summarise(run: RunDir) -> Summary:
@@ -165,20 +159,12 @@ def summarise(run: RunDir) -> Summary:
         layouts=_layouts(steps, log),
         failures=failed_in(log, run.read_json(run.status)),
         evaluations=evaluation_results(run),
-        chats=_chats(log),
         checkpoints=sorted(
             {e["step"] for e in log if e["kind"] == "checkpoint_saved" and isinstance(e.get("step"), int)}
         ),
         policy=str(run.policy) if (run.policy / "config.json").exists() else None,
         picture=str(run.summary_picture) if run.summary_picture.exists() else None,
-        lenders=lenders_of(run),
     )
-
-
-def _chats(log: Sequence[series.Record]) -> list[str]:
-    last = max((event.get("attempt", 0) for event in log), default=0)
-    own = (event for event in log if event["kind"] == "chat_choice" and event.get("attempt", 0) == last)
-    return list(dict.fromkeys(str(msgspec.convert(event, ChatChoice)) for event in own))
 
 
 def _layouts(rows: Sequence[series.Record], log: Sequence[series.Record]) -> list[LayoutSummary]:
@@ -236,7 +222,6 @@ def render_summary(run: RunDir, summary: Summary, state: str, reason: str = "") 
     if summary.accuracy is not None:
         facts.add_row("step time", accuracy_line(summary.accuracy))
     several = (
-        ("chat", summary.chats),
         ("evaluation", map(EvaluationResult.words, summary.evaluations)),
         ("repartition", map(_layout_line, summary.layouts)),
     )

@@ -89,7 +89,7 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
         transcripts=[(path.name, path.as_uri()) for path in sorted(run.transcripts.glob("step-*"))[-TRANSCRIPTS:]],
         evaluations=[result.words() for result in summary.evaluations],
         decisions=decisions(log),
-        others=[moves(summary), changed_layouts(summary), lenders(summary, ending.over)],
+        others=[moves(summary), changed_layouts(summary), lenders(run, ending.over)],
         faults=faults(log),
         failed=failed_line(summary.failures),
         attempts=attempts(begun),

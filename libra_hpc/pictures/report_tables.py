@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from libra_hpc.facts import series
 from libra_hpc.facts.events import EVENTS, cause_of, in_words, place_of
+from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.series import duration
 from libra_hpc.facts.starts import RunStart
-from libra_hpc.facts.status import LENDER_HEADS, because, gone, lender_rows
+from libra_hpc.facts.status import LENDER_HEADS, because, gone, lender_rows, lenders_of
 from libra_hpc.facts.summary import MOVE_HEADS, Summary, move_rows, seconds_text
 
 MOST_ROWS = 300
@@ -70,8 +71,8 @@ def changed_layouts(summary: Summary) -> PageTable:
     return _cut("Repartitions", ("after step", "by", "layout", "step before", "step since", "break"), rows)
 
 
-def lenders(summary: Summary, over: bool) -> PageTable:
-    found = gone(summary.lenders) if over else summary.lenders
+def lenders(run: RunDir, over: bool) -> PageTable:
+    found = gone(lenders_of(run)) if over else lenders_of(run)
     return _cut("Lenders and guests of the last start", LENDER_HEADS, lender_rows(found))
 
 

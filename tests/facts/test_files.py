@@ -53,18 +53,6 @@ def flat(text: str) -> str:
     return " ".join(text.replace("│", " ").split())
 
 
-def test_how_the_chat_is_written_is_a_line_of_the_summary(run: RunDir) -> None:
-    old, new = ({"attempt": attempt, "template": digest * 32} for attempt, digest in ((1, "ab"), (2, "cd")))
-    found = {"kind": "chat_choice", "t": synthetic.START + 1, "model_type": "qwen3", "checks": 34}
-    synthetic.write(run.events, found | old | {"renderer": "template"})
-    first = "template abababababab, 34 self-tests passed"
-    assert summary.summarise(run).chats == [first]
-    assert f"chat {first}" in flat(ended(run))
-    for _ in range(2):
-        synthetic.write(run.events, found | new | {"calls": "xml"})
-    assert summary.summarise(run).chats == ["template cdcdcdcdcdcd, tool calls as xml, 34 self-tests passed"]
-
-
 def test_a_step_trained_again_after_a_resume_counts_once(run: RunDir) -> None:
     synthetic.write(run.metrics, {"t": synthetic.START + 500, "step": 60, "reward": 0.99, "tokens": 7})
     rows = series.steps(run)
