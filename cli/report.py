@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from libra_hpc.errors import UserError, error_text, invalid
-from libra_hpc.facts.rundir import MODES, RunDir
-from libra_hpc.files import write_atomic
+from libra_hpc.errors import UserError, error_text
+from libra_hpc.facts.rundir import RunDir
+from libra_hpc.files import OWNER_ONLY, write_atomic
 from libra_hpc.pictures.report_page import Standing, page
 
 from . import jobs
@@ -23,21 +23,15 @@ def report(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Where to write it; default: report.html of the run.")
     ] = None,
-    share: Annotated[
-        str,
-        typer.Option("--share", metavar="WHO", help="Who may read it: private (only you), group or all, as run.share."),
-    ] = "private",
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    if share not in MODES:
-        raise invalid("--share", share, "unknown value", list(MODES))
     found = find_run(run, runs)
     found.resolved()
     where = found.report if out is None else out
     with busy("writing the report"):
         text = page(found, ending(found), time.time())
     try:
-        write_atomic(where, text.encode(), MODES[share] & 0o666)
+        write_atomic(where, text.encode(), OWNER_ONLY)
     except OSError as error:
         raise UserError(
             f"--out = {str(where)!r}: the page cannot be written ({error_text(error)}); valid: a file in a folder that"

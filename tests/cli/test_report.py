@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +22,7 @@ def test_the_page_is_written_where_it_should_and_its_path_printed(site: Path, qu
     assert not run.report.exists()
     assert cli("report", "quick-001") == Outcome(0, f"{run.report}\n", "")
     assert "completed" in run.report.read_text()
+    assert run.report.stat().st_mode & 0o777 == 0o600, "only its owner reads it"
     refused = one_line(cli("report", "quick-001", "--out", "absent/page.html"))
     assert "--out = 'absent/page.html': the page cannot be written (No such file or directory); valid:" in refused
 
@@ -37,15 +35,6 @@ def test_the_page_links_the_newest_transcripts(site: Path, queue: Queue, cli: Cl
     cli("report", "quick-001")
     linked = re.findall(r'<a href="file://([^"]*)">', run.report.read_text())
     assert linked == [f"{run.transcripts}/step-{step:06d}.jsonl.zst" for step in range(8, 13)]
-
-
-def test_only_its_owner_reads_the_page_unless_asked_for_otherwise(site: Path, queue: Queue, cli: Cli) -> None:
-    run = synthetic.make_run(site / "runs")
-    for arguments, mode in (((), 0o600), (("--share", "group"), 0o640), (("--share", "all"), 0o644), ((), 0o600)):
-        cli("report", "quick-001", *arguments)
-        assert run.report.stat().st_mode & 0o777 == mode
-    refused = cli("report", "quick-001", "--share", "everybody")
-    assert refused == Outcome(2, "", "error: --share = 'everybody': unknown value; valid: private, group, all.\n")
 
 
 NO_END = "No end of this run is recorded."
@@ -79,18 +68,3 @@ def test_a_run_that_waits_in_the_queue_is_reported(site: Path, queue: Queue, cli
     text = RunDir(site / "runs" / "quick-001").report.read_text()
     assert "waiting for free nodes" in text
     assert "has committed no step yet" in text
-
-
-def test_a_picture_without_a_home_prints_nothing_else(tmp_path: Path) -> None:
-    run = synthetic.make_run(tmp_path)
-    nowhere = str(run.job / "home")
-    environment = {name: value for name, value in os.environ.items() if name != "MPLCONFIGDIR"}
-    done = subprocess.run(
-        [sys.executable, "-m", "libra_hpc_cli.app", "status", str(run.path)],
-        env=environment | {"HOME": nowhere, "XDG_CONFIG_HOME": nowhere, "XDG_CACHE_HOME": nowhere},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert run.summary_picture.exists()

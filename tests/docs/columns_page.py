@@ -19,8 +19,7 @@ grep '"kind":"engine_lost"' RUN/events.jsonl         # events of one kind
 ```
 
 `metrics.jsonl` has one line per optimizer step, `events.jsonl` one per event. Both only grow, and are readable while
-the run goes on. `status` shows *running* numbers of a run that goes on; of one that has ended, it and `report` show
-*ended* ones.
+the run goes on.
 
 This page is written by `python -m tests.docs.columns_page`.
 
@@ -64,8 +63,8 @@ Counted in the events of all attempts:
 
 ## Kinds of events
 
-Every line has `t` (epoch seconds) and `kind`. The report lists kinds marked *fault*; `status` shows the reason of kinds
-marked *notice* for two minutes.
+Every line has `t` (epoch seconds), `kind` and fields (in parentheses). The report lists kinds marked *fault*; `status`
+shows the reason of kinds marked *notice* for two minutes.
 
 {events}
 """
@@ -80,16 +79,16 @@ def page() -> str:
 
 def _number(number: Number) -> str:
     unit = f", in {number.unit}" if number.unit else ""
-    return _entry(f"`{number.name}`{unit}: {number.meaning}.", number.on)
+    return _entry(f"`{number.name}`{unit}: {number.meaning}.")
 
 
 def _event(kind: EventKind) -> str:
     fields = ", ".join(f"`{name}`" for name in kind.fields.split())
     marks = [word for word, marked in (("fault", kind.fault), ("notice", kind.notice)) if marked]
-    return _entry(f"`{kind.kind}`: {kind.meaning}. Fields: {fields}.", marks)
+    return _entry(f"`{kind.kind}`{fields and f' ({fields})'}: {kind.meaning}.", marks)
 
 
-def _entry(text: str, marks: Sequence[str]) -> str:
+def _entry(text: str, marks: Sequence[str] = ()) -> str:
     shown = f" *{', '.join(marks)}*" if marks else ""
     return textwrap.fill(f"- {text}{shown}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
