@@ -141,6 +141,12 @@ RUN_FILE = [
     ("algorithm.eta=1\nvalue2 = 3", r"algorithm.eta = '1\nvalue2 = 3': wrong type"),
     ("model.path=gpt2; train.tp=3", "model_type = 'gpt2': this version cannot train this architecture; valid: ernie4"),
     ("task.name=data; task.data=loop; task.reward=good.py:f", "task.data = 'loop': no such file or folder"),
+    ("task.name=data", "task.data = '': not given; valid: a JSONL"),
+    ("task.name=data; task.data=good.jsonl", "task.reward = '': not given; valid: path/to/file.py:function"),
+    ("task.name=data; task.data=good.jsonl; task.reward=f", "task.reward = 'f': unknown; valid: path/to/file.py:f"),
+    ("task.name=data; task.data=good.jsonl; task.reward=no.py:f", "task.reward = 'no.py:f': no.py cannot be read"),
+    ("task.name=data; task.data=good.jsonl; task.reward=scores.py:juge", "has no function 'juge'; valid: judge."),
+    ("task.data=good.jsonl", "task = 'data': KeyChain has no such option"),
     *(
         (
             f"task.eval=[{{name='{name}', data='good.jsonl'}}]",

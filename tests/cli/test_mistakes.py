@@ -53,6 +53,7 @@ FILES = {
     "bad.py": "class Task(:\n",
     "good.py": "class Task:\n    def __init__(self, tokenizer, size=1):\n        pass\n",
     "raises.py": "1 / 0\n",
+    "scores.py": "raise SystemExit('imported')\nasync def judge(row, text): pass\nclass Mine: pass\n",
     "policy.py": POLICY.format("Raises", "", "1 / 0")
     + POLICY.format("Asks", ", load", "pass")
     + POLICY.format("Exits", "", "exit(7)")
