@@ -11,9 +11,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
@@ -21,7 +22,7 @@ from rich.text import Text
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.series import duration
 from libra_hpc.facts.status import Status, because
-from libra_hpc.facts.view import WIDTH, StatusScreen
+from libra_hpc.facts.view import WIDTH, status_screen
 from libra_hpc.slurm.queue.query import JobInfo
 from libra_hpc.slurm.queue.run_state import NoAnswer, RunState
 
@@ -88,11 +89,12 @@ class Follower:
         over = self._lost_since is not None and now - self._lost_since >= LOST_S
         return msgspec.structs.replace(state, over=True) if over else state
 
-    def screen(self, lines: int) -> RenderableType:
-        """The panel of the present state, for a terminal with so many lines."""
+    def screen(self, terminal: Console) -> RenderableType:
+        """The panel of the present state; the short one where the terminal is too low."""
         if self.status is not None:
-            now, status = jobs.clock(self.run, self._clock()), with_state(self.status, self.state)
-            return StatusScreen(status, now=now, rewards=rewards(self.run), lines=lines)
+            status, known = with_state(self.status, self.state), rewards(self.run)
+            shown = partial(status_screen, status, now=jobs.clock(self.run, self._clock()), rewards=known)
+            return shown(short=len(terminal.render_lines(shown())) > terminal.height)
         return Panel(Text(self.waiting()), title=Text(self.run.name, style="bold"), title_align="left", width=WIDTH)
 
     def line(self) -> str:
@@ -154,11 +156,11 @@ def message_of(status: Status | None) -> str:
 def _panel(follower: Follower, until: Until) -> RunState:
     state = follower.refresh()
     terminal = console()
-    with Live(follower.screen(terminal.height), console=terminal, auto_refresh=False) as live:
+    with Live(follower.screen(terminal), console=terminal, auto_refresh=False) as live:
         while not state.over and not until(follower.status):
             time.sleep(REFRESH_S)
             state = follower.refresh()
-            live.update(follower.screen(terminal.height), refresh=True)
+            live.update(follower.screen(terminal), refresh=True)
     return state
 
 

@@ -14,7 +14,7 @@ from libra_hpc.facts import series
 from libra_hpc.facts.columns import as_json
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.summary import evaluation_results, render_summary, summarise
-from libra_hpc.facts.view import StatusScreen
+from libra_hpc.facts.view import status_screen
 from libra_hpc.slurm.queue.run_state import RunState
 
 from . import jobs
@@ -70,7 +70,7 @@ def show_run(run: RunDir, state: RunState) -> None:
         return
     snapshot = read_status(run) if trains else None
     if snapshot is not None:
-        show(StatusScreen(with_state(snapshot, state), now=jobs.clock(run, time.time()), rewards=rewards(run)))
+        show(status_screen(with_state(snapshot, state), now=jobs.clock(run, time.time()), rewards=rewards(run)))
     if state.state == "never_queued":
         print_line(f"{run.name}: was never queued; files in {run.path}")
     elif snapshot is None or state.state != "running":

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from rich import box
 from rich.columns import Columns
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -48,55 +48,41 @@ ROLE_STYLES = {
 ENGINE_STYLES = {"ready": "green", "starting": "yellow", "standby": "dim", "lost": "bold red"}
 
 
-class StatusScreen:
-    """A snapshot, whole where it fits in ``lines`` of a terminal, else short; 0: whole.
+def status_screen(status: Status, *, now: float, rewards: Sequence[float] = (), short: bool = False) -> Panel:
+    """A snapshot at ``now``, epoch seconds; ``rewards``: of each step of all attempts.
 
-    The short one has no blank lines, lenders, estimates and counts, one row a role, and one line for the decision.
-
-    ``now`` is epoch seconds, ``rewards`` the reward of each step of all attempts.
+    ``short``: without blank lines, lenders, estimates and counts, one row a role, and one line for the decision.
     """
-
-    def __init__(self, status: Status, *, now: float, rewards: Sequence[float] = (), lines: int = 0) -> None:
-        self._status, self._now, self._rewards, self._lines = status, now, rewards, lines
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = self._panel(short=False)
-        if self._lines and len(console.render_lines(shown, options)) > self._lines:
-            shown = self._panel(short=True)
-        yield shown
-
-    def _panel(self, *, short: bool) -> Panel:
-        status, now = self._status, self._now
-        rows = {label: ", ".join(map(str, cells)) for label, cells in rows_of("running", status.numbers).items()}
-        if status.estimate is not None:
-            rows["estimate"] = estimate_line(status.estimate)
-        if status.accuracy is not None:
-            rows["step time"] = accuracy_line(status.accuracy)
-        parts: list[RenderableType] = [
-            _progress(status, now),
-            _learning(status, self._rewards, rows.pop("staleness", "-")),
-            _stages(status) if short else _side_by_side(_stages(status), _buckets(status)),
-            _roles(status.nodes) if short else _nodes(status.nodes),
-            *([_lenders(status.lenders)] if status.lenders and not short else []),
-            _footer(status, {} if short else rows, short=short, now=now),
-        ]
-        if not short:
-            parts = [part for each in parts for part in (each, Text())][:-1]
-        job = f"job {status.job_id}" if status.job_id else "no job"
-        title = Text.assemble(
-            (status.run, "bold"),
-            (dry_run(status.speedup), "yellow"),
-            f"  {job}" + (f", attempt {status.attempt}" if status.attempt > 1 else ""),
-        )
-        state = Text.assemble(" ", state_text(status.state), " ")
-        return Panel(
-            Group(*parts),
-            title=Text.assemble(title, "  ", state),
-            title_align="left",
-            box=box.ROUNDED,
-            padding=(0 if short else 1, 2),
-            width=WIDTH,
-        )
+    rows = {label: ", ".join(map(str, cells)) for label, cells in rows_of("running", status.numbers).items()}
+    if status.estimate is not None:
+        rows["estimate"] = estimate_line(status.estimate)
+    if status.accuracy is not None:
+        rows["step time"] = accuracy_line(status.accuracy)
+    parts: list[RenderableType] = [
+        _progress(status, now),
+        _learning(status, rewards, rows.pop("staleness", "-")),
+        _stages(status) if short else _side_by_side(_stages(status), _buckets(status)),
+        _roles(status.nodes) if short else _nodes(status.nodes),
+        *([_lenders(status.lenders)] if status.lenders and not short else []),
+        _footer(status, {} if short else rows, short=short, now=now),
+    ]
+    if not short:
+        parts = [part for each in parts for part in (each, Text())][:-1]
+    job = f"job {status.job_id}" if status.job_id else "no job"
+    title = Text.assemble(
+        (status.run, "bold"),
+        (dry_run(status.speedup), "yellow"),
+        f"  {job}" + (f", attempt {status.attempt}" if status.attempt > 1 else ""),
+    )
+    state = Text.assemble(" ", state_text(status.state), " ")
+    return Panel(
+        Group(*parts),
+        title=Text.assemble(title, "  ", state),
+        title_align="left",
+        box=box.ROUNDED,
+        padding=(0 if short else 1, 2),
+        width=WIDTH,
+    )
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:

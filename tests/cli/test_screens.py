@@ -21,7 +21,7 @@ from libra_hpc.annexes.lend import lender_record as records
 from libra_hpc.annexes.lend.terms import LendTerms
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import NodeStatus, encode_status
-from libra_hpc.facts.view import StatusScreen
+from libra_hpc.facts.view import status_screen
 from libra_hpc.files import write_atomic
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.slurm.queue.query import JobInfo, JobState
@@ -135,7 +135,7 @@ SIX = ["planner", "train", "to_train", "to_rollout", "rollout", "lost"]
 
 def test_the_lenders_of_a_running_run_are_whole_in_80_columns(tmp_path: Path) -> None:
     status, out = synthetic.make_status(synthetic.make_run(tmp_path)), io.StringIO()
-    Console(file=out, width=COLUMNS).print(StatusScreen(status, now=status.updated_at))
+    Console(file=out, width=COLUMNS).print(status_screen(status, now=status.updated_at))
     found = " ".join(re.sub("[│ ]+", " ", out.getvalue()).split())
     assert "gpu-017-vllm-4711 lender 62% 58% 1,204 310k users 3 min (now), silent server 12 s" in found
     assert "t-104 spot gone 90% 2,412 910k -" in found
@@ -167,7 +167,7 @@ def test_the_times_of_a_dry_run_are_simulated_ones(tmp_path: Path, speedup: floa
     assert made.decision is not None
     decision = msgspec.structs.replace(made.decision, at=made.updated_at - 2.0)
     status, out = msgspec.structs.replace(made, speedup=speedup, decision=decision), io.StringIO()
-    Console(file=out, width=120).print(StatusScreen(status, now=status.updated_at))
+    Console(file=out, width=120).print(status_screen(status, now=status.updated_at))
     assert re.search(rf"planner .* {decided} ago ", out.getvalue())
 
 

@@ -20,7 +20,7 @@ from libra_hpc.facts.events import EVENTS
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
 from libra_hpc.facts.summary import render_summary, summarise
-from libra_hpc.facts.view import StatusScreen
+from libra_hpc.facts.view import status_screen
 from libra_hpc.pictures.report_page import Standing, page
 from libra_hpc.protocol.agents import TrainReport
 from tests.coordinator.test_coordinator import Scene, run_until_over
@@ -66,7 +66,7 @@ def test_a_declared_column_is_shown_everywhere(tmp_path: Path, monkeypatch: pyte
     assert [line["probe"] for line in read_lines(run.metrics)] == [2.0, 5.0]
     status = decode_status(run.status.read_bytes())
     assert status.numbers["probe"] == 3.5
-    assert "probes        3.5 grams" in shown(StatusScreen(status, now=status.updated_at))
+    assert "probes        3.5 grams" in shown(status_screen(status, now=status.updated_at))
     facts = summarise(run)
     assert columns.as_json(facts)["probe"] == 3.5
     assert "3.5 grams" in shown(render_summary(run, facts, "completed"))
