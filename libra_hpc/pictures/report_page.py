@@ -32,8 +32,6 @@ from .svg_chart import MOST_POINTS, legend, svg, template
 
 SHORTEST_HIDDEN = 8
 """Characters of a hidden value from which it is hidden in all other texts too: ``math`` is no secret."""
-TRANSCRIPTS = 5
-"""Newest files of transcripts that the page links."""
 DIGITS = 3
 """Decimals of a reward."""
 
@@ -86,7 +84,6 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
         charts=drawn if rows else [],
         svg=svg,
         legend=legend,
-        transcripts=[(path.name, path.as_uri()) for path in sorted(run.transcripts.glob("step-*"))[-TRANSCRIPTS:]],
         evaluations=[result.words() for result in summary.evaluations],
         decisions=decisions(log),
         others=[moves(summary), changed_layouts(summary), lenders(run, ending.over)],

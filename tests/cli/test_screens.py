@@ -112,6 +112,7 @@ def test_what_a_run_wrote_commands_no_terminal(words: list[str], site: Path, cli
 
 def test_markup_in_the_name_of_a_host_is_text(site: Path, cli: Cli, queue: Queue) -> None:
     run = synthetic.make_run(site / "runs")
+    run.result.unlink()
     status = synthetic.make_status(run)
     nodes = [msgspec.structs.replace(node, host="[red]n1[/]") for node in status.nodes]
     write_atomic(run.status, encode_status(msgspec.structs.replace(status, nodes=nodes)))
