@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic
 from libra_hpc.slurm.queue.query import JobInfo, JobState
@@ -49,11 +48,3 @@ def test_a_run_without_a_recorded_end_is_reported_as_its_job_stands(
     cli("report", "quick-001")
     text = run.report.read_text()
     assert [words in text for words in (*shown, *hidden)] == [True] * len(shown) + [False] * len(hidden)
-
-
-def test_a_run_that_waits_in_the_queue_is_reported(site: Path, queue: Queue, cli: Cli) -> None:
-    cli("submit", "run.toml")
-    assert cli("report").code == 0
-    text = RunDir(site / "runs" / "quick-001").report.read_text()
-    assert "waiting for free nodes" in text
-    assert "has committed no step yet" in text

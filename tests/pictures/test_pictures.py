@@ -48,12 +48,6 @@ def test_a_picture_is_written_whole_or_not_at_all(run: RunDir, tmp_path: Path) -
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_the_picture_of_an_empty_run_has_no_line(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path, "empty")
-    draw_run(run, run.summary_picture)
-    assert "Reward over time" in texts_of(run.summary_picture)
-
-
 def test_no_text_covers_another(run: RunDir, tmp_path: Path) -> None:
     draw_run(run, run.summary_picture)
     assert ensure_browser().measure(run.summary_picture, OVERLAPS, tmp_path, [900]) == [[]]

@@ -187,12 +187,6 @@ def test_a_dry_run_is_reported_in_simulated_time_and_its_end_by_the_clock(tmp_pa
     assert "<dt>ended</dt><dd>2023-11-14 22:16 UTC" in text
 
 
-def test_a_running_run_is_reported_as_such(eventful: RunDir) -> None:
-    text = page(eventful, Standing("running", "", over=False), NOW)
-    assert "No end of this run is recorded. The page shows it as of 2027-01-15 08:00 UTC." in text
-    assert "last news" in text
-
-
 def test_a_run_without_steps_gets_no_empty_charts(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "young")
     run.write_json(run.config, RunConfig().as_data())
