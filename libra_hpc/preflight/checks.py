@@ -65,20 +65,13 @@ TIME_FORMATS = (
 
 
 def problems(config: RunConfig, model: Mapping[str, Any] | None = None) -> Iterator[UserError]:
-    """Mistakes in the configuration; ``model`` is the policy's config.json, None: without its checks."""
+    """Mistakes in the configuration; ``model`` is the policy's config.json, which passed `check_files`, None:
+    without its checks."""
     for check in CONFIG_CHECKS:
         yield from check(config)
     if model is not None:
-        yield from model_problems(config, model)
-
-
-def model_problems(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """Mistakes in the configuration for the policy with this config.json."""
-    found = list(trainable(config, model))
-    yield from found
-    # The others read its sizes.
-    for check in () if found else MODEL_CHECKS:
-        yield from check(config, model)
+        for model_check in MODEL_CHECKS:
+            yield from model_check(config, model)
 
 
 def check_files(config: RunConfig) -> None:
@@ -103,7 +96,8 @@ def check_files(config: RunConfig) -> None:
         with reading("model.path", config.model.path):
             model = read_model_config(config)
             check_vocabulary(config.model.path, model)
-            _raise_first(trainable(config, model))
+            _raise_first(refusal.error("model.path") for refusal in refusals(model))
+            shape_from_config(model, "model.path")
             check_weights(config.model.path)
         if config.algorithm.has_reference and config.algorithm.reference != INITIAL:
             with reading(REFERENCE, config.algorithm.reference):
@@ -113,26 +107,26 @@ def check_files(config: RunConfig) -> None:
 def check_run(config: RunConfig) -> tuple[ModelShape | None, GpuMemory]:
     """Raise the first mistake of a run file with its split, whose files passed `check_files`.
 
-    Returns the shape of its model, None in a dry run, which has no policy, and how that fits in GPU memory.
+    Returns the shape of its model, and how that fits in GPU memory.
     """
-    _raise_first(problems(config))
-    shape = _check_model(config)
+    shape = check_layout(config)
     memory = check_memory(config, shape)
     check_cpus(config)
     return shape, memory
 
 
-def _check_model(config: RunConfig) -> ModelShape | None:
-    """Shape of the policy, named after its folder; None in a dry run. Raises the first mistake of either."""
+def check_layout(config: RunConfig) -> ModelShape | None:
+    """Raise the first mistake but those of nodes; returns the shape of the model, None in a dry run, which has none."""
     if config.run.engine == "simulated":
         from libra_hpc.simulated.dry_run import check_simulated
 
+        _raise_first(problems(config))
         with naming(config):
             check_simulated(config)
         _raise_first(shape_fits_world(config, model_shape(config.modelled("model") or config.model.path)))
         return None
     model = read_model_config(config)
-    _raise_first(model_problems(config, model))
+    _raise_first(problems(config, model))
     return with_adapters(shape_from_config(model, Path(config.model.path).name), *config.lora.arguments)
 
 
@@ -271,17 +265,6 @@ CONFIG_CHECKS: tuple[Callable[[RunConfig], Iterator[UserError]], ...] = (
     gpus_hold_engines,
     own_variables,
 )
-
-
-def trainable(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """The engines support this architecture and variant, and its config.json has valid sizes."""
-    found = [refusal.error("model.path") for refusal in refusals(model)]
-    yield from found
-    if not found:
-        try:
-            shape_from_config(dict(model), "model.path")
-        except UserError as error:
-            yield error
 
 
 def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:

@@ -21,7 +21,8 @@ from libra_hpc.errors import UserError, invalid
 from libra_hpc.planning.initial import SHARE, interchangeable
 from libra_hpc.planning.request import KIND
 
-from .checks import check_run
+from .checks import check_layout
+from .gpu_memory import check_memory
 from .job_checks import degrees_of
 
 NODES = tuple(f"components.{stage}.nodes" for stage in STAGES)
@@ -99,13 +100,14 @@ def repartitioned(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """``config`` in another layout; a component that had no nodes takes over the kind of its new ones.
 
     Raises `UserError` for a key outside `KEYS`, another number of nodes, nodes that cannot change components, and a
-    configuration that fails `check_run`.  Raises `SameLayout` for the present layout.
+    configuration that fails `check_layout` or does not fit in GPU memory.  Raises `SameLayout` for the present layout.
     """
     for key in values:
         if key not in KEYS:
             raise invalid("KEY", key, "not part of a layout", KEYS)
     changed = _same_nodes(config, with_values(config, values))
-    check_run(changed)
+    if (shape := check_layout(changed)) is not None:
+        check_memory(changed, shape)
     if _layout(changed) == _layout(config):
         raise SameLayout(config, values)
     return changed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .sizes import CHECKS, PRODUCT, statements, user_pages, words
 
-MOST_PRODUCT, MOST_CHECKS, MOST_WORDS = 41_276, 35_555, 29_274
+MOST_PRODUCT, MOST_CHECKS, MOST_WORDS = 41_057, 35_478, 29_078
 """A commit may only lower them, to what is there."""
 
 
