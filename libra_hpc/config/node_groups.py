@@ -132,22 +132,41 @@ def memory_mb(text: str) -> float:
     return float(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else float(text)
 
 
-class TrainWorld(NamedTuple):
+class Degrees(NamedTuple):
+    """How a replica is cut, and the experts of a stage."""
+
     tp: int
-    pp: int
-    cp: int
-    ep: int
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
     """Expert-parallel ranks among the processes of a stage."""
-    etp: int
-    """Tensor ranks of an expert."""
-    nodes: int
-    processes: int
-    """On each node."""
+    etp: int = 0
+    """Tensor ranks of an expert; 0: ``tp``."""
 
     @property
     def replica(self) -> int:
         """Processes of a data-parallel replica."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def expert_processes(self) -> int:
+        """Processes that share the experts of a stage."""
+        return self.ep * (self.etp or self.tp)
+
+    def __str__(self) -> str:
+        """``TP8 PP2``; ``CP2``, ``EP8`` and ``ETP1`` where they are not the default."""
+        parts = [f"TP{self.tp}", f"PP{self.pp}"]
+        parts += [f"CP{self.cp}"] if self.cp > 1 else []
+        parts += [f"EP{self.ep}"] if self.ep > 1 else []
+        parts += [f"ETP{self.etp}"] if self.etp not in (0, self.tp) else []
+        return " ".join(parts)
+
+
+class TrainWorld(NamedTuple):
+    degrees: Degrees
+    nodes: int
+    processes: int
+    """On each node."""
 
     @property
     def ranks(self) -> int:
@@ -156,7 +175,7 @@ class TrainWorld(NamedTuple):
     @property
     def dp(self) -> int:
         """Data-parallel replicas; a checked run file has a whole number of them."""
-        return max(1, self.ranks // self.replica)
+        return max(1, self.ranks // self.degrees.replica)
 
 
 def core_world(config: RunConfig) -> TrainWorld:
@@ -177,8 +196,8 @@ def replicas(config: RunConfig, nodes: int) -> int:
 
 def _world(config: RunConfig, component: Literal["train", "hybrid"], nodes: int) -> TrainWorld:
     train = config.train
-    world = TrainWorld(train.tp, train.pp, train.cp, train.ep, train.etp or train.tp, nodes, 0)
-    return world._replace(processes=train.processes or _processes(config, component, world.replica))
+    degrees = Degrees(train.tp, train.pp, train.cp, train.ep, train.etp or train.tp)
+    return TrainWorld(degrees, nodes, train.processes or _processes(config, component, degrees.replica))
 
 
 def _processes(config: RunConfig, component: Literal["train", "hybrid"], replica: int) -> int:

@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
+from libra_hpc.config.node_groups import Degrees
 from libra_hpc.errors import invalid
 
 from .shapes import ModelShape, read_config, shape_from_config
 from .supported import FAMILIES, SLIDING, Family, check_trained, rope_settings, rotated, with_defaults
-from .train_parallel import Degrees, expert_fault
+from .train_parallel import expert_fault
 
 MULTIPLIERS = {
     "embedding_scale": "embedding_multiplier",

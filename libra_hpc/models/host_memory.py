@@ -19,9 +19,12 @@ from __future__ import annotations
 
 import msgspec
 
+from libra_hpc.config.node_groups import Degrees
+from libra_hpc.config.run import RunConfig
+
+from .capacity import MIB
 from .memory import MASTER_BYTES, STATE_BYTES, Limit, MemoryTerms, trained_params
 from .shapes import ModelShape
-from .train_parallel import Degrees
 
 KEPT_OFFERS, KEPT_WHOLE = 1, 2
 """Most sizes of the image that kept offers have (`libra_hpc.weights.offers`): older ones go beyond one size, but two
@@ -52,6 +55,26 @@ class NodeWork(msgspec.Struct, frozen=True):
     elastic_nodes: int = 1
     """Nodes of its world, where it trains outside the core."""
     environment_bytes: float = 0.0
+
+
+def node_work(config: RunConfig, name: str, reference: ModelShape | None) -> NodeWork:
+    """What a node of a component does with its memory; ``reference``: the policy that it has."""
+    task, environments, parts, rolls = config.task, 0.0, config.components, config.rollout_nodes(name)
+    copied = config.algorithm.minibatches > 1 and parts.hybrid.nodes > 0
+    # The address space is a limit, far above what most tools take: it counts where the user chose it.
+    if name == "rollout" and "task.tool_memory_mb" in config.given:
+        environments = float(task.hosts * task.tool_processes * task.tool_memory_mb * MIB)
+    return NodeWork(
+        reference=float(reference.weight_bytes) if reference else 0.0,
+        elastic_nodes=parts.hybrid.nodes_per_replica,
+        rolls=len(rolls) > 0,
+        trains=name != "rollout",
+        engines=max((config.rollout.on_node(node)[1] for node in rolls), default=1),
+        snapshots=name == "train" and config.train.snapshot_every > 0,
+        core_nodes=parts.train.nodes if name == "train" else 0,
+        states=config.optimizer.host * (1 + copied),
+        environment_bytes=environments,
+    )
 
 
 class HostUse(msgspec.Struct, frozen=True):

@@ -16,15 +16,18 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, get_args
 
 import msgspec
+
+from libra_hpc.config.learn import Recompute
+from libra_hpc.config.node_groups import Degrees, TrainWorld, core_world
+from libra_hpc.config.run import RunConfig
 
 from .adapters import adapter_params
 from .architecture import stage_layers
 from .devices import Device
 from .shapes import ModelShape
-from .train_parallel import Degrees
 
 GRAD_BYTES = 4
 """Bytes per parameter: float32 gradients."""
@@ -52,7 +55,6 @@ blocks."""
 USABLE = 0.94
 """Share of device memory to plan with; torch's caching allocator loses a few per cent to fragments."""
 
-Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
@@ -106,6 +108,23 @@ class TrainLayout(msgspec.Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         return "·".join([*str(self.degrees).split(), f"DP{self.dp}"])
+
+
+def core_layout(config: RunConfig) -> TrainLayout:
+    """The layout of a run's core."""
+    return world_layout(config, core_world(config))
+
+
+def world_layout(config: RunConfig, world: TrainWorld, *, elastic: bool = False) -> TrainLayout:
+    """The layout of one of a run's worlds; ``elastic``: it has no optimizer."""
+    return TrainLayout(
+        **world.degrees._asdict(),
+        dp=world.dp,
+        micro_tokens=config.train.micro_tokens,
+        recompute=config.train.recompute,
+        elastic=elastic,
+        host=config.optimizer.host,
+    )
 
 
 class MemoryTerms(msgspec.Struct, frozen=True):

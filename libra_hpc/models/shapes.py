@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text, invalid
 
 from .supported import FAMILIES, MIXTURE, delta_layers, has_qkv_bias, refusals, sliding_window, windows, with_defaults
@@ -367,6 +368,14 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
         raise invalid("model", text, why, sorted(shapes()))
     config = read_config(path, "model", text)
     return shape_from_config(config, name=path.parent.name if path.name == "config.json" else path.stem)
+
+
+def reference_shape(config: RunConfig, policy: ModelShape) -> ModelShape | None:
+    """The reference policy's, in the trainer's type; that of ``policy`` where no folder is named, None without one."""
+    algorithm = config.algorithm
+    if not algorithm.has_reference or not os.path.isdir(algorithm.reference):
+        return policy if algorithm.has_reference else None
+    return msgspec.structs.replace(model_shape(algorithm.reference), dtype_bytes=policy.dtype_bytes)
 
 
 @cache

@@ -26,15 +26,12 @@ NAMED = 3
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-Layout = Literal["plain", "qkv", "gated", "sections"]
-
-
 class Entry(NamedTuple):
     """How one Megatron-Core parameter maps to Hugging Face tensors."""
 
     hf: tuple[str, ...]
     """One name for each part of the layout, or one for all of them in a row."""
-    layout: Layout
+    layout: Literal["plain", "qkv", "gated", "sections"]
     """``sections``: `DeltaNet.sections`, each cut over the ranks."""
     dim: int | None
     """Dimension cut over tensor-parallel ranks; None: replicated."""
@@ -79,8 +76,8 @@ def _mixer(shape: Architecture, layer: int, m: str, h: str) -> dict[str, Entry]:
         out = {f"{m}{ours}.weight": Entry((f"{h}{theirs}.weight",), "plain", None) for ours, theirs in plain.items()}
         for name in net.sizes(shape.hidden):
             cut = {"norm.weight": None, "out_proj.weight": 1}.get(name, 0)
-            layout: Layout = "sections" if net.sections(name) else "plain"
-            out[f"{m}self_attention.{name}"] = Entry((f"{h}linear_attn.{name}",), layout, cut)
+            names = (f"{h}linear_attn.{name}",)
+            out[f"{m}self_attention.{name}"] = Entry(names, "sections" if net.sections(name) else "plain", cut)
         return out
     if shape.qk_norm:
         plain |= {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"}

@@ -12,39 +12,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from libra_hpc.config.node_groups import Degrees
 from libra_hpc.errors import UserError, invalid
 
 from .shapes import ModelShape
-
-
-class Degrees(NamedTuple):
-    """How a replica is cut, and the experts of a stage."""
-
-    tp: int
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    """Expert-parallel ranks among the processes of a stage."""
-    etp: int = 0
-    """Tensor ranks of an expert; 0: ``tp``."""
-
-    @property
-    def replica(self) -> int:
-        """Processes of a data-parallel replica."""
-        return self.tp * self.pp * self.cp
-
-    @property
-    def expert_processes(self) -> int:
-        """Processes that share the experts of a stage."""
-        return self.ep * (self.etp or self.tp)
-
-    def __str__(self) -> str:
-        """``TP8 PP2``; ``CP2``, ``EP8`` and ``ETP1`` where they are not the default."""
-        parts = [f"TP{self.tp}", f"PP{self.pp}"]
-        parts += [f"CP{self.cp}"] if self.cp > 1 else []
-        parts += [f"EP{self.ep}"] if self.ep > 1 else []
-        parts += [f"ETP{self.etp}"] if self.etp not in (0, self.tp) else []
-        return " ".join(parts)
 
 
 class Fault(NamedTuple):

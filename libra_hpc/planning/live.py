@@ -12,6 +12,7 @@ from math import inf
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
+from libra_hpc.models.memory import core_layout
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.train_seconds import PORTION_PACKS
 from libra_hpc.policies.control.player import Player
@@ -19,7 +20,6 @@ from libra_hpc.simulator.settings import SimulationSettings
 
 from .live_play import LivePlay
 from .other_layouts import OtherLayouts
-from .run_work import core_layout
 
 REPORT_S = 5.0
 """Seconds between two reports of a played engine: batches of large runs take many minutes."""

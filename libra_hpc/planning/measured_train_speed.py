@@ -19,14 +19,13 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.models.devices import Device
-from libra_hpc.models.memory import TrainLayout
+from libra_hpc.models.memory import TrainLayout, core_layout
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.train_speed import FIELD, TrainSample, TrainSpeed, load_speed
 from libra_hpc.models.train_seconds import HybridWorlds, TrainCost, TrainTime, work_of
 from libra_hpc.models.update_time import UpdateTime, measured
 
 from .request import PlanRequest, as_planned, request
-from .run_work import core_layout
 
 WARM_UP_STEPS = 1
 """Steps of a run that are left out: the first one compiles kernels and fills caches."""

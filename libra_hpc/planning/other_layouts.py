@@ -15,7 +15,7 @@ from libra_hpc.config.node_groups import elastic_world
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.models.devices import Device
-from libra_hpc.models.memory import RECOMPUTE
+from libra_hpc.models.memory import RECOMPUTE, core_layout
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup
 from libra_hpc.models.step_times.steps import StepTimes
@@ -30,7 +30,6 @@ from .best_plan import best_plans
 from .initial import hybrid_of, interchangeable, run_file_values
 from .live_play import MeasuredStepTimes, costs_of
 from .request import as_planned, request
-from .run_work import core_layout
 from .work import Assumed, Work
 
 

@@ -21,9 +21,9 @@ from libra_hpc.errors import UserError, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.adapters import with_adapters
 from libra_hpc.models.devices import Device, device
-from libra_hpc.models.host_memory import HostRoom, HostUse
+from libra_hpc.models.host_memory import HostRoom, HostUse, node_work
 from libra_hpc.models.memory import RECOMPUTE
-from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape
+from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape, reference_shape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.update_time import CHANGED, UpdateTime, update_time
 from libra_hpc.policies.search.batch_work import BatchWork, sample_of
@@ -34,7 +34,6 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.traces.cut import Cut, cut_at
 from libra_hpc.traces.read import read_trace
 
-from .run_work import node_work, reference_shape
 from .work import Assumed, Work, mean_context
 
 

@@ -26,12 +26,11 @@ from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.adapters import with_adapters
 from libra_hpc.models.capacity import MIB, blocks_of, kv_capacity
 from libra_hpc.models.devices import Device, device
-from libra_hpc.models.memory import RECOMPUTE, USABLE, TrainMemory, memory_limit, train_memory
-from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape, shape_from_config
+from libra_hpc.models.memory import RECOMPUTE, USABLE, TrainMemory, memory_limit, train_memory, world_layout
+from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape, reference_shape, shape_from_config
 from libra_hpc.models.train_parallel import runs
-from libra_hpc.planning.run_work import reference_shape, world_layout
 
-from .job_checks import degrees_of, worlds
+from .job_checks import worlds
 from .named_files import naming
 
 FP8_CPU_HEADS = 32
@@ -188,7 +187,7 @@ def _check_training(config: RunConfig, own: StageGpu) -> Iterator[str]:
     least, gpu = training_memory(config, own), own.gpu
     usable = f"{USABLE * gpu.memory_bytes / 1e9:.0f} GB of one {gpu.name} can be used"
     if memory_limit(least, gpu) is not None:
-        layout = f"training {own.shape.name} with {degrees_of(core_world(config))}"
+        layout = f"training {own.shape.name} with {core_world(config).degrees}"
         why = f"{layout} needs {least.total / 1e9:.0f} GB a GPU ({least.largest}) and {usable}"
         raise invalid("train.tp", config.train.tp, why, _layout_that_fits(config, own))
     pack = longest_pack(config)
@@ -222,7 +221,7 @@ def _smallest_first(config: RunConfig, shape: ModelShape) -> Iterator[RunConfig]
     for tp in range(1, core.processes + 1):
         for pp in range(1, shape.layers + 1) if core.ranks % tp == 0 else ():
             changed = config.changed(train={"tp": tp, "pp": pp})
-            if all(runs(shape, degrees_of(own), own.nodes, own.processes) for own in worlds(changed).values()):
+            if all(runs(shape, own.degrees, own.nodes, own.processes) for own in worlds(changed).values()):
                 found.append(changed)
     found.sort(key=lambda one: (-core_world(one).processes, one.train.tp * one.train.pp, one.train.pp))
     for recompute in dict.fromkeys((train.recompute, *RECOMPUTE[1:])):

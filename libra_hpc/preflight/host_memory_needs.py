@@ -25,9 +25,8 @@ from libra_hpc.config.node_groups import memory_mb, stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 from libra_hpc.models.capacity import GIB, MIB
-from libra_hpc.models.host_memory import WEIGHTS, HostRoom, NodeMemory, NodeWork, node_memory
-from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape
-from libra_hpc.planning.run_work import node_work, reference_shape
+from libra_hpc.models.host_memory import WEIGHTS, HostRoom, NodeMemory, node_memory, node_work
+from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, reference_shape
 from libra_hpc.slurm.fit import usable
 from libra_hpc.slurm.queue.query import Partition
 
@@ -74,7 +73,10 @@ def host_needs(config: RunConfig, model: ModelShape, partitions: Sequence[Partit
         return []
     shape = msgspec.structs.replace(model, dtype_bytes=DTYPE_BYTES[config.model.dtype])
     parts = stages(config)
-    nodes = {name: node_memory(shape, _work(config, name, shape)) for name in parts}
+    reference = reference_shape(config, shape)
+    nodes = {
+        name: node_memory(shape, node_work(config, name, None if name == "rollout" else reference)) for name in parts
+    }
     every = [(part, nodes[name]) for name, part in parts.items() for _ in range(part.nodes)]
     together = tuple(memory for _, memory in every)
     if config.slurm.executor == "local":
@@ -133,10 +135,6 @@ def check_boxes(config: RunConfig, needs: Sequence[HostNeed], partitions: Sequen
     ways = f"components.env.seats = {max(1, int(room / each))}" if env.nodes else "environment nodes (components.env)"
     may = f"{boxes:,} boxes of {where} may take {_gb(boxes * each)} GB, and it has {_gb(room)} GB for them"
     return [f"env.limits.memory = {limit!r}: {may}; {max(1, int(room / boxes / MIB))}M or {ways} would fit"]
-
-
-def _work(config: RunConfig, name: str, shape: ModelShape) -> NodeWork:
-    return node_work(config, name, reference_shape(config, shape) if name != "rollout" else None)
 
 
 def check_hosts(needs: Sequence[HostNeed]) -> list[str]:

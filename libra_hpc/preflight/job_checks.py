@@ -23,7 +23,7 @@ from libra_hpc.models.adapters import SOON, least_rate
 from libra_hpc.models.capacity import MIB, blocks_of
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, shape_from_config
 from libra_hpc.models.supported import FAMILIES
-from libra_hpc.models.train_parallel import Degrees, cut_fault, expert_fault, world_fault
+from libra_hpc.models.train_parallel import cut_fault, expert_fault, world_fault
 
 MOST_TRAJECTORIES = 1_000_000
 """Most trajectories of a step; one takes at least a kilobyte of the rollout leader's memory."""
@@ -194,11 +194,6 @@ def alerts_can_be_sent(config: RunConfig) -> Iterator[UserError]:
         yield invalid("notify.command", command[0], why, "a list: an executable file or command, and its arguments")
 
 
-def degrees_of(world: TrainWorld) -> Degrees:
-    """How a world of a run file cuts the model."""
-    return Degrees(world.tp, world.pp, world.cp, world.ep, world.etp)
-
-
 def worlds(config: RunConfig) -> dict[str, TrainWorld]:
     """The core's world, and that of a hybrid node where there are any, by component."""
     hybrid = {"hybrid": elastic_world(config)} if config.components.hybrid.nodes else {}
@@ -225,17 +220,17 @@ def processes_have_gpus(config: RunConfig) -> Iterator[UserError]:
 def worlds_are_whole(config: RunConfig) -> Iterator[UserError]:
     """The core and the worlds of hybrid nodes are whole numbers of replicas, whose tensor ranks share a node."""
     core, hybrid = core_world(config), config.components.hybrid
-    fault = world_fault(degrees_of(core), core.nodes, core.processes)
+    fault = world_fault(core.degrees, core.nodes, core.processes)
     if fault is not None:
         yield fault.error()
     elif hybrid.nodes:
         own, field = elastic_world(config), "components.hybrid.nodes_per_replica"
-        if world_fault(degrees_of(own), own.nodes, own.processes) is not None:
+        if world_fault(own.degrees, own.nodes, own.processes) is not None:
             have = (
                 f"a hybrid node has {own.processes}" if own.nodes == 1 else f"{own.nodes} hybrid nodes have {own.ranks}"
             )
-            why = f"a replica of {degrees_of(own)} needs {own.replica} processes, and {have}"
-            least = own.replica // math.gcd(own.replica, own.processes)
+            why = f"a replica of {own.degrees} needs {own.degrees.replica} processes, and {have}"
+            least = own.degrees.replica // math.gcd(own.degrees.replica, own.processes)
             yield invalid(field, own.nodes, why, f"multiples of {least}, or components.hybrid.nodes = 0")
         elif hybrid.nodes % own.nodes:
             why = f"so many hybrid nodes move together, and there are {hybrid.nodes}"
@@ -245,7 +240,7 @@ def worlds_are_whole(config: RunConfig) -> Iterator[UserError]:
 def context_ranks_have_tokens(config: RunConfig) -> Iterator[UserError]:
     """The longest micro-batch has a token for every piece of every context rank."""
     longest = max(config.train.micro_tokens, config.rollout.max_model_len)
-    fault = cut_fault(degrees_of(core_world(config)), longest)
+    fault = cut_fault(core_world(config).degrees, longest)
     if fault is not None:
         yield fault.error()
 
@@ -263,7 +258,7 @@ def shape_fits_world(config: RunConfig, shape: ModelShape, *, frozen: bool = Fal
     if shape.layers < config.train.pp:
         yield invalid("train.pp", config.train.pp, f"the model has only {shape.layers} layers", f"1 to {shape.layers}")
     for name, world in worlds(config).items() if shape.experts or not frozen else ():
-        fault = expert_fault(shape.experts, shape.expert_columns, degrees_of(world), world.ranks // world.pp)
+        fault = expert_fault(shape.experts, shape.expert_columns, world.degrees, world.ranks // world.degrees.pp)
         if fault is not None:
             where = "on hybrid nodes, " if name == "hybrid" else ""
             yield fault._replace(why=where + fault.why).error()
@@ -276,7 +271,7 @@ def describe_worlds(config: RunConfig) -> str:
     for name, world in worlds(config).items():
         nodes = getattr(config.components, name).nodes
         parts = [f"{_count(nodes, 'node')} x {_count(world.processes, 'GPU' if has_gpus else 'process')}"]
-        parts += [str(degrees_of(world))] if name == "train" else []
+        parts += [str(world.degrees)] if name == "train" else []
         each = " each" if name == "hybrid" and nodes > 1 else ""
         each = f" on each {world.nodes}" if name == "hybrid" and world.nodes > 1 else each
         found.append(f"{'core' if name == 'train' else name}: {', '.join(parts)}, {_count(world.dp, 'replica')}{each}")

@@ -23,7 +23,6 @@ from libra_hpc.planning.request import KIND
 
 from .checks import check_layout
 from .gpu_memory import check_memory
-from .job_checks import degrees_of
 
 NODES = tuple(f"components.{stage}.nodes" for stage in STAGES)
 KEYS = (
@@ -64,7 +63,7 @@ class RankRole(msgspec.Struct, frozen=True):
     """(engines, TP of each) that it has or can have."""
 
     def __str__(self) -> str:
-        train = "" if self.replica is None else str(degrees_of(self.replica)).replace(" PP1", "")
+        train = "" if self.replica is None else str(self.replica.degrees).replace(" PP1", "")
         rollout = "" if self.engines is None else f"{self.engines[0]}xTP{self.engines[1]}"
         return f"{self.component} {' or '.join(filter(None, (train, rollout)))}"
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from libra_hpc.config.learn import Recompute
 from libra_hpc.models.architecture import Architecture, check_experts, check_parallel
-from libra_hpc.models.memory import Recompute
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.mcore import get_forward_backward_func
 from libra_hpc.trainer.model.megatron_model import build_model

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from libra_hpc.config.learn import OptimizerSection
+from libra_hpc.config.learn import OptimizerSection, Recompute
 from libra_hpc.models.architecture import Architecture
-from libra_hpc.models.memory import Recompute
 from libra_hpc.trainer.model.mcore import (
     DistributedDataParallel,
     DistributedDataParallelConfig,

@@ -53,15 +53,15 @@ class Worker(WorkerLoop):
         device = choose_device(run.slurm.device, config.device_index, run.train.threads)
         split = init_world(
             device,
-            tp=world.tp,
-            pp=world.pp,
+            tp=world.degrees.tp,
+            pp=world.degrees.pp,
             rank=config.rank,
             store=file_store(config.world_rendezvous, world.ranks),
             timeout_s=config.step_timeout_s,
             dp=world.dp,
-            cp=world.cp,
-            ep=world.ep,
-            etp=world.etp,
+            cp=world.degrees.cp,
+            ep=world.degrees.ep,
+            etp=world.degrees.etp,
         )
         self._engine = TrainEngine(
             shape,

@@ -10,14 +10,13 @@ from libra_hpc.config.load import with_values
 from libra_hpc.config.node_groups import TrainWorld, core_world, elastic_world
 from libra_hpc.config.run import RunConfig
 from libra_hpc.models.train_parallel import world_fault
-from libra_hpc.preflight.job_checks import degrees_of
 
 EIGHT_GPUS = {"slurm.device": "cuda", "components.train.gpus": 8}
 
 
 def runs(world: TrainWorld) -> bool:
     """Whether the processes are a whole number of replicas."""
-    return world_fault(degrees_of(world), world.nodes, world.processes) is None
+    return world_fault(world.degrees, world.nodes, world.processes) is None
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from bench.tabulate import hf_config
 from libra_hpc.config.load import validate
+from libra_hpc.config.node_groups import Degrees
 from libra_hpc.errors import UserError
 from libra_hpc.models.adapters import adapter_params, adapter_shapes, with_adapters
 from libra_hpc.models.architecture import read_shape
@@ -18,7 +19,6 @@ from libra_hpc.models.devices import device
 from libra_hpc.models.host_memory import NodeWork, node_memory
 from libra_hpc.models.memory import TrainLayout, memory_limit, train_memory
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.models.train_parallel import Degrees
 from libra_hpc.preflight.checks import adapters_have_a_rank
 from libra_hpc.weights.names import ReplicaPlace, cut, trained_entries
 

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from bench.tabulate import hf_config
+from libra_hpc.config.node_groups import Degrees
 from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import check_parallel, read_shape, stage_layers
 from libra_hpc.models.devices import device
 from libra_hpc.models.memory import TrainLayout, TrainMemory, memory_limit, stage_params, train_memory
 from libra_hpc.models.shapes import ModelShape, model_shape, shapes
-from libra_hpc.models.train_parallel import Degrees
 
 from .support import config_of
 

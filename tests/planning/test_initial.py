@@ -14,7 +14,6 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.preflight.checks import problems
-from libra_hpc.preflight.job_checks import degrees_of
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.traces.read import write_trace
 from tests.models.support import device_file
@@ -58,9 +57,9 @@ def test_the_filled_in_run_file_uses_every_gpu_and_is_valid(nodes: tuple[int, in
     assert parts.train.nodes == made.plan.nodes
     assert parts.hybrid.nodes <= nodes[1]
     core, layout = core_world(config), made.plan.train.layout
-    assert (core.ranks, core.dp, str(degrees_of(core))) == (layout.devices, layout.dp, str(layout.degrees))
+    assert (core.ranks, core.dp, str(core.degrees)) == (layout.devices, layout.dp, str(layout.degrees))
     worlds = [core, *([elastic_world(config)] if parts.hybrid.nodes else [])]
-    assert all(world.ranks % world.replica == 0 and world.processes == 8 for world in worlds)
+    assert all(world.ranks % world.degrees.replica == 0 and world.processes == 8 for world in worlds)
     degrees, engines = node_lists(config)
     assert all(tp * count == 8 for tp, count in zip(degrees, engines, strict=True))
     assert degrees == sorted(degrees), "hybrid nodes, which come first, have the smallest TP"

@@ -16,7 +16,6 @@ from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.train_seconds import TrainCost
 from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace
 from libra_hpc.preflight.checks import problems
-from libra_hpc.preflight.job_checks import degrees_of
 from tests.policies.control.plant_costs import A800, agentic
 from tests.slurm.test_examples import model_folder
 
@@ -53,6 +52,6 @@ def test_the_search_has_exactly_the_layouts_that_check_takes(
             continue
         stated = with_values(config, degrees)
         if not list(problems(stated, model)):
-            taken.add(degrees_of(core_world(stated))._replace(etp=etp))
+            taken.add(core_world(stated).degrees._replace(etp=etp))
     assert taken == has
     assert len(has) > 3

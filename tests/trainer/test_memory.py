@@ -8,8 +8,9 @@ import msgspec
 import pytest
 import torch
 
+from libra_hpc.config.learn import Recompute
 from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.memory import PADDING, Recompute, activation_bytes_per_token
+from libra_hpc.models.memory import PADDING, activation_bytes_per_token
 from libra_hpc.models.shapes import ModelShape, model_shape
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Sample

@@ -27,7 +27,7 @@ from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.engine_state import EngineKind, EngineState
 from libra_hpc.protocol.layout import Drain, Row
 
-Component = Literal["train", "hybrid", "rollout", "env"]
+NodeComponent = Literal["train", "hybrid", "rollout", "env"]
 
 
 class NodeState(StrEnum):
@@ -93,7 +93,7 @@ class IllegalTransition(Exception):
 
 class Node(msgspec.Struct, frozen=True):
     rank: int
-    component: Component
+    component: NodeComponent
     state: NodeState
     role: EngineKind
     """The role it has, or is moving to."""
@@ -147,7 +147,7 @@ class Pool(msgspec.Struct, frozen=True):
 
 
 def start(
-    nodes: Iterable[tuple[int, Component]],
+    nodes: Iterable[tuple[int, NodeComponent]],
     hybrid_role: EngineKind = "rollout",
     unit: Callable[[int], tuple[int, ...]] = lambda rank: (rank,),
     core_rolls_out: bool = False,

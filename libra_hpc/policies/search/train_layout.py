@@ -18,8 +18,10 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from libra_hpc.models.memory import RECOMPUTE, Limit, Recompute, TrainLayout, TrainMemory
-from libra_hpc.models.train_parallel import Degrees, runs
+from libra_hpc.config.learn import Recompute
+from libra_hpc.config.node_groups import Degrees
+from libra_hpc.models.memory import RECOMPUTE, Limit, TrainLayout, TrainMemory
+from libra_hpc.models.train_parallel import runs
 from libra_hpc.models.train_seconds import HybridWorlds, TrainCost, TrainTime
 
 MOST_MICRO_TOKENS = 65536

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from libra_hpc.config.learn import Recompute
 from libra_hpc.models.architecture import Architecture, stage_layers
-from libra_hpc.models.memory import Recompute
 from libra_hpc.models.supported import in_float32
 from libra_hpc.weights.names import ReplicaPlace, own_entries
 
