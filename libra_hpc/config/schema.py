@@ -37,6 +37,7 @@ _REASONS = {
 }
 """Parts of msgspec's messages, and what they mean."""
 _METRICS = "send the lines of metrics.jsonl, or use track.tensorboard or track.wandb"
+_TRAINS = "a step takes what `plan` says of the device: set simulated.devices"
 REMOVED = {
     "track.mlflow": _METRICS,
     "track.prometheus_port": _METRICS,
@@ -44,6 +45,8 @@ REMOVED = {
     "rollout.weights_transport": "weights go by TCP",
     "rollout.kv_host_gb_per_gpu": "set rollout.kv_dtype, or fewer GPUs for each engine",
     "rollout.warm_start": "the scheduler learns from this run alone",
+    "simulated.mfu": _TRAINS,
+    "simulated.step_s": _TRAINS,
 }
 """What replaces a key or section that is gone. The configuration of an older run may have it."""
 

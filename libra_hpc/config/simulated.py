@@ -39,10 +39,6 @@ class SimulatedSection(Section, frozen=True):
     """Correlation of a tool's outcome with the work that remains."""
     drift: Annotated[float, Meta(gt=0)] = 1.0
     """Typical length at the end of each preset's share, as a multiple of that at its beginning."""
-    mfu: Annotated[float, Meta(gt=0, le=1)] = 0.4
-    """Share of the devices' peak that a training step reaches."""
-    step_s: Annotated[Seconds, Meta(ge=0)] = 1.0
-    """Part of a training step's time that does not depend on its tokens."""
     start_s: Annotated[Seconds, Meta(ge=0)] = 60.0
     """Time from the start of an engine or a training process until it is ready."""
     wake_s: Annotated[Seconds, Meta(ge=0)] = 5.0

@@ -1,9 +1,10 @@
-"""The simulated Megatron worker process: the loop of the real one, with `ReplicaTime` instead of the computation.
+"""The simulated Megatron worker process: the loop of the real one, with `TrainCost` instead of the computation.
 
 ``python -m libra_hpc.simulated.trainer_process --socket FD --config FILE``
 
 * `TrainStep` or `TrainPortion` that is not of the next step of the current generation, or lacks a part -> refused.
 * `Join` -> the core's step; a replica without its weights receives them.
+* A step takes what `TrainCost` says of its world; a part that goes ahead takes its computation.
 * The first `Join` after standby takes ``wake_s`` longer.
 * Start with ``start_dir`` -> the step of that state.
 * Unlike the real worker, a member whose peer dies during a step finishes and commits the step.
@@ -24,7 +25,9 @@ import msgspec
 
 from libra_hpc.config.node_groups import core_world, elastic_world
 from libra_hpc.models.devices import device
-from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.memory import core_layout, world_layout
+from libra_hpc.models.shapes import DTYPE_BYTES, model_shape, reference_shape
+from libra_hpc.models.train_seconds import HybridWorlds, TrainCost, work_of
 from libra_hpc.process.entry import run
 from libra_hpc.process.progress import Pulse
 from libra_hpc.process.retry import patiently
@@ -45,13 +48,12 @@ from libra_hpc.state import state_folders as folders
 from libra_hpc.state.store import resolve
 from libra_hpc.trainer.link import Arrived, BatchRejected, WorkerLoop, WorkerSocket
 from libra_hpc.trainer.settings import WorkerConfig, read_config
-from libra_hpc.trainer.shards import loss_tokens_of, spread, tokens_of
+from libra_hpc.trainer.shards import loss_tokens_of, tokens_of
 from libra_hpc.weights.pieces import WHOLE, Offer
 
 from . import state
 from .clock import wait
 from .dry_run import modelled
-from .replica_time import WEIGHT_BYTES, ReplicaTime
 
 NOTHING = folders.TrainerState(-1, 0)
 """State of a replica without weights."""
@@ -70,19 +72,11 @@ class Trainer(WorkerLoop):
         self._config, self._simulated = config, config.run.simulated
         self._asleep = False
         found = modelled(config.run, "hybrid" if config.elastic else "train")
-        self._time = ReplicaTime(
-            shape=model_shape(found.model),
-            device=device(found.device, found.devices or None),
-            devices=config.world.replica,
-            mfu=self._simulated.mfu,
-            fixed_s=self._simulated.step_s,
-            weight_bytes=WEIGHT_BYTES[config.run.model.dtype],
-        )
-        self._place = config.rank // self._time.devices
-        """Data-parallel rank within this world."""
+        self._device = device(found.device, found.devices or None)
+        self._shape = msgspec.structs.replace(model_shape(found.model), dtype_bytes=DTYPE_BYTES[config.run.model.dtype])
         self._core_dp, self._elastic_dp = core_world(config.run).dp, elastic_world(config.run).dp
-        self._generation, self._ranks = -1, self._core_dp
-        """The latter: data-parallel ranks of the generation."""
+        self._generation, self._others = -1, 0
+        """The latter: worlds of hybrid nodes in the generation."""
         self._state = NOTHING if config.elastic else folders.TrainerState(0, 0)
         if config.start_dir:
             with self.pulse.phase(LOAD):
@@ -107,24 +101,24 @@ class Trainer(WorkerLoop):
 
     def join(self, message: Join) -> Arrived:
         self._generation, config, begin, self._ahead = -1, self._config, time.monotonic(), []
-        first = self._core_dp + (message.rank - 1) * self._elastic_dp if config.elastic else 0
-        ranks = self._core_dp + (message.size - 1) * self._elastic_dp
+        first, replica = self._core_dp + (message.rank - 1) * self._elastic_dp, config.world.degrees.replica
+        place, tensor_rank = divmod(config.rank, replica)
         with self.pulse.waiting():
             core = state.meet(
-                f"{message.rendezvous}.{config.rank % self._time.devices}",
-                position=first + self._place,
-                size=ranks,
+                f"{message.rendezvous}.{tensor_rank}",
+                position=place + first * config.elastic,
+                size=self._core_dp + (message.size - 1) * self._elastic_dp,
                 own=self._state,
                 timeout_s=config.join_timeout_s,
                 interrupted=self.socket.interrupted,
             )
         received, simulated_s = 0, self._simulated.wake_s if self._asleep else 0.0
         if core.step not in (self.step, message.version):
-            received = self._time.received_bytes
-            simulated_s += self._time.receive_s
+            received = self._shape.weight_bytes // replica
+            simulated_s += received / self._device.inter_bytes_s
         self._take(simulated_s, begin)
         self._asleep = False
-        self._state, self._generation, self._ranks = core, message.generation, ranks
+        self._state, self._generation, self._others = core, message.generation, message.size - 1
         return Arrived(received)
 
     def _check(self, message: TrainPortion | TrainStep, before: int) -> None:
@@ -138,14 +132,23 @@ class Trainer(WorkerLoop):
                 f" {message.generation}"
             )
 
-    def _compute_s(self, parts: Iterable[tuple[Sample, ...]]) -> float:
-        own = [s for part in parts for s in spread(part, self._config.world.dp)[self._place]]
-        return self._time.compute_s(map(tokens_of, own))
+    def _seconds(self, *parts: tuple[Sample, ...]) -> tuple[float, float, float]:
+        """Seconds of a step with these samples of its world: computation, exchange of gradients and weights, update."""
+        lengths = [(tokens_of(sample), loss_tokens_of(sample)) for part in parts for sample in part]
+        if not lengths:
+            return 0.0, 0.0, 0.0
+        run, world = self._config.run, self._config.world
+        work = work_of(lengths, minibatches=run.algorithm.minibatches, reference=reference_shape(run, self._shape))
+        cost = TrainCost(self._shape, self._device, world.processes, work)
+        times = cost.time(world_layout(run, world)).parts
+        exchange_s = cost.time(core_layout(run), HybridWorlds(self._others, self._elastic_dp)).parts["exchange"]
+        reduce_s, optimizer_s = exchange_s + times.pop("dp", 0.0), times.pop("optimizer")
+        return sum(times.values()), reduce_s, optimizer_s
 
     def portion(self, message: TrainPortion) -> PortionDone:
         begin = time.monotonic()
         self._check(message, message.portion)
-        seconds = self._compute_s([message.samples]) - self._time.fixed_s
+        seconds, _, _ = self._seconds(message.samples)
         self._take(seconds, begin)
         self._ahead_s = seconds + (self._ahead_s if self._ahead else 0.0)
         self._ahead.append(message.samples)
@@ -154,8 +157,8 @@ class Trainer(WorkerLoop):
     def train(self, message: TrainStep) -> StepDone:
         begin = time.monotonic()
         self._check(message, message.portions)
-        compute_s, reduce_s = self._compute_s(message.minibatches), self._time.reduce_s(self._ranks)
-        self._take(compute_s + reduce_s, begin)
+        compute_s, reduce_s, optimizer_s = self._seconds(*message.minibatches)
+        self._take(compute_s + reduce_s + optimizer_s, begin)
         compute_s += self._ahead_s if self._ahead else 0.0
         parts, totals = (*self._ahead, *message.minibatches), (*[None] * len(self._ahead), *message.divisors)
         samples: list[Sample] = []
@@ -180,7 +183,7 @@ class Trainer(WorkerLoop):
                 "skipped": skipped,
                 "trained_tokens": sum(map(tokens_of, samples)),
                 "loss_tokens": sum(map(loss_tokens_of, samples)),
-                "train_s": compute_s / self._simulated.speedup,
+                "train_s": (compute_s + optimizer_s) / self._simulated.speedup,
                 "reduce_s": reduce_s / self._simulated.speedup,
             },
             engine_gaps=gaps,

@@ -390,7 +390,6 @@ RUN_FILE = [
     ("checkpoint.experience=1", "checkpoint.experience = 1: wrong type; valid: true or false."),
     ("deadlines.factor=1", "deadlines.factor = 1: out of range; valid: a number > 1 and <= 1000000."),
     ("deadlines.restarts=0", "deadlines.restarts = 0: out of range; valid: an integer >= 1."),
-    ("simulated.mfu=2", "simulated.mfu = 2: out of range; valid: a number > 0 and <= 1."),
     ("simulated.sibling=2", "simulated.sibling = 2: out of range; valid: a number >= 0 and <= 1."),
     ("model.path=run.toml", "model.path = 'run.toml': no such folder; valid: a Hugging Face folder with config.json,"),
     ("model.path=loop", "model.path = 'loop': no such folder; valid: a Hugging Face folder with config.json,"),

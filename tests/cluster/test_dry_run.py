@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import asdict
 
 from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 from libra_hpc.facts.rundir import read_lines
+from libra_hpc.models.devices import device
 from libra_hpc.rollout.recovery.recovery_log import read_segment
 
 from .runs import Case, trained_once
@@ -50,18 +52,25 @@ model = "qwen3-8b"
 presets = ["math"]
 speedup = 40.0
 start_s = 20.0
-mfu = 0.05
+devices = "{devices}"
 """
-"""Half of the eight GPUs of the training node in use at a low MFU: training is the slower stage, so the hybrid node is
-needed there."""
+"""Half of the eight GPUs of the training node in use, which are slow there: training is the slower stage, so the hybrid
+node is needed."""
+
+
+TRAINING = ("product_efficiency", "attention_forward_efficiency", "attention_backward_efficiency", "stream_efficiency")
 
 
 class DryRun(Case):
-    """A run without a policy folder."""
+    """A run without a policy folder, on devices that reach a tenth of the peak in training."""
 
-    def __init__(self, folder: Path, executor: str, **values: int) -> None:
+    def __init__(self, folder: Path, executor: str, steps: int) -> None:
         super().__init__(folder, Path(), executor)
-        self.run_file.write_text(RUN_FILE.format(runs=folder / "runs", **values))
+        slow = asdict(device("a800")) | dict.fromkeys(TRAINING, 0.1)
+        devices = folder / "slow.toml"
+        fields = (f"{key} = {json.dumps(value)}\n" for key, value in slow.items() if key != "name")
+        devices.write_text(f"[a800]\n{''.join(fields)}")
+        self.run_file.write_text(RUN_FILE.format(runs=folder / "runs", steps=steps, devices=devices))
 
 
 def test_a_dry_run_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo, tmp_path: Path) -> None:
