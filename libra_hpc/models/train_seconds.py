@@ -100,8 +100,8 @@ class TrainWork(msgspec.Struct, frozen=True, kw_only=True):
 
 def work_of(
     lengths: Iterable[tuple[int, int]],
-    *,
     trajectories: int = 0,
+    *,
     minibatches: int = 1,
     reference: ModelShape | None = None,
 ) -> TrainWork:

@@ -1,7 +1,7 @@
 """Whether GPUs of a run file have enough memory, and nodes enough CPUs, by the planner's memory models; the figures.
 
-* Training: a replica's least memory (`libra_hpc.models.memory`) exceeds the GPU -> refused, with the smallest
-  TP x PP that fits.
+* Training: a replica's least memory (`libra_hpc.models.memory`) exceeds the GPU -> refused, with the layout that
+  `plan` finds.
 * Training: a trajectory of ``rollout.max_model_len`` tokens or a full pipeline exceeds the GPU -> warning.
 * Rollout: an engine cannot hold its weights and one sequence of ``rollout.max_model_len`` tokens -> refused.
 * The GPU is in no table -> warning.
@@ -22,15 +22,16 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.node_groups import core_world, elastic_world, stages
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.run_file_text import toml_value
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.adapters import with_adapters
 from libra_hpc.models.capacity import MIB, blocks_of, kv_capacity
 from libra_hpc.models.devices import Device, device
-from libra_hpc.models.memory import RECOMPUTE, USABLE, TrainMemory, memory_limit, train_memory, world_layout
+from libra_hpc.models.memory import USABLE, TrainMemory, memory_limit, train_memory, world_layout
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape, reference_shape, shape_from_config
-from libra_hpc.models.train_parallel import runs
+from libra_hpc.models.train_seconds import TrainCost, work_of
+from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace
 
-from .job_checks import worlds
 from .named_files import naming
 
 FP8_CPU_HEADS = 32
@@ -198,35 +199,24 @@ def _check_training(config: RunConfig, own: StageGpu) -> Iterator[str]:
 
 
 def _layout_that_fits(config: RunConfig, own: StageGpu) -> str:
-    """What to write instead, in words."""
-    for changed in _smallest_first(config, own.shape):
-        if memory_limit(training_memory(changed, own), own.gpu) is None:
-            train = changed.train
-            more = "" if train.recompute == config.train.recompute else f' and train.recompute = "{train.recompute}"'
-            return f"train.tp = {train.tp}, train.pp = {train.pp}{more} (the smallest replica)"
-    nodes = config.components.train.nodes
-    return (
-        f"more training nodes, a smaller train.micro_tokens or a smaller model: no TP x PP of {nodes}"
-        f" node{'s' if nodes > 1 else ''} x {core_world(config).processes} processes fits"
+    """What to write instead, in words: what `plan` finds for full micro-batches."""
+    core, hybrid, pack = core_world(config), config.components.hybrid, fullest_pack(config)
+    batch = config.algorithm.prompts_per_step * config.algorithm.group_size
+    reference, gpus = reference_shape(config, own.shape), config.components.train.gpus or core.processes
+    work = work_of([(pack, pack)], batch, minibatches=config.algorithm.minibatches, reference=reference)
+    search = TrainSearch(TrainCost(own.shape, own.gpu, gpus, work), gpus, TrainSpace(host=config.optimizer.host))
+    found = search.best(core.nodes * gpus, elastic=hybrid.nodes_per_replica if hybrid.nodes else 0)
+    if found is None:
+        where = f"{core.nodes} node{'s' * (core.nodes > 1)} of {gpus} GPUs"
+        return f"more training nodes, a smaller train.micro_tokens or a smaller model: no layout of {where} fits"
+    keys = ("tp", "pp", "cp", "ep", "etp", "micro_tokens", "recompute")
+    values = {key: getattr(found.layout, key) for key in keys}
+    changed = (
+        f"train.{key} = {toml_value(one)}"
+        for key, one in values.items()
+        if key in keys[:2] or one != getattr(config.train, key)
     )
-
-
-def _smallest_first(config: RunConfig, shape: ModelShape) -> Iterator[RunConfig]:
-    """The run file with every other TP x PP and recomputation that its nodes can run, the smallest replicas first.
-
-    Layouts that take more GPUs of a node stand before all others.
-    """
-    train, core = config.train, core_world(config)
-    found = []
-    for tp in range(1, core.processes + 1):
-        for pp in range(1, shape.layers + 1) if core.ranks % tp == 0 else ():
-            changed = config.changed(train={"tp": tp, "pp": pp})
-            if all(runs(shape, own.degrees, own.nodes, own.processes) for own in worlds(changed).values()):
-                found.append(changed)
-    found.sort(key=lambda one: (-core_world(one).processes, one.train.tp * one.train.pp, one.train.pp))
-    for recompute in dict.fromkeys((train.recompute, *RECOMPUTE[1:])):
-        for one in found:
-            yield one.changed(train={"recompute": recompute})
+    return f"{', '.join(changed)} (the fastest that fits)"
 
 
 def _degrees(config: RunConfig, stage: str) -> list[int]:
