@@ -45,6 +45,7 @@ REMOVED = {
     "rollout.weights_transport": "weights go by TCP",
     "rollout.kv_host_gb_per_gpu": "set rollout.kv_dtype, or fewer GPUs for each engine",
     "rollout.warm_start": "the scheduler learns from this run alone",
+    "simulated.source": "operator tables are used where there are some; a device of simulated.devices has none",
     "simulated.mfu": _TRAINS,
     "simulated.step_s": _TRAINS,
 }

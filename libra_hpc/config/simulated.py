@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta, field
 
@@ -26,9 +26,6 @@ class SimulatedSection(Section, frozen=True):
     ``planner.model``, else ``model.path``."""
     calibration: FilePath = ""
     """File of measured engine steps, used instead of tables; empty: none."""
-    source: Literal["auto", "tables", "roofline"] = "auto"
-    """Where step times come from without a calibration file. ``tables``: measured operators. ``roofline``: the
-    device's peaks. ``auto``: tables where there are some."""
     trace: FilePath = ""
     """Trace file to replay; empty: generate trajectories."""
     presets: Annotated[list[str], Meta(min_length=1)] = field(default_factory=lambda: ["r2e"])

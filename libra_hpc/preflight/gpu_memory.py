@@ -25,7 +25,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.config.run_file_text import toml_value
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.adapters import with_adapters
-from libra_hpc.models.capacity import MIB, blocks_of, kv_capacity
+from libra_hpc.models.capacity import MIB, UTIL, blocks_of, kv_capacity
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.memory import USABLE, TrainMemory, memory_limit, train_memory, world_layout
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape, reference_shape, shape_from_config
@@ -38,9 +38,6 @@ FP8_CPU_HEADS = 32
 """vLLM 0.32 on CPUs reads FP8 caches for heads of multiples of so many channels, with AVX-512."""
 FP8_HEADS = (64, 128, 256, 512)
 """Channels of heads for which FlashInfer reads FP8 caches: in vLLM 0.32 the one backend for GPUs without FP8 units."""
-
-UTIL = 0.9
-"""Share of a GPU that an engine takes: vLLM's default."""
 
 
 def check_cpus(config: RunConfig) -> None:
@@ -237,7 +234,7 @@ def _check_rollout(config: RunConfig, own: StageGpu) -> None:
 
     for tp in filter(shape.divides, _degrees(config, own.stage)):
         each = shape.kv_bytes_per_device(tp)
-        room = given // each if given else kv_capacity(gpu, shape, tp, UTIL)
+        room = given // each if given else kv_capacity(gpu, shape, tp)
         if tokens > room and given:
             why = f"it holds {room:,} tokens of {shape.name} at TP{tp} and rollout.max_model_len is {longest}"
             valid = f"at least {-(-tokens * each // MIB)}, or 0 (what the GPU has)"

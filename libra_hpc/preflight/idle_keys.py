@@ -111,11 +111,6 @@ IDLE: Rows = {
     ),
     "chat.thinking": (lambda c: _kinds(c) <= {"data"}, "no task is a chat", "a ChatTask or an agent"),
     "chat.max_bad_calls": (lambda c: _kinds(c) <= {"data", VERIFIERS, AGENT}, "no task is a chat", "a ChatTask"),
-    "simulated.source": (
-        lambda c: c.simulated.calibration,
-        "simulated.calibration has the step times",
-        "no simulated.calibration",
-    ),
     **{
         f"env.{key}": (_without_agent, "no task has an agent, so none has a box", AN_AGENT)
         for key in (

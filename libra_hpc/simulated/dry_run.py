@@ -83,12 +83,7 @@ def _check_hardware(config: RunConfig, component: str) -> None:
         shape.check_tp(config.train.tp)
     for tp in sorted({of_node(rollout.tp, node) for node in config.rollout_nodes(component)}):
         steps = lookup(
-            found.device,
-            shape,
-            tp,
-            config.simulated.calibration or None,
-            source=config.simulated.source,
-            devices_file=found.devices or None,
+            found.device, shape, tp, config.simulated.calibration or None, devices_file=found.devices or None
         )
         if blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size > steps.kv_capacity:
             raise UserError(

@@ -51,7 +51,7 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig) -> None:
     speedup = simulated.speedup
     devices, calibration = found.devices or None, simulated.calibration or None
     machine = device(found.device, devices).asynchronous() if rollout.async_steps else found.device
-    steps = lookup(machine, shape, config.tp, calibration, source=simulated.source, devices_file=devices)
+    steps = lookup(machine, shape, config.tp, calibration, devices_file=devices)
     engine = SimulatedEngine(config, steps)
     print(f"step times: {steps.source}; {steps.kv_capacity} KV tokens; 1 s here stands for {speedup:g} s", flush=True)
     wait(socket.fileno(), simulated.start_s / speedup - (time.monotonic() - begin))

@@ -237,7 +237,6 @@ RUN_FILE = [
     ("train.recompute=partial", "train.recompute = 'partial': unknown value; valid: none, selective, full."),
     ("planner.hybrid_start=rolout", "planner.hybrid_start = 'rolout': unknown value; valid: rollout, train (did you"),
     ("planner.repartition=advice", "planner.repartition = 'advice': unknown value; valid: advise, carry_out (did you"),
-    ("simulated.source=table", "simulated.source = 'table': unknown value; valid: auto, tables, roofline (did you"),
     ("components.split=atuo", "components.split = 'atuo': unknown value; valid: explicit, auto (did you mean"),
     ("components.one_node=yes", "components.one_node = 'yes': wrong type; valid: true or false."),
     ("run.seed=-1", "run.seed = -1: out of range; valid: an integer >= 0."),

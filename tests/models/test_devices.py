@@ -66,7 +66,6 @@ def test_tables_are_taken_where_they_exist_and_the_roofline_elsewhere(tmp_path: 
     tables = "operator tables (aiconfigurator-core 0.12.0, a100_sxm, vllm 0.14.0) for qwen3-14b on 2 x a800"
     assert lookup("a800", "qwen3-14b", 2).source == f"{tables}, all-reduces rescaled to links of 200 GB/s"
     assert "rescaled" not in lookup("h200", "qwen3-14b", 2).source
-    assert lookup("a800", "qwen3-14b", 2, source="roofline").source == "roofline of qwen3-14b on 2 x a800"
     # 40 heads: a degree without a table that still shards the model.
     assert lookup("a800", "llama-3.1-70b", 16).source.startswith("roofline")
     small = {**hf_config(model_shape("qwen3-8b")), "num_hidden_layers": 4}
@@ -83,27 +82,21 @@ def test_a_config_of_a_known_shape_uses_its_table(tmp_path: Path, name: str) -> 
 
 def test_memory_that_does_not_hold_the_weights_is_no_capacity() -> None:
     assert lookup("a100", "llama-3.1-70b", 1).kv_capacity == 0
-    assert lookup("a100", "qwen3-8b", 1, memory_util=0.5).kv_capacity < lookup("a100", "qwen3-8b", 1).kv_capacity
 
 
 def test_a_users_device_falls_to_the_roofline(tmp_path: Path) -> None:
     path = device_file(tmp_path / "mine.toml", "mine")
     assert lookup("mine", "qwen3-8b", 2, devices_file=path).source == "roofline of qwen3-8b on 2 x mine"
-    none = r"source = 'tables': there are no operator tables for qwen3-8b on mine; valid: .*qwen3-8b on a100"
-    with pytest.raises(UserError, match=none):
-        lookup("mine", "qwen3-8b", 2, devices_file=path, source="tables")
 
 
 @pytest.mark.parametrize(
-    ("device", "model", "tp", "source", "message"),
+    ("device", "model", "tp", "message"),
     [
-        ("a80", "qwen3-14b", 1, "auto", r"'a80': unknown device; valid: a100, .*, h800 \(did you mean 'a800'\?\)"),
-        ("a800", "qwen3-14", 1, "auto", "did you mean 'qwen3-14b'"),
-        ("a800", "qwen3-14b", 1, "table", "source = 'table': .*did you mean 'tables'"),
-        *(("a800", "qwen3-14b", 3, source, "tp = 3") for source in ("auto", "tables", "roofline")),
-        ("a800", "llama-3.1-70b", 16, "tables", "tp = 16: the operator table of .* on a100_sxm lacks it; valid: 1, 2,"),
+        ("a80", "qwen3-14b", 1, r"'a80': unknown device; valid: a100, .*, h800 \(did you mean 'a800'\?\)"),
+        ("a800", "qwen3-14", 1, "did you mean 'qwen3-14b'"),
+        ("a800", "qwen3-14b", 3, "tp = 3"),
     ],
 )
-def test_wrong_names_and_degrees_are_one_sentence(device: str, model: str, tp: int, source: str, message: str) -> None:
+def test_wrong_names_and_degrees_are_one_sentence(device: str, model: str, tp: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        lookup(device, model, tp, source=source)
+        lookup(device, model, tp)

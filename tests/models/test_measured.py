@@ -111,21 +111,20 @@ def test_a_saved_file_is_read_back_and_used_by_lookup(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "model", "tp", "source", "message"),
+    ("device", "model", "tp", "message"),
     [
-        ("a100", "tiny", 1, "auto", r"device = 'a100': .*cpu.json was measured with another; valid: cpu"),
-        ("cpu", "tidy", 1, "auto", r"model = 'tidy': .* valid: tiny .did you mean 'tiny'"),
-        ("cpu", "tiny", 2, "auto", "tp = 2: the calibration file has no steps of it; valid: 1"),
-        ("cpu", "tiny", 1, "tables", "source = 'tables': cannot be combined"),
-        ("cpu", "tiny", 1, "auto", "steps of tp 1 = 7: too few to fit; valid: at least 8"),
+        ("a100", "tiny", 1, r"device = 'a100': .*cpu.json was measured with another; valid: cpu"),
+        ("cpu", "tidy", 1, r"model = 'tidy': .* valid: tiny .did you mean 'tiny'"),
+        ("cpu", "tiny", 2, "tp = 2: the calibration file has no steps of it; valid: 1"),
+        ("cpu", "tiny", 1, "steps of tp 1 = 7: too few to fit; valid: at least 8"),
     ],
 )
-def test_lookup_refuses_another_device_model_degree_or_source_and_too_few_steps(
-    device: str, model: str, tp: int, source: str, message: str, tmp_path: Path
+def test_lookup_refuses_another_device_model_or_degree_and_too_few_steps(
+    device: str, model: str, tp: int, message: str, tmp_path: Path
 ) -> None:
     save(calibration(points(line, count=7)), tmp_path / "cpu.json")
     with pytest.raises(UserError, match=message):
-        lookup(device, model, tp, calibration=tmp_path / "cpu.json", source=source)
+        lookup(device, model, tp, calibration=tmp_path / "cpu.json")
 
 
 @pytest.mark.parametrize(

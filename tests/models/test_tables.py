@@ -21,6 +21,7 @@ from libra_hpc.models.devices import Device, device
 from libra_hpc.models.shapes import model_shape, shapes
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.measured import load
+from libra_hpc.models.step_times.roofline import Roofline
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.models.step_times.tables import FOLDER, TableTimes, available, fit_line, load_table
 
@@ -76,13 +77,13 @@ def node_rate(times: StepTimes, sequences: int, context: int) -> float:
 def test_decoding_on_a_node_matches_the_tool(
     name: str, model: str, sequences: int, context: int, wanted: tuple[float, ...]
 ) -> None:
-    rates = [node_rate(lookup(nominal(name), model, tp, source="tables"), sequences, context) for tp in DEGREES]
+    rates = [node_rate(lookup(nominal(name), model, tp), sequences, context) for tp in DEGREES]
     assert rates == pytest.approx(wanted, rel=0.1)
 
 
 @pytest.mark.parametrize(("name", "model", "new", "cached", "wanted"), PREFILL)
 def test_prefill_matches_the_tool(name: str, model: str, new: int, cached: int, wanted: tuple[float, ...]) -> None:
-    milliseconds = [1e3 * lookup(bare(name), model, tp, source="tables").step_s(0, 0, new, cached) for tp in DEGREES]
+    milliseconds = [1e3 * lookup(bare(name), model, tp).step_s(0, 0, new, cached) for tp in DEGREES]
     assert milliseconds == pytest.approx(wanted, rel=0.05)
 
 
@@ -152,7 +153,7 @@ def test_beyond_the_grid_time_goes_on_growing_with_the_work() -> None:
 def test_the_roofline_of_a_dense_model_comes_near_its_table(system: str, model: str) -> None:
     ratios = []
     for tp in load_table(available()[system, model]).degrees:
-        table, roofline = lookup(system, model, tp), lookup(system, model, tp, source="roofline")
+        table, roofline = lookup(system, model, tp), Roofline(device(system), model_shape(model), tp)
         for step in (
             [(b, b * 2048, 0, 0) for b in (1, 8, 64, 256)]
             + [(0, 0, n, 4096) for n in (512, 2048, 8192)]
@@ -204,7 +205,7 @@ MEASURED = load(Path(__file__).with_name("h200_qwen3-8b.json"))
 
 
 def test_decode_steps_are_the_tables_plus_the_hosts_work() -> None:
-    times = lookup("h200", "qwen3-8b", 1, source="tables")
+    times = lookup("h200", "qwen3-8b", 1)
     errors = [abs(times.step_s(p.decodes, p.kv_tokens) / p.seconds - 1.0) for p in MEASURED.points if not p.prefill]
     assert len(errors) == 30
     assert statistics.median(errors) < 0.03
@@ -212,7 +213,7 @@ def test_decode_steps_are_the_tables_plus_the_hosts_work() -> None:
 
 
 def test_long_prompts_take_the_time_of_the_tables() -> None:
-    step_s = lookup("h200", "qwen3-8b", 1, source="tables").step_s
+    step_s = lookup("h200", "qwen3-8b", 1).step_s
     points = [p for p in MEASURED.points if p.prefill >= 1024]
     found = [step_s(p.decodes, p.kv_tokens, p.prefill, p.context) for p in points]
     assert found == pytest.approx([p.seconds for p in points], rel=0.2) != []

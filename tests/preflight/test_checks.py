@@ -164,13 +164,11 @@ IN_USE: dict[str, tuple[Any, dict[str, Any]]] = {
     "simulated.sibling": (0.5, GENERATED),
     "simulated.outcome": (0.5, GENERATED),
     "simulated.drift": (2.0, GENERATED),
-    "simulated.source": ("tables", {"simulated.calibration": ""}),
 }
 """Of each key that may be idle, a value, and what makes it count."""
 BESIDE: dict[str, dict[str, Any]] = {
     "components.env.gpus": {"components.env.nodes": 1},
     "planner.repartition": {"planner.enabled": False},
-    "simulated.source": {"simulated.calibration": "steps.json"},
     **{f"simulated.{key}": {"simulated.trace": "trace.jsonl"} for key in ("presets", "sibling", "outcome", "drift")},
 }
 """Values beside which it is idle, where these are no defaults."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.errors import invalid
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.shapes import ModelShape, model_shape, shapes
 
@@ -21,8 +20,6 @@ from .measured import load, measured_times
 from .roofline import Roofline
 from .steps import StepTimes
 from .tables import TableTimes, available, load_table
-
-SOURCES = ("auto", "tables", "roofline")
 
 
 class HiddenHost:
@@ -46,46 +43,36 @@ def lookup(
     model: str | Path | ModelShape,
     tp: int,
     calibration: str | Path | None = None,
-    memory_util: float = 0.9,
-    source: str = "auto",
     devices_file: str | Path | None = None,
 ) -> StepTimes:
     """Step times of ``model`` on one replica of ``tp`` devices.
 
     ``device_name`` is in the device table (or in ``devices_file``); ``model`` is a short name or the path of a
-    Hugging Face config. Either may be the object itself. ``memory_util`` is the share of device memory for weights,
-    workspace and KV cache. A calibration file has its own capacity, and must be of that device and model.
+    Hugging Face config. Either may be the object itself. A calibration file has its own capacity, and must be of that
+    device and model.
 
-    Raises `UserError` for unknown names, a ``tp`` that does not shard the model or was not measured,
-    ``source="tables"`` without tables, and an unreadable file.
+    Raises `UserError` for unknown names, a ``tp`` that does not shard the model or was not measured, and an unreadable
+    file.
     """
-    if source not in SOURCES:
-        raise invalid("source", source, "unknown source of step times", SOURCES)
     if calibration is not None:
-        if source != "auto":
-            raise invalid("source", source, "cannot be combined with a calibration file", "auto")
         measured = load(calibration)
         measured.check(_name(device_name), _name(model), calibration)
         return measured_times(measured, tp)
     found = device_name if isinstance(device_name, Device) else device(device_name, devices_file)
     if found.async_steps:
         bare = msgspec.structs.replace(found, host_s=0.0, host_sequence_s=0.0, async_steps=False)
-        return HiddenHost(lookup(bare, model, tp, memory_util=memory_util, source=source), found)
+        return HiddenHost(lookup(bare, model, tp), found)
     shape = model if isinstance(model, ModelShape) else model_shape(model)
-    if source != "roofline":
-        path = available().get((found.tables, _known(shape)))
-        if path is not None and (source == "tables" or tp in load_table(path).degrees):
-            return _tabled(path, found, shape, tp=tp, memory_util=memory_util)
-        if source == "tables":
-            pairs = [f"{model} on {system}" for system, model in available()]
-            raise invalid("source", source, f"there are no operator tables for {shape.name} on {found.name}", pairs)
-    return Roofline(found, shape, tp, memory_util)
+    path = available().get((found.tables, _known(shape)))
+    if path is not None and tp in load_table(path).degrees:
+        return _tabled(path, found, shape, tp)
+    return Roofline(found, shape, tp)
 
 
 @lru_cache(64)
-def _tabled(path: Path, found: Device, shape: ModelShape, tp: int, memory_util: float) -> TableTimes:
+def _tabled(path: Path, found: Device, shape: ModelShape, tp: int) -> TableTimes:
     """Cached: fitting a table's curves takes a twentieth of a whole search."""
-    return TableTimes(load_table(path), found, shape, tp=tp, memory_util=memory_util)
+    return TableTimes(load_table(path), found, shape, tp)
 
 
 def _known(shape: ModelShape) -> str:

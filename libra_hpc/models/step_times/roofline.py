@@ -30,12 +30,12 @@ ALLREDUCES_PER_LAYER = 2
 class Roofline:
     """`StepTimes` of ``shape`` on ``tp`` devices from `Device`.
 
-    Raises `UserError` for a ``tp`` that does not shard the model, or ``memory_util`` outside (0, 1].
+    Raises `UserError` for a ``tp`` that does not shard the model.
     """
 
-    def __init__(self, device: Device, shape: ModelShape, tp: int, memory_util: float = 0.9) -> None:
+    def __init__(self, device: Device, shape: ModelShape, tp: int) -> None:
         self.tp = tp
-        self.kv_capacity = kv_capacity(device, shape, tp, memory_util)
+        self.kv_capacity = kv_capacity(device, shape, tp)
         self.source = f"roofline of {shape.name} on {tp} x {device.name}"
         hbm = device.hbm_bytes_s * device.hbm_efficiency
         flops = tp * device.peak_flops * device.flops_efficiency

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.errors import invalid
 from libra_hpc.files import read_named
 from libra_hpc.models.capacity import kv_capacity
 from libra_hpc.models.devices import Device
@@ -104,22 +103,12 @@ def load_table(path: Path) -> OperatorTable:
 class TableTimes:
     """`StepTimes` of ``shape`` on ``tp`` devices from an operator table.
 
-    Raises `UserError` for a degree that the table lacks, a ``tp`` that does not shard the model, or ``memory_util``
-    outside (0, 1].
+    Raises `UserError` for a ``tp`` that does not shard the model.
     """
 
-    def __init__(
-        self, table: OperatorTable, device: Device, shape: ModelShape, tp: int, memory_util: float = 0.9
-    ) -> None:
+    def __init__(self, table: OperatorTable, device: Device, shape: ModelShape, tp: int) -> None:
         self.tp = tp
-        self.kv_capacity = kv_capacity(device, shape, tp, memory_util)
-        if tp not in table.degrees:
-            raise invalid(
-                "tp",
-                tp,
-                f"the operator table of {table.model} on {table.provenance.system} lacks it",
-                sorted(map(str, table.degrees)),
-            )
+        self.kv_capacity = kv_capacity(device, shape, tp)
         parts = table.degrees[tp]
         slower = table.intra_bytes_s / device.intra_bytes_s
         link = "" if slower == 1 else f", all-reduces rescaled to links of {device.intra_bytes_s / 1e9:.0f} GB/s"

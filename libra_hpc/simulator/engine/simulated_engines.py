@@ -67,7 +67,6 @@ def build_engines(
     *,
     calibration: Path | None = None,
     devices_file: Path | None = None,
-    source: str = "auto",
     kv_dtype: str = "auto",
     longest: int = 0,
     async_steps: bool = False,
@@ -92,9 +91,7 @@ def build_engines(
     engines: list[EngineSpec] = []
     sources: list[str] = []
     for bucket in pattern:
-        steps: StepTimes = lookup(
-            machine, shape or model, bucket.tp, calibration, source=source, devices_file=devices_file
-        )
+        steps: StepTimes = lookup(machine, shape or model, bucket.tp, calibration, devices_file=devices_file)
         if steps.kv_capacity <= 0:
             raise invalid(
                 "--buckets",
