@@ -4,7 +4,7 @@
   batch are in proportion to its tokens.
 - A split: so many nodes train, the others roll out; engines get new weights as `update_time` says.  With eta = 0
   groups are trained as they are complete.
-- In turn: all nodes roll out, then all train, with a pair of switches a batch (`Colocation`).  Unfinished turns are
+- In turn: all nodes roll out, then all train, with a pair of switches a batch.  Unfinished turns are
   computed again, or KV caches are kept: then a pair includes their copy to host memory and back.
 """
 
@@ -22,15 +22,15 @@ from libra_hpc.errors import OperationError
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
-from libra_hpc.models.train_seconds import TrainCost
+from libra_hpc.models.train_seconds import TrainCost, work_of
 from libra_hpc.models.update_time import update_time
 from libra_hpc.planning.best_plan import best_plans
 from libra_hpc.planning.request import PlanRequest
+from libra_hpc.planning.run_plan import DevicePool, InTurn
+from libra_hpc.planning.train_layout import TrainSearch, TrainSpace
 from libra_hpc.planning.work import Assumed, Work
-from libra_hpc.policies.search.batch_work import BatchWork, sample_of
-from libra_hpc.policies.search.run_plan import DevicePool, InTurn
-from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace
-from libra_hpc.simulator.settings import Colocation, SimulationSettings, Training
+from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.simulator.settings import SimulationSettings, Training
 
 SWITCH_S = 80.0
 """A pair of switches, assumed: verl moves weights, optimizer and caches of both stages."""
@@ -75,18 +75,23 @@ class Planned(NamedTuple):
     """Of a batch, as `plan` prints it."""
 
 
+def lengths_of(records: Sequence[TrajectoryRecord]) -> list[tuple[int, int]]:
+    """Tokens and generated tokens of each."""
+    return [(one.context, one.generated) for one in records]
+
+
 @lru_cache(maxsize=64)
 def train_seconds(name: str, seed: int, roles: Roles) -> Trained:
     """Of the best layout; raises `OperationError` when none fits."""
     row = ROWS[name]
-    batch = BatchWork(row.trajectories, sample_of(work(name, seed)[1]), row.eta)
-    cost = TrainCost(model_shape(row.model), device(row.pools[0][0]), NODE, batch.training)
+    batch = work_of(lengths_of(work(name, seed)[1]), row.trajectories)
+    cost = TrainCost(model_shape(row.model), device(row.pools[0][0]), NODE, batch)
     core = roles.train or roles.core or nodes_of(row)
     choice = TrainSearch(cost, NODE).best(core * NODE, elastic=int(roles.beside > 0), worlds=roles.beside)
     if choice is None:
         raise OperationError(f"No training layout fits on {core} nodes.")
     groups, length = row.trajectories // row.group, math.ceil(cost.portion(choice.layout) / row.group)
-    streamed = batch.streamed and roles.train and 2 * length <= groups
+    streamed = not row.eta and roles.train and 2 * length <= groups
     return Trained(choice.time.total, batch.tokens, length if streamed else 0)
 
 
@@ -110,7 +115,7 @@ def settings_of(row: Setting, fleet: Fleet, roles: Roles, portion: int = 0) -> S
     if roles.keep_kv:
         held = [lookup(gpu, shape, part.tp).kv_capacity * shape.kv_bytes_per_device(part.tp) for part in fleet]
         copy_s = 2.0 * max(held) / gpu.host_bytes_s
-    return replace(settings, colocation=Colocation(roles.switch_s + copy_s), keep_kv=roles.keep_kv)
+    return replace(settings, switch_s=roles.switch_s + copy_s, keep_kv=roles.keep_kv)
 
 
 def planned_split(name: str, seeds: Sequence[int], policy: str) -> Planned:
@@ -120,13 +125,11 @@ def planned_split(name: str, seeds: Sequence[int], policy: str) -> Planned:
     asked = PlanRequest(
         shape=model_shape(row.model),
         pools=(DevicePool(device(row.pools[0][0]), nodes_of(row), NODE),),
-        batch=BatchWork(row.trajectories, sample_of(seen), row.eta),
-        group=row.group,
-        max_model_len=MAX_CONTEXT,
-        max_num_seqs=SimulationSettings().max_num_seqs,
+        batch=work_of(lengths_of(seen), row.trajectories),
+        settings=SimulationSettings(max_model_len=MAX_CONTEXT, batch_groups=row.trajectories // row.group, eta=row.eta),
         space=TrainSpace(),
         lengths="the work of the choosing seeds",
-        work=Work(tuple(seen), Assumed(), MAX_CONTEXT),
+        work=Work(tuple(seen), Assumed(), MAX_CONTEXT, row.group),
         policy=policy,
         in_turn=tuple(InTurn(SWITCH_S, core) for core in (False, True)),
     )

@@ -19,6 +19,7 @@ from bench.harness import ROOT, options, progress, report
 from libra_hpc.config.load import load_run_file, with_values
 from libra_hpc.planning.best_plan import best_plans, scene
 from libra_hpc.planning.initial import hybrid_of, planned_pools
+from libra_hpc.planning.layout_space import LayoutSpace
 from libra_hpc.planning.request import PlanRequest, as_planned, request
 from libra_hpc.simulator.play import batches_of, play
 
@@ -48,7 +49,7 @@ def question(changes: dict[str, Any]) -> PlanRequest:
 
 def judged(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     asked = question(changes)
-    space, took, chosen = asked.layouts(), {}, {}
+    space, took, chosen = LayoutSpace(asked), {}, {}
     for quick in (False, True):
         begin = time.process_time()
         chosen[quick] = best_plans(asked, quick=quick).plans[0]
@@ -56,8 +57,7 @@ def judged(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     truth = {}
     for plan in space.plans([pool.nodes for pool in asked.pools], 0):
         engines, settings = scene(asked, space, plan)
-        count = batches_of(JUDGED, settings) * asked.batch.trajectories
-        work = asked.work.batch(count, asked.group, SEED)
+        work = asked.work.batch(batches_of(JUDGED, settings) * asked.settings.batch_groups, SEED)
         truth[plan.nodes, plan.engines] = play(work, engines, asked.policy, settings).batch_s
         progress(f"{name}: {len(truth)} layouts")
     best = min(truth, key=truth.__getitem__)

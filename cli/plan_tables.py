@@ -17,8 +17,8 @@ from libra_hpc.models.memory import USABLE
 from libra_hpc.planning.in_turn import in_turn_of, keys
 from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.planning.request import PlanRequest
+from libra_hpc.planning.run_plan import PlanResult, RunPlan
 from libra_hpc.planning.scaling_curve import ScalingPoint
-from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
 
 from .output import WIDTH, PlainConsole, busy, console, narrow_table, playing, print_line, show
 
@@ -63,11 +63,11 @@ def title(asked: PlanRequest, *, sized: bool = True) -> str:
 
 def header(asked: PlanRequest, *, sized: bool = True) -> None:
     """Print model, devices, batch and lengths of the request."""
-    batch = asked.batch
-    stages = "stages take turns" if batch.eta == 0 else "stages overlap"
-    show(Text(f"{title(asked, sized=sized)}; {batch.trajectories:,} trajectories a batch, eta {batch.eta} ({stages})"))
+    eta = asked.settings.eta
+    stages = "stages overlap" if eta else "stages take turns"
+    show(Text(f"{title(asked, sized=sized)}; {asked.trajectories:,} trajectories a batch, eta {eta} ({stages})"))
     show(Text(f"lengths: {asked.lengths}"))
-    show(Text(f"  {asked.work.summary(batch.trajectories, asked.group)}"))
+    show(Text(f"  {asked.work.summary(asked.settings.batch_groups)}"))
     for line in asked.notes:
         show(Text(f"note: {line}"))
 
@@ -108,12 +108,12 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
     if not best.snapshots:
         show(Text("note: its nodes have too little memory for snapshots: train.snapshot_every = 0"))
     engines = sum(one.replicas for one in best.engines)
-    slots, most = engines * asked.max_num_seqs, asked.batch.trajectories
+    slots, most = engines * asked.settings.max_num_seqs, asked.trajectories
     if slots < most:
         show(
             Text(
                 f"note: its {engines} engines run at most {slots:,} of a batch's {most:,} trajectories at once"
-                f" (rollout.max_num_seqs = {asked.max_num_seqs})"
+                f" (rollout.max_num_seqs = {asked.settings.max_num_seqs})"
             )
         )
     show(Text(f"new weights ({asked.updated_from}): {best.update.words(best.least_tp)}"))
@@ -126,7 +126,7 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
 def _limit(asked: PlanRequest, result: PlanResult) -> str:
     """What the best plan waits for."""
     best = result.plans[0]
-    train_s, eta = best.train.time.total, asked.batch.eta
+    train_s, eta = best.train.time.total, asked.settings.eta
     if best.in_turn or not eta:
         what = "the stages take turns"
         if best.hidden_s:
@@ -302,7 +302,7 @@ def words(made: InitialPlan) -> str:
 
 def _screen(made: InitialPlan) -> RenderableType:
     asked, best = made.asked, made.plan
-    head = f"split = auto: {title(asked)}; {asked.batch.trajectories:,} trajectories a batch, lengths: {asked.lengths}"
+    head = f"split = auto: {title(asked)}; {asked.trajectories:,} trajectories a batch, lengths: {asked.lengths}"
     switches = f", switches {best.in_turn.switch_s:.1f}" if best.in_turn else ""
     tail = (
         f"chosen: {words(made)}; predicted {best.seconds:.1f} s a batch (train {best.train.time.total:.1f}, rollout"

@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from libra_hpc.errors import UserError
+
 from .architecture import stage_layers
 from .devices import Device
 from .memory import (
@@ -105,8 +107,13 @@ def work_of(
     minibatches: int = 1,
     reference: ModelShape | None = None,
 ) -> TrainWork:
-    """The work of so many trajectories like these, of (tokens, loss tokens) each; 0: of these, at least one."""
+    """The work of so many trajectories like these, of (tokens, loss tokens) each; 0: of these.
+
+    Raises `UserError` where there is none.
+    """
     known = sorted(lengths)
+    if not known:
+        raise UserError("The lengths cannot be planned with: there is no finished trajectory; valid: at least one.")
     each = trajectories / len(known) if trajectories else 1.0
     return TrainWork(
         sizes=tuple((each, float(tokens)) for tokens, _ in known),

@@ -12,25 +12,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from libra_hpc.errors import UserError
+from libra_hpc.files import digest, read_or_none, write_atomic
 from libra_hpc.models.devices import STEP_TOKENS
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.steps import StepTimes
-from libra_hpc.policies.search.layout_space import LayoutSpace
-from libra_hpc.policies.search.run_plan import PlanResult, RunPlan
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.play import Played, batches_of, play
-from libra_hpc.simulator.settings import Colocation, EngineSpec, SimulationSettings
+from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 
-from .remembered import Remembered
+from .layout_space import LayoutSpace
 from .request import PlanRequest
+from .run_plan import PlanResult, RunPlan
 from .work import mean_context
 
 STOP = 1.1
@@ -49,6 +50,7 @@ BOUND_BATCHES = 4
 STRIDES = 16
 """Steps from one end of a family to the other."""
 
+_result = msgspec.json.Decoder(PlanResult)
 Progress = Callable[[int], None]
 """(plays so far) -> None."""
 
@@ -65,17 +67,24 @@ def best_plans(
 ) -> PlanResult:
     """The plans played, best first, with ``nodes[pool]`` nodes of each pool (default: all).
 
-    Only pools in ``trainers`` may train (default: all). ``cache``: a folder that remembers answers, with the shipped
-    ``steps`` alone. Raises `UserError` for too few nodes and when nothing fits, with the nearest limit.
+    Only pools in ``trainers`` may train (default: all). ``cache``: a folder of answers, to the last digit, to equal
+    questions of this library and policy file; with the shipped ``steps`` alone.
+
+    Raises `UserError` for too few nodes and when nothing fits, with the nearest limit.
     """
     have = list(nodes) if nodes is not None else [pool.nodes for pool in asked.pools]
     if sum(have) < 2:
         raise UserError(f"nodes = {sum(have)}: each stage needs a node of its own; valid: at least 2 nodes.")
-    remembered = Remembered((asked, quick, have, trainers), asked.policy, cache if steps is lookup else None)
-    known = remembered.result()
+    if cache is None or steps is not lookup:
+        return _searched(asked, LayoutSpace(asked, steps), have, trainers, quick=quick, progress=progress)
+    policy = Path(asked.policy.rpartition(":")[0])
+    file = cache / "plans" / f"{digest((asked, quick, have, trainers), [policy])}.json"
+    known = read_or_none(file, _result)
     if known is None:
-        known = _searched(asked, asked.layouts(steps), have, trainers, quick=quick, progress=progress)
-        remembered.keep(known)
+        known = _searched(asked, LayoutSpace(asked), have, trainers, quick=quick, progress=progress)
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(file, msgspec.json.encode(known))
     return known
 
 
@@ -104,10 +113,10 @@ def _searched(
 class _Search:
     def __init__(self, asked: PlanRequest, space: LayoutSpace, progress: Progress, turns: int) -> None:
         self._asked, self._space, self._progress = asked, space, progress
-        self._group, self._groups = asked.group, asked.batch.trajectories // asked.group
-        some, size = self._batches(BOUND_BATCHES, 0), self._groups * self._group
+        self._groups, limits = asked.settings.batch_groups, asked.settings
+        some = self._batches(BOUND_BATCHES, 0)
         self._share = min(1.0, turns * BOUND_BATCHES / sum(len(record.turns) for record in some))
-        self._bound = Bound(some, size, min(asked.max_inflight, asked.max_num_seqs))
+        self._bound = Bound(some, asked.trajectories, min(limits.max_inflight, limits.max_num_seqs))
         self._plays = 0
 
     def best(self, plans: Sequence[RunPlan]) -> list[RunPlan]:
@@ -163,7 +172,7 @@ class _Search:
 
     def bound_s(self, plan: RunPlan) -> float:
         """Seconds that a batch of the plan is not below."""
-        eta, train_s = self._asked.batch.eta, plan.train.time.total + plan.update.diff_s
+        eta, train_s = self._asked.settings.eta, plan.train.time.total + plan.update.diff_s
         work_s, alone_s = self._bound.rollout_s(
             [(self._space.steps_of(s.pool, s.tp), s.replicas) for s in plan.engines]
         )
@@ -183,7 +192,7 @@ class _Search:
         """``plan`` with the seconds of a play; infinite ones where it was stopped."""
         self._plays += 1
         self._progress(self._plays)
-        found, batches = self._played(plan, rounds, most_s), rounds * (self._asked.batch.eta + 1)
+        found, batches = self._played(plan, rounds, most_s), rounds * (self._asked.settings.eta + 1)
         tokens_s = self._asked.batch.tokens / found.batch_s
         times = {"rollout_s": found.rollout_s, "hidden_s": found.hidden_s, "seconds": found.batch_s}
         return replace(plan, **times, tokens_s=tokens_s, played=batches)
@@ -202,32 +211,26 @@ class _Search:
         return max(min(1.0, PLAYED_GPUS / gpus, self._share), 1.0 / self._groups, 1.0 / least)
 
     def _batches(self, batches: float, seed: int) -> list[TrajectoryRecord]:
-        return self._asked.work.batch(round(batches * self._groups) * self._group, self._group, seed)
+        return self._asked.work.batch(round(batches * self._groups), seed)
 
 
 def scene(
     asked: PlanRequest, space: LayoutSpace, plan: RunPlan, part: float = 1.0
 ) -> tuple[list[EngineSpec], SimulationSettings]:
     """What is played of a plan: so large a part of its engines and of each batch."""
-    groups = max(1, round(asked.batch.trajectories // asked.group * part))
     engines = [
         EngineSpec(f"{one.pool}-tp{one.tp}-{number}", one.tp, space.steps_of(one.pool, one.tp))
         for one in plan.engines
         for number in range(max(1, round(one.replicas * part)))
     ]
-    settings = SimulationSettings(
-        max_inflight=asked.max_inflight,
-        max_num_seqs=asked.max_num_seqs,
-        max_model_len=asked.max_model_len,
-        async_steps=any(pool.device.async_steps for pool in asked.pools),
-        batch_groups=groups,
-        eta=asked.batch.eta,
+    settings = replace(
+        asked.settings,
+        batch_groups=max(1, round(asked.settings.batch_groups * part)),
         train_s=plan.train.time.total,
-        seats=math.ceil(asked.seats * part),
-        keep_kv=asked.keep_kv,
+        seats=math.ceil(asked.settings.seats * part),
         portion_groups=math.ceil(space.portion(plan) * part),
         update=plan.update,
-        colocation=Colocation(plan.in_turn.switch_s) if plan.in_turn else None,
+        switch_s=plan.in_turn.switch_s if plan.in_turn else None,
     )
     return engines, settings
 
@@ -256,7 +259,8 @@ class Bound:
         prompts = {one.prompt_id: one.prompt_tokens for one in work}
         self._new = sum(prompts.values()) + sum(turn.new_tokens for one in work for turn in one.turns)
         self._context = mean_context(work)
-        self._alone = [[alone(one) for one in work[at : at + size]] for at in range(0, len(work), size)]
+        parts = [_alone(one) for one in work]
+        self._alone = [parts[at : at + size] for at in range(0, len(work), size)]
         self._known: dict[str, tuple[float, float]] = {}
 
     def rollout_s(self, fleet: Sequence[tuple[StepTimes, int]]) -> tuple[float, float]:
@@ -271,25 +275,18 @@ class Bound:
             full = max(1, min(self._slots, int(steps.kv_capacity / self._context)))
             token_s = min(steps.step_s(n, int(n * self._context)) / n for n in {full, max(1, full // 2)})
             new_s = steps.step_s(0, 0, STEP_TOKENS, 0) / STEP_TOKENS
-            longest = fmean(max(one.seconds(steps, new_s) for one in batch) for batch in self._alone)
+            longest = fmean(
+                max(
+                    generated * steps.step_s(1, context) + new * new_s + tool_s
+                    for generated, context, new, tool_s in batch
+                )
+                for batch in self._alone
+            )
             self._known[key] = (self._generated * token_s + self._new * new_s) / self._batches, longest
         return self._known[key]
 
 
-class _Alone(NamedTuple):
-    """Where the seconds of a trajectory go when nothing runs beside it."""
-
-    generated: int
-    context: int
-    new: int
-    tool_s: float
-
-    def seconds(self, steps: StepTimes, new_s: float) -> float:
-        return self.generated * steps.step_s(1, self.context) + self.new * new_s + self.tool_s
-
-
-def alone(one: TrajectoryRecord) -> _Alone:
-    """The parts of a trajectory."""
+def _alone(one: TrajectoryRecord) -> tuple[int, int, int, float]:
+    """Generated tokens, mean context, other tokens and seconds of tools of a trajectory with nothing beside it."""
     new = one.prompt_tokens + sum(turn.new_tokens for turn in one.turns)
-    tool_s = sum(turn.tool_s for turn in one.turns)
-    return _Alone(one.generated, (one.prompt_tokens + one.context) // 2, new, tool_s)
+    return one.generated, (one.prompt_tokens + one.context) // 2, new, sum(turn.tool_s for turn in one.turns)

@@ -25,13 +25,13 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.models.supported import TRAINED
-from libra_hpc.policies.search.run_plan import DevicePool, PlanResult, RunPlan
-from libra_hpc.policies.search.train_layout import Hybrid
 
 from . import in_turn
 from .best_plan import Progress, best_plans
 from .measured_train_speed import with_train_speed
 from .request import KIND, PlanRequest, as_planned, kind, request
+from .run_plan import DevicePool, PlanResult, RunPlan
+from .train_layout import Hybrid
 
 CANDIDATES = 5
 """Plans that are recorded and shown."""

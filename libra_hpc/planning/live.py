@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+from msgspec.structs import replace
+
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.models.memory import core_layout
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.train_seconds import PORTION_PACKS
 from libra_hpc.policies.control.player import Player
-from libra_hpc.simulator.settings import SimulationSettings
+from libra_hpc.simulator.settings import run_settings
 
 from .live_play import LivePlay
 from .other_layouts import OtherLayouts
@@ -32,21 +34,9 @@ def live_player(
 
     Never raises `UserError`.
     """
-    rollout, algorithm, core = config.rollout, config.algorithm, core_layout(config)
-    settings = SimulationSettings(
-        max_inflight=rollout.max_inflight,
-        max_num_seqs=rollout.max_num_seqs,
-        max_model_len=rollout.max_model_len,
-        block_size=rollout.block_size,
-        async_steps=rollout.async_steps,
-        eta=algorithm.eta,
-        seats=config.components.env.all_seats,
-        report_s=report_s,
-        keep_kv=rollout.kv_after_update == "keep",
-    )
-    engines = _engines(config)
+    settings, core, engines = replace(run_settings(config), report_s=report_s), core_layout(config), _engines(config)
     packs = PORTION_PACKS * core.dp * core.pp if config.streamed else 0
-    play = LivePlay(engines, rollout.policy, settings, packs=packs, micro_tokens=core.micro_tokens)
+    play = LivePlay(engines, config.rollout.policy, settings, packs=packs, micro_tokens=core.micro_tokens)
     return Player(config.planner, play, _layouts(config, engines, table), repartition_after)
 
 

@@ -31,15 +31,8 @@ WARM_UP_STEPS = 1
 """Steps of a run that are left out: the first one compiles kernels and fills caches."""
 
 
-class MeasuredFactor(msgspec.Struct, frozen=True):
-    """Measured over predicted training seconds on one kind of device."""
-
-    factor: float
-    device: str
-    source: str
-    """In words."""
-    updated: UpdateTime | None = None
-    """New weights, where the run has measured them."""
+Measured = tuple[float, str, str, UpdateTime | None]
+"""Measured over predicted seconds, device, source in words, and new weights where a run has measured them."""
 
 
 def step_time(shape: ModelShape, device: Device, layout: TrainLayout, trajectories: int, context: int) -> TrainTime:
@@ -80,22 +73,20 @@ def with_train_speed(asked: PlanRequest, path: str) -> PlanRequest:
     """
     if not path:
         return asked
-    found, names = measured_factor(Path(path)), [pool.device.name for pool in asked.pools]
-    if found.device not in names:
-        raise invalid("planner.train_speed", path, f"measured on {found.device}", f"one of {', '.join(names)}")
-    words = f"{found.factor:.2f} x the model's seconds ({found.source})"
-    return msgspec.structs.replace(asked, train_factor=found.factor, train_speed=words, updated=found.updated)
+    factor, device, source, updated = _of_run(RunDir(path)) if os.path.isdir(path) else _of_file(Path(path))
+    names = [pool.device.name for pool in asked.pools]
+    if device not in names:
+        raise invalid("planner.train_speed", path, f"measured on {device}", f"one of {', '.join(names)}")
+    words = f"{factor:.2f} x the model's seconds ({source})"
+    return msgspec.structs.replace(asked, train_factor=factor, train_speed=words, updated=updated)
 
 
-def measured_factor(path: Path) -> MeasuredFactor:
-    """The factor of a file or of a run directory; raises `UserError`."""
-    if not os.path.isdir(path):
-        speed = load_speed(path)
-        return MeasuredFactor(speed.factor, speed.device, f"{path.name}: {speed.model} as {speed.layout}")
-    return _of_run(RunDir(path))
+def _of_file(path: Path) -> Measured:
+    speed = load_speed(path)
+    return speed.factor, speed.device, f"{path.name}: {speed.model} as {speed.layout}", None
 
 
-def _of_run(run: RunDir) -> MeasuredFactor:
+def _of_run(run: RunDir) -> Measured:
     resolved = run.resolved()
     if not resolved:
         raise invalid(FIELD, str(run.path), "not a run directory", "a run, or a file of libra-hpc calibrate train")
@@ -104,7 +95,7 @@ def _of_run(run: RunDir) -> MeasuredFactor:
         raise invalid(FIELD, str(run.path), "a dry run measures no training", "a run with run.engine = 'real'")
     asked = request(as_planned(config.changed(planner={"trace": str(run.trajectories)})))
     factors, core, own = [], core_layout(config), elastic_world(config)
-    cost = TrainCost(asked.shape, asked.pools[0].device, asked.pools[0].node_devices, asked.batch.training)
+    cost = TrainCost(asked.shape, asked.pools[0].device, asked.pools[0].node_devices, asked.batch)
     lines = list(read_lines(run.metrics))[WARM_UP_STEPS:]
     for line in lines:
         if line.get("trained_tokens", 0) > 0 and line.get("train_s", 0) > 0 and line.get("replicas", 0) > 0:
@@ -116,7 +107,7 @@ def _of_run(run: RunDir) -> MeasuredFactor:
         raise invalid(FIELD, str(run.path), "no step there after the first", "a run of two steps or more")
     words = f"{len(factors)} steps of {run.name}"
     updated = measured(lines, _least_tp(config), core.devices)
-    return MeasuredFactor(median(factors), asked.pools[0].device.name, words, updated)
+    return median(factors), asked.pools[0].device.name, words, updated
 
 
 def _least_tp(config: RunConfig) -> int:

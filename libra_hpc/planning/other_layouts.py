@@ -19,18 +19,16 @@ from libra_hpc.models.memory import RECOMPUTE, core_layout
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup
 from libra_hpc.models.step_times.steps import StepTimes
-from libra_hpc.models.train_seconds import HybridWorlds, TrainCost
+from libra_hpc.models.train_seconds import HybridWorlds, TrainCost, work_of
 from libra_hpc.policies.control.layout_choice import OtherLayout
 from libra_hpc.policies.control.plays import PlayWork, Seconds
-from libra_hpc.policies.search.batch_work import sample_of
-from libra_hpc.policies.search.run_plan import DevicePool, RunPlan
 from libra_hpc.traces.cut import cut_at
 
 from .best_plan import best_plans
 from .initial import hybrid_of, interchangeable, run_file_values
 from .live_play import MeasuredStepTimes, costs_of
 from .request import as_planned, request
-from .work import Assumed, Work
+from .run_plan import DevicePool, RunPlan
 
 
 class OtherLayouts:
@@ -58,14 +56,24 @@ class OtherLayouts:
     def __call__(self, work: PlayWork, train: int, train_s: float) -> list[OtherLayout]:
         """The best layouts; ``train`` nodes take ``train_s`` for a batch. Raises `UserError` where nothing fits."""
         asked = self._asked
-        records = cut_at(work.records, asked.max_model_len).trajectories
-        batch = replace(asked.batch, trajectories=work.groups * asked.group, sample=sample_of(records))
-        played = Work(tuple(records), Assumed(), asked.max_model_len)
+        records = cut_at(work.records, asked.settings.max_model_len).trajectories
+        batch = work_of(
+            [(one.context, one.generated) for one in records],
+            work.groups * asked.work.group,
+            minibatches=asked.batch.minibatches,
+            reference=asked.batch.reference,
+        )
         pool, core = self._pool, self._config.components.train.nodes
         worlds = HybridWorlds(max(0, train - core) // self._own.nodes, self._own.dp)
-        counted = TrainCost(asked.shape, pool.device, pool.node_devices, batch.training)
+        counted = TrainCost(asked.shape, pool.device, pool.node_devices, batch)
         factor = train_s / counted.time(self._core, worlds).total
-        asked = replace(asked, batch=batch, work=played, train_factor=factor)
+        asked = replace(
+            asked,
+            batch=batch,
+            settings=replace(asked.settings, batch_groups=work.groups),
+            work=replace(asked.work, recorded=tuple(records)),
+            train_factor=factor,
+        )
         found = best_plans(asked, lambda device, shape, tp: self._steps(device, shape, tp, work))
         return [self._layout(plan) for plan in found.plans]
 

@@ -24,16 +24,15 @@ from libra_hpc.models.devices import Device, device
 from libra_hpc.models.host_memory import HostRoom, HostUse, node_work
 from libra_hpc.models.memory import RECOMPUTE
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape, reference_shape
-from libra_hpc.models.step_times.lookup import StepLookup, lookup
+from libra_hpc.models.train_seconds import TrainWork, work_of
 from libra_hpc.models.update_time import CHANGED, UpdateTime, update_time
-from libra_hpc.policies.search.batch_work import BatchWork, sample_of
-from libra_hpc.policies.search.layout_space import LayoutSpace
-from libra_hpc.policies.search.run_plan import DevicePool, InTurn
-from libra_hpc.policies.search.train_layout import NO_HYBRID, Hybrid, TrainSpace
 from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.simulator.settings import SimulationSettings, run_settings
 from libra_hpc.traces.cut import Cut, cut_at
 from libra_hpc.traces.read import read_trace
 
+from .run_plan import DevicePool, InTurn
+from .train_layout import NO_HYBRID, Hybrid, TrainSpace
 from .work import Assumed, Work, mean_context
 
 
@@ -42,18 +41,14 @@ class PlanRequest(msgspec.Struct, frozen=True):
 
     shape: ModelShape
     pools: tuple[DevicePool, ...]
-    batch: BatchWork
-    group: int
-    """Trajectories of a prompt."""
+    batch: TrainWork
+    settings: SimulationSettings
+    """Limits of engines, size of a batch, staleness bound."""
     space: TrainSpace
     lengths: str
     """Source of the lengths, in words."""
     work: Work
     """Batches to play."""
-    max_model_len: int = 0
-    """Tokens that every engine must hold."""
-    max_num_seqs: int = 256
-    """Most sequences that an engine decodes at once."""
     train_factor: float = 1.0
     """Measured over counted seconds of training."""
     train_speed: str = ""
@@ -65,33 +60,15 @@ class PlanRequest(msgspec.Struct, frozen=True):
     hybrid: Hybrid = NO_HYBRID
     """Which nodes are hybrid; known with the final pools."""
     hosts: HostUse = HostUse()
-    keep_kv: bool = False
-    """Whether KV caches outlive new weights."""
-    max_inflight: int = 96
-    """Turns sent to an engine at once."""
-    seats: int = 0
-    """Trajectories at once on environment nodes; 0: no bound."""
     in_turn: tuple[InTurn, ...] = ()
     """Ways in which nodes may serve both stages."""
     switch_from: str = "assumed: --switch-s"
     """Source of their switches, in words."""
 
-    def layouts(self, steps: StepLookup = lookup) -> LayoutSpace:
-        """What fits."""
-        return LayoutSpace(
-            self.shape,
-            self.pools,
-            self.batch,
-            group=self.group,
-            longest=self.max_model_len,
-            space=self.space,
-            train_factor=self.train_factor,
-            hybrid=self.hybrid,
-            hosts=self.hosts,
-            steps=steps,
-            update=self.update,
-            in_turn=self.in_turn,
-        )
+    @property
+    def trajectories(self) -> int:
+        """Those of a batch."""
+        return self.settings.batch_groups * self.work.group
 
     @property
     def update(self) -> UpdateTime:
@@ -109,9 +86,9 @@ class PlanRequest(msgspec.Struct, frozen=True):
         return {
             "model": self.shape.name,
             "pools": [{"device": p.device.name, "nodes": p.nodes, "node_devices": p.node_devices} for p in self.pools],
-            "trajectories": self.batch.trajectories,
-            "eta": self.batch.eta,
-            "lengths": self.work.summary(self.batch.trajectories, self.group)._asdict(),
+            "trajectories": self.trajectories,
+            "eta": self.settings.eta,
+            "lengths": self.work.summary(self.settings.batch_groups)._asdict(),
             "lengths_from": self.lengths,
         }
 
@@ -164,7 +141,7 @@ def request(
 
     Raises `UserError` for an unknown model or device, GPUs that are not whole nodes, and an unreadable trace.
     """
-    own, algorithm, rollout = config.planner, config.algorithm, config.rollout
+    own, algorithm, rollout, settings = config.planner, config.algorithm, config.rollout, run_settings(config)
     if not (own.model or config.model.path):
         raise invalid(
             "model.path",
@@ -185,25 +162,21 @@ def request(
     trace = _trace_file(own.trace) if own.trace else None
     cut = cut_at([] if trace is None else read_trace(trace).trajectories, rollout.max_model_len)
     recorded = tuple(one for one in cut.trajectories if one.generated)
-    work = Work(recorded, assumed, rollout.max_model_len)
-    trajectories = algorithm.prompts_per_step * algorithm.group_size
-    sample = work.sample(trajectories, algorithm.group_size)
+    work = Work(recorded, assumed, rollout.max_model_len, algorithm.group_size)
+    sample = work.sample(settings.batch_groups)
     # Of short sequences an engine holds fewer tokens than of long ones, where layers have windows; with states, too.
     shape = shape.with_kv(rollout.kv_dtype, max(1, round(mean_context(sample))), rollout.block_size)
     reference = reference_shape(config, shape)
     return PlanRequest(
         shape=shape,
         pools=tuple(pools),
-        batch=BatchWork(
-            trajectories=trajectories,
-            sample=sample_of(sample),
-            eta=algorithm.eta,
+        batch=work_of(
+            [(one.context, one.generated) for one in sample],
+            settings.batch_groups * work.group,
             minibatches=algorithm.minibatches,
             reference=reference,
         ),
-        group=algorithm.group_size,
-        max_model_len=rollout.max_model_len,
-        max_num_seqs=rollout.max_num_seqs,
+        settings=settings,
         space=TrainSpace(
             recompute=(config.train.recompute,) if "train.recompute" in config.given else RECOMPUTE,
             host=config.optimizer.host,
@@ -216,9 +189,6 @@ def request(
             rolls=node_work(config, "rollout", reference if config.components.hybrid.nodes else None),
             optional="train.snapshot_every" not in config.given,
         ),
-        keep_kv=rollout.kv_after_update == "keep",
-        max_inflight=rollout.max_inflight,
-        seats=config.components.env.all_seats,
         notes=tuple(_notes(shape, cut, rollout.max_model_len)),
     )
 

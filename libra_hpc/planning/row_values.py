@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from libra_hpc.config.load import parse_override, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.run_file_text import as_toml, edited
-from libra_hpc.policies.search.run_plan import DevicePool, RunPlan
 
 from .initial import check_hybrid_kind, kind_of, run_file_values
+from .run_plan import DevicePool, RunPlan
 
 
 def row_values(config: RunConfig, pools: tuple[DevicePool, ...], plan: RunPlan) -> dict[str, Any]:

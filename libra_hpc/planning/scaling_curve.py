@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.lookup import StepLookup
-from libra_hpc.policies.search.run_plan import RunPlan
 
 from .best_plan import best_plans
 from .request import PlanRequest
+from .run_plan import RunPlan
 
 POINTS = 16
 """Most numbers of nodes in one sweep."""

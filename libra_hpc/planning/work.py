@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import asdict, replace
 
 from libra_hpc.errors import invalid
 from libra_hpc.protocol.trace import TrajectoryRecord
@@ -33,17 +34,6 @@ MOST_OVER_MEAN = 8.0
 """Longest assumed tool call and tool result over the mean."""
 
 
-class Means(NamedTuple):
-    """`Assumed` with every value."""
-
-    generated: float
-    sigma: float
-    prompt: int
-    turns: float
-    new_tokens: float
-    tool_s: float
-
-
 class Assumed(msgspec.Struct, frozen=True):
     """A log-normal distribution of lengths; None stands for a share of the longest context."""
 
@@ -59,31 +49,43 @@ class Assumed(msgspec.Struct, frozen=True):
     tool_s: float = 1.0
     """Seconds of a tool call."""
 
-    def means(self, longest: int) -> Means:
+    def profile(self, longest: int) -> Profile:
         """For contexts of at most ``longest`` tokens; raises `UserError` for a value out of range."""
-        found = self._means(longest)
+        generated = self.generated if self.generated is not None else max(1.0, longest / 8)
+        prompt = self.prompt if self.prompt is not None else max(1, longest // 16)
+        new_tokens = self.new_tokens if self.new_tokens is not None else longest / 256
+        values = {**asdict(self), "generated": generated, "prompt": prompt, "new_tokens": new_tokens}
         for name, least in LEAST.items():
-            if not least <= (value := getattr(found, name)) < math.inf:
-                raise invalid(name, value, "out of range", f"a number >= {least}")
+            if not least <= values[name] < math.inf:
+                raise invalid(name, values[name], "out of range", f"a number >= {least}")
         if self.sigma > MAX_SIGMA:
             raise invalid("sigma", self.sigma, "too wide for a stated mean", f"a number from 0 to {MAX_SIGMA:g}")
-        room = longest - found.prompt
+        room = longest - prompt
         if room <= 0:
-            raise invalid("prompt", found.prompt, f"a context has {longest:,} tokens", f"an integer below {longest}")
-        if found.generated > room:
-            why = f"a context of {longest:,} has room for {room:,} after a prompt of {found.prompt:,}"
-            raise invalid("generated", found.generated, why, f"a number from 1 to {room}")
-        return found
-
-    def _means(self, longest: int) -> Means:
-        return Means(
-            generated=self.generated if self.generated is not None else max(1.0, longest / 8),
-            sigma=self.sigma,
-            prompt=self.prompt if self.prompt is not None else max(1, longest // 16),
-            turns=self.turns,
-            new_tokens=self.new_tokens if self.new_tokens is not None else longest / 256,
-            tool_s=self.tool_s,
+            raise invalid("prompt", prompt, f"a context has {longest:,} tokens", f"an integer below {longest}")
+        if generated > room:
+            why = f"a context of {longest:,} has room for {room:,} after a prompt of {prompt:,}"
+            raise invalid("generated", generated, why, f"a number from 1 to {room}")
+        tool = Tool(
+            name="tool",
+            weight=1.0,
+            seconds=_around(self.tool_s, MOST_OVER_MEAN * self.tool_s),
+            payload=_around(max(1.0, new_tokens), max(1.0, MOST_OVER_MEAN * new_tokens)),
+            error_rate=0.0,
         )
+        return Profile(
+            name="assumed",
+            generated=generated * math.exp(-(self.sigma**2) / 2),
+            sigma=self.sigma,
+            turns=self.turns,
+            turns_power=1.0,
+            prompt=_around(prompt, min(longest - 1.0, MOST_OVER_MEAN * prompt)),
+            tools=(tool,),
+        )
+
+
+def _around(mean: float, most: float) -> Lognormal:
+    return Lognormal(mean * math.exp(-(PROMPT_SIGMA**2) / 2), PROMPT_SIGMA, most)
 
 
 class WorkSummary(NamedTuple):
@@ -110,14 +112,16 @@ class Work(msgspec.Struct, frozen=True):
     assumed: Assumed
     longest: int
     """Tokens at which a trajectory ends."""
+    group: int
+    """Trajectories of a prompt."""
 
-    def sample(self, trajectories: int, group: int) -> Sequence[TrajectoryRecord]:
-        """All recorded trajectories, else some batches."""
-        return self.recorded or self.batch(max(SAMPLED, trajectories) // group * group, group, 0)
+    def sample(self, groups: int) -> Sequence[TrajectoryRecord]:
+        """All recorded trajectories, else at least so many groups."""
+        return self.recorded or self.batch(max(SAMPLED // self.group, groups), 0)
 
-    def summary(self, trajectories: int, group: int) -> WorkSummary:
+    def summary(self, groups: int) -> WorkSummary:
         """What the sample is like."""
-        some = self.sample(trajectories, group)
+        some = self.sample(groups)
         generated = [one.generated for one in some]
         return WorkSummary(
             generated=fmean(generated),
@@ -127,11 +131,11 @@ class Work(msgspec.Struct, frozen=True):
             tool_s=fmean(sum(turn.tool_s for turn in one.turns) for one in some),
         )
 
-    def batch(self, trajectories: int, group: int, seed: int) -> list[TrajectoryRecord]:
-        """Groups of ``group`` trajectories each, ``trajectories`` in all."""
+    def batch(self, groups: int, seed: int) -> list[TrajectoryRecord]:
+        """So many groups."""
         if self.recorded:
-            return _drawn(self.recorded, trajectories, group, seed)
-        return _generated(self.assumed, self.longest, trajectories, group, seed)
+            return _drawn(self.recorded, groups, self.group, seed)
+        return _generated(self.assumed, self.longest, groups * self.group, self.group, seed)
 
 
 def mean_context(work: Sequence[TrajectoryRecord]) -> float:
@@ -144,42 +148,18 @@ def mean_context(work: Sequence[TrajectoryRecord]) -> float:
 def _generated(assumed: Assumed, longest: int, trajectories: int, group: int, seed: int) -> list[TrajectoryRecord]:
     """Not to be changed: other plays have the same."""
     dials = Dials(trajectories=trajectories, group=group, seed=seed, max_context=longest)
-    return generate(_profile(assumed.means(longest), longest), dials)
+    return generate(assumed.profile(longest), dials)
 
 
-def _drawn(recorded: Sequence[TrajectoryRecord], trajectories: int, group: int, seed: int) -> list[TrajectoryRecord]:
+def _drawn(recorded: Sequence[TrajectoryRecord], count: int, group: int, seed: int) -> list[TrajectoryRecord]:
     groups: dict[str, list[TrajectoryRecord]] = {}
     for one in recorded:
         groups.setdefault(one.prompt_id, []).append(one)
     known, draw = list(groups.values()), random.Random(f"{seed}/batch")
     made: list[TrajectoryRecord] = []
-    for number in range(trajectories // group):
+    for number in range(count):
         members = draw.choice(known)
         # Fewer recorded samples than the run takes: some occur twice.
         chosen = draw.sample(members, group) if len(members) >= group else draw.choices(members, k=group)
-        made += [
-            msgspec.structs.replace(one, prompt_id=f"{number}", sample=sample) for sample, one in enumerate(chosen)
-        ]
+        made += [replace(one, prompt_id=f"{number}", sample=sample) for sample, one in enumerate(chosen)]
     return made
-
-
-def _profile(assumed: Means, longest: int) -> Profile:
-    def around(mean: float, most: float) -> Lognormal:
-        return Lognormal(mean * math.exp(-(PROMPT_SIGMA**2) / 2), PROMPT_SIGMA, most)
-
-    tool = Tool(
-        name="tool",
-        weight=1.0,
-        seconds=around(assumed.tool_s, MOST_OVER_MEAN * assumed.tool_s),
-        payload=around(max(1.0, assumed.new_tokens), max(1.0, MOST_OVER_MEAN * assumed.new_tokens)),
-        error_rate=0.0,
-    )
-    return Profile(
-        name="assumed",
-        generated=assumed.generated * math.exp(-(assumed.sigma**2) / 2),
-        sigma=assumed.sigma,
-        turns=assumed.turns,
-        turns_power=1.0,
-        prompt=around(assumed.prompt, min(longest - 1.0, MOST_OVER_MEAN * assumed.prompt)),
-        tools=(tool,),
-    )

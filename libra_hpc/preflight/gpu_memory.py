@@ -30,7 +30,7 @@ from libra_hpc.models.devices import Device, device
 from libra_hpc.models.memory import USABLE, TrainMemory, memory_limit, train_memory, world_layout
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape, reference_shape, shape_from_config
 from libra_hpc.models.train_seconds import TrainCost, work_of
-from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace
+from libra_hpc.planning.train_layout import TrainSearch, TrainSpace
 
 from .named_files import naming
 

@@ -34,7 +34,7 @@ from libra_hpc.protocol.engine import (
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
 from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
 from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
-from libra_hpc.simulator.settings import SimulationSettings
+from libra_hpc.simulator.settings import run_settings
 from libra_hpc.weights.image import NoVersion, reading
 from libra_hpc.weights.weightfile import WeightFileError
 
@@ -71,13 +71,7 @@ class SimulatedEngine:
                 f" {found.device} holds {steps.kv_capacity} tokens."
             )
         self._config, self._rollout, self._simulated = config, rollout, config.run.simulated
-        limits = SimulationSettings(
-            max_num_seqs=rollout.max_num_seqs,
-            block_size=rollout.block_size,
-            report_s=INTERVAL_S * speedup,
-            keep_kv=rollout.kv_after_update == "keep",
-            async_steps=rollout.async_steps,
-        )
+        limits = msgspec.structs.replace(run_settings(config.run), report_s=INTERVAL_S * speedup)
         self._engine = Engine(
             name="simulated", tp=config.tp, steps=steps, settings=limits, number=0, version=config.version, now=0.0
         )

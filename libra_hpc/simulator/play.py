@@ -45,7 +45,7 @@ def batches_of(rounds: int, settings: SimulationSettings) -> int:
 
 def _first(settings: SimulationSettings) -> int:
     """Batches that do not count."""
-    return int(settings.eta > 0 or settings.colocation is not None)
+    return int(settings.eta > 0 or settings.switch_s is not None)
 
 
 class _TooLongError(Exception):
@@ -88,8 +88,8 @@ def played(result: SimulationResult, settings: SimulationSettings) -> Played:
     ends = [0.0, *(step.end_at for step in result.steps)]
     first = min(_first(settings), len(ends) - 2)
     batch_s = (ends[-1] - ends[first]) / (len(ends) - 1 - first)
-    if settings.colocation is not None:
-        return Played(batch_s, batch_s - settings.train_s - settings.colocation.switch_s, 0.0)
+    if settings.switch_s is not None:
+        return Played(batch_s, batch_s - settings.train_s - settings.switch_s, 0.0)
     if settings.eta:
         return Played(batch_s, batch_s * (1.0 - result.idle_share), 0.0)
     spans = list(zip(ends, result.steps, strict=False))

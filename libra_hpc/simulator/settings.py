@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.capacity import blocks_of
 from libra_hpc.models.devices import STEP_TOKENS
@@ -21,13 +22,6 @@ class EngineSpec(msgspec.Struct, frozen=True):
     name: str
     tp: int
     steps: StepTimes
-
-
-class Colocation(msgspec.Struct, frozen=True):
-    """The nodes of all engines serve both stages in turn (colocation)."""
-
-    switch_s: float = 80.0
-    """From rollout to training, and back to rollout with the new weights."""
 
 
 class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,8 +61,9 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep_kv: bool = False
     """Whether KV caches outlive an update, as with ``rollout.kv_after_update = "keep"``; else it empties them, and
     running requests are computed again. No group finds the caches of another one, so there are no salts."""
-    colocation: Colocation | None = None
-    """None: training has nodes of its own."""
+    switch_s: float | None = None
+    """The nodes of all engines serve both stages in turn: seconds from rollout to training, and back with the new
+    weights. None: training has nodes of its own."""
     task: str = "sim"
     seed: int = 0
     """Order of the groups: 0 as given, else shuffled by this seed."""
@@ -76,6 +71,22 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Shortest time between two reports of a busy engine, as in a live run."""
     max_stretch: int = 1 << 30
     """Most decode steps of an unchanged batch in one event; 1 simulates step by step, with the same result."""
+
+
+def run_settings(config: RunConfig) -> SimulationSettings:
+    """Limits of a run's engines, and its batches."""
+    rollout, algorithm = config.rollout, config.algorithm
+    return SimulationSettings(
+        max_inflight=rollout.max_inflight,
+        max_num_seqs=rollout.max_num_seqs,
+        max_model_len=rollout.max_model_len,
+        block_size=rollout.block_size,
+        async_steps=rollout.async_steps,
+        batch_groups=algorithm.prompts_per_step,
+        eta=algorithm.eta,
+        seats=config.components.env.all_seats,
+        keep_kv=rollout.kv_after_update == "keep",
+    )
 
 
 def trajectory_ids(work: Sequence[TrajectoryRecord]) -> list[str]:

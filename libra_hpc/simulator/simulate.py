@@ -5,7 +5,7 @@ This module is what the rollout leader and the coordinator are in a live run:
 * the gate admits a group -> its trajectories start, as seats allow
 * a turn is ready -> the policy routes it to an engine (`agents`); its answer goes to the tool; the next turn is ready
 * a batch is complete -> it is trained (`training_stage`); then all engines apply new weights (`models.update_time`)
-* nodes serve both stages in turn (`Colocation`), a batch is complete -> running turns are aborted, all nodes train it
+* nodes serve both stages in turn (``switch_s``), a batch is complete -> running turns are aborted, all nodes train it
   and further complete ones, then all roll out again: unfinished turns go on with the new weights
 """
 
@@ -165,7 +165,7 @@ class Simulation:
         now = self._active_at = self.now
         self._freed()
         del self._sent[trajectory.name]
-        if self.settings.colocation is not None:
+        if self.settings.switch_s is not None:
             self._train()
         if sent.request.left:
             trajectory.interrupted(sent.request.generated, sent.request.high, trajectory.version)
@@ -217,7 +217,7 @@ class Simulation:
     # --- training and engines
 
     def _train(self) -> None:
-        if self.settings.colocation is not None and not (self.training.due and self._nodes_free()):
+        if self.settings.switch_s is not None and not (self.training.due and self._nodes_free()):
             return
         seconds = self.training.begin(self.now)
         if seconds is not None:
@@ -226,9 +226,9 @@ class Simulation:
     def _trained(self, _: None) -> None:
         version = self.training.end(self.now)
         self._active_at = self.now
-        update, colocation = self.settings.update, self.settings.colocation
-        if colocation is not None:
-            self._at(self.now + colocation.switch_s, self._agents.swap, version)
+        update, switch_s = self.settings.update, self.settings.switch_s
+        if switch_s is not None:
+            self._at(self.now + switch_s, self._agents.swap, version)
             self._train()
             return
         # All engines get a version at the time of the slowest, which has the fewest GPUs.
@@ -250,7 +250,7 @@ class Simulation:
 
     def _applied(self) -> None:
         version = min(engine.version for engine in self.engines.values())
-        if self.settings.colocation is not None and version == self.training.version and self.training.idle:
+        if self.settings.switch_s is not None and version == self.training.version and self.training.idle:
             for name in self.engines:
                 self.board.set_open(name, True)
         self.training.applied(version)

@@ -64,15 +64,6 @@ class TrainingStage:
         return not self._unfinished and not self._waiting and not self._busy
 
     @property
-    def ready(self) -> int:
-        """Groups in batches that wait for the trainer."""
-        return sum(record.groups for record in self._waiting)
-
-    @property
-    def finished(self) -> int:
-        return len(self._groups) - self._unfinished
-
-    @property
     def idle(self) -> bool:
         return not self._busy
 

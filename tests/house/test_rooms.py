@@ -31,7 +31,7 @@ def rooms() -> dict[str, set[str]]:
 
 
 def room_of(parts: tuple[str, ...]) -> str:
-    """Room of a module: ``policies/search`` of ``("libra_hpc", "policies", "search", "run_plan")``."""
+    """Room of a module: ``policies/pool`` of ``("libra_hpc", "policies", "pool", "states")``."""
     return "/".join(parts[1 : 3 if parts[1] in GROUPS else 2])
 
 

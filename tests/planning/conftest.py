@@ -13,8 +13,7 @@ from libra_hpc_cli import app
 from libra_hpc_cli import plan as command
 
 from libra_hpc.planning import best_plan, initial, scaling_curve
-from libra_hpc.planning import remembered as memory
-from libra_hpc.policies.search.run_plan import PlanResult
+from libra_hpc.planning.run_plan import PlanResult
 from tests.conftest import shared
 
 STAGES = ("train", "hybrid", "rollout")
@@ -78,7 +77,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         return best_plan.best_plans(*asked, cache=answers, **how)
 
     # The library stays as it is while the tests run.
-    monkeypatch.setattr(memory, "digest", lambda asked, _: hashlib.sha256(msgspec.json.encode(asked)).hexdigest())
+    monkeypatch.setattr(best_plan, "digest", lambda asked, _: hashlib.sha256(msgspec.json.encode(asked)).hexdigest())
     for module in (command, initial, scaling_curve):
         monkeypatch.setattr(module, "best_plans", remembered)
     monkeypatch.chdir(tmp_path)

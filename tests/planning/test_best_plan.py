@@ -13,9 +13,10 @@ from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.planning import best_plan
 from libra_hpc.planning.best_plan import FINAL_ROUNDS, FINALISTS, QUICK, Bound, best_plans, scene
+from libra_hpc.planning.layout_space import LayoutSpace
 from libra_hpc.planning.request import PlanRequest, request
+from libra_hpc.planning.run_plan import RunPlan
 from libra_hpc.planning.work import Assumed
-from libra_hpc.policies.search.run_plan import RunPlan
 from libra_hpc.simulator.play import STOPPED, Played, batches_of, play
 
 from .conftest import run_file
@@ -35,9 +36,8 @@ def question(eta: int = 1, prompts: int = 8, nodes: int = 4, **sections: dict[st
 
 def seconds(asked: PlanRequest, plan: RunPlan, *, rounds: int = FINAL_ROUNDS, most_s: float = math.inf) -> Played:
     """A play of the plan, of batches that the search plays."""
-    engines, settings = scene(asked, asked.layouts(), plan)
-    size, group = asked.batch.trajectories, asked.group
-    work = asked.work.batch(batches_of(rounds, settings) * size, group, rounds)
+    engines, settings = scene(asked, LayoutSpace(asked), plan)
+    work = asked.work.batch(batches_of(rounds, settings) * settings.batch_groups, rounds)
     return play(work, engines, asked.policy, settings, most_s=most_s)
 
 
@@ -45,7 +45,7 @@ def seconds(asked: PlanRequest, plan: RunPlan, *, rounds: int = FINAL_ROUNDS, mo
 def test_the_best_plan_is_that_of_all_layouts_played(eta: int) -> None:
     asked = question(eta)
     found = best_plans(asked).plans[0]
-    space = asked.layouts()
+    space = LayoutSpace(asked)
     best = min(seconds(asked, plan).batch_s for plan in space.plans([4], 0))
     assert found.seconds == seconds(asked, found).batch_s
     assert found.seconds <= 1.02 * best
@@ -63,17 +63,20 @@ def test_few_seats_on_environment_nodes_make_a_batch_longer() -> None:
     config = validate(run_file((2, 0, 2), algorithm={"prompts_per_step": 8}))
     env = replace(config.components.env, nodes=2, seats=4)
     asked = request(config.changed(components={"env": env}), assumed=Assumed(generated=800, turns=4))
-    plan = next(iter(asked.layouts().plans([4], 0)))
-    assert scene(asked, asked.layouts(), plan, 0.5)[1].seats == 4
-    assert seconds(asked, plan).batch_s > 1.5 * seconds(replace(asked, seats=0), plan).batch_s
+    plan = next(iter(LayoutSpace(asked).plans([4], 0)))
+    assert scene(asked, LayoutSpace(asked), plan, 0.5)[1].seats == 4
+    assert (
+        seconds(asked, plan).batch_s
+        > 1.5 * seconds(replace(asked, settings=replace(asked.settings, seats=0)), plan).batch_s
+    )
 
 
 @pytest.mark.parametrize("eta", [0, 1])
 def test_no_play_is_faster_than_its_bound(eta: int) -> None:
     asked = question(eta)
-    space = asked.layouts()
-    size = asked.batch.trajectories
-    bound = Bound(asked.work.batch(8 * size, asked.group, 0), size, asked.max_num_seqs)
+    space = LayoutSpace(asked)
+    limits = asked.settings
+    bound = Bound(asked.work.batch(8 * limits.batch_groups, 0), asked.trajectories, limits.max_num_seqs)
     for plan in space.plans([4], 0):
         work_s, alone_s = bound.rollout_s([(space.steps_of(0, one.tp), one.replicas) for one in plan.engines])
         assert max(work_s, alone_s / (eta + 1)) < 1.05 * seconds(asked, plan, rounds=8).batch_s
@@ -91,7 +94,7 @@ def test_quick_plays_a_few_and_a_search_plays_the_best_ones_longest(monkeypatch:
 def test_a_play_that_becomes_too_long_is_stopped_and_others_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("libra_hpc.simulator.simulate.REPORTED", 50)
     asked = question()
-    plan = next(asked.layouts().plans([4], 0))
+    plan = next(LayoutSpace(asked).plans([4], 0))
     whole = seconds(asked, plan)
     assert seconds(asked, plan, most_s=1.01 * whole.batch_s) == whole
     assert seconds(asked, plan, most_s=0.8 * whole.batch_s) == STOPPED
@@ -103,7 +106,7 @@ def test_a_part_stands_for_a_large_fleet(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(best_plan, "PLAYED_GPUS", few)
     whole = best_plans(asked).plans[0]
     assert whole.seconds == pytest.approx(seconds(asked, whole).batch_s, rel=0.1)
-    engines, settings = scene(asked, asked.layouts(), whole, few / whole.engines[0].devices)
+    engines, settings = scene(asked, LayoutSpace(asked), whole, few / whole.engines[0].devices)
     assert sum(one.tp for one in engines) == few
     assert settings.batch_groups == pytest.approx(32 * few / whole.engines[0].devices, abs=1)
 
@@ -118,7 +121,7 @@ def test_answers_are_remembered_to_the_last_digit(tmp_path: Path, monkeypatch: p
     first = best_plans(asked, quick=True, cache=tmp_path)
     monkeypatch.setattr(best_plan, "play", lambda *a, **k: pytest.fail("played again"))
     assert best_plans(asked, quick=True, cache=tmp_path) == first
-    others = [(replace(asked, max_inflight=1), lookup), (asked, lambda *a: lookup(*a))]
+    others = [(replace(asked, policy="sticky"), lookup), (asked, lambda *a: lookup(*a))]
     for other, steps in others:
         with pytest.raises(pytest.fail.Exception):
             best_plans(other, steps, quick=True, cache=tmp_path)

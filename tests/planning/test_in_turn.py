@@ -13,6 +13,7 @@ from libra_hpc.planning import in_turn
 from libra_hpc.planning.best_plan import best_plans, scene
 from libra_hpc.planning.in_turn import ASSUMED_S, asked_in_turn, in_turn_of
 from libra_hpc.planning.initial import InitialPlan, initial_plan
+from libra_hpc.planning.layout_space import LayoutSpace
 from libra_hpc.planning.request import PlanRequest, request
 from libra_hpc.planning.work import Assumed
 from libra_hpc.preflight.checks import problems
@@ -34,7 +35,7 @@ def asked(eta: int = 0, prompts: int = 16, switch_s: float = 5.0, host: bool = T
 @pytest.mark.parametrize("eta", [0, 1])
 def test_a_batch_in_turn_takes_both_stages_and_a_pair_of_switches(eta: int) -> None:
     made = asked(eta)
-    space = made.layouts()
+    space = LayoutSpace(made)
     plans = list(space.plans([4], 0))
     for plan in (one for one in plans if one.in_turn and one.engines[0].tp == 8):
         rolls = 4 if plan.in_turn.core_rolls else 4 - plan.nodes
@@ -43,7 +44,7 @@ def test_a_batch_in_turn_takes_both_stages_and_a_pair_of_switches(eta: int) -> N
         alone = next(one for one in plans if not one.in_turn and one.nodes == plan.nodes)
         assert plan.train.time.total < alone.train.time.total or plan.nodes == 3
         engines, settings = scene(made, space, plan)
-        work = made.work.batch(batches_of(1, settings) * made.batch.trajectories, made.group, 0)
+        work = made.work.batch(batches_of(1, settings) * settings.batch_groups, 0)
         found = play(work, engines, made.policy, settings)
         least = plan.train.time.total + plan.in_turn.switch_s
         assert found.batch_s > least
@@ -68,7 +69,7 @@ def test_a_core_rolls_out_on_gpus_where_its_state_is_in_host_memory() -> None:
 def test_groups_that_are_complete_are_trained_beside_rollout() -> None:
     made = asked(switch_s=1_000.0)
     plan = best_plans(made, quick=True).plans[0]
-    assert 0 < made.layouts().portion(plan) <= 8
+    assert 0 < LayoutSpace(made).portion(plan) <= 8
     assert 0.2 * plan.train.time.total < plan.hidden_s < plan.train.time.total
     # Also the seconds in which the update is made.
     assert plan.seconds == pytest.approx(plan.train.time.total + plan.update.diff_s - plan.hidden_s + plan.rollout_s)

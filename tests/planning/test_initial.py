@@ -80,10 +80,6 @@ def test_nodes_of_another_kind_roll_out_and_what_does_not_train_is_hybrid() -> N
     assert made.plan.pool == 0
 
 
-def test_a_scheduler_that_cannot_sort_by_length_gets_one_class() -> None:
-    assert isinstance(planned(auto(rollout={"policy": "least_loaded"})).config.rollout.tp, int)
-
-
 def test_lengths_come_from_an_earlier_run(tmp_path: Path) -> None:
     turn = TurnRecord(0, 900, tool_s=0.5)
     write_trace(tmp_path / "trajectories.jsonl", [TrajectoryRecord("p", n, 500, (turn,), 1.0) for n in range(40)])

@@ -17,13 +17,13 @@ from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.train_speed import TrainSpeed, save_speed
+from libra_hpc.planning.layout_space import LayoutSpace
+from libra_hpc.planning.run_plan import DevicePool
 from libra_hpc.planning.scaling_curve import ScalingPoint, knee, steps
-from libra_hpc.policies.search.layout_space import LayoutSpace
-from libra_hpc.policies.search.run_plan import DevicePool
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.traces.read import write_trace
 from tests.models.support import device_file
-from tests.policies.control.plant_costs import A800, QWEN, agentic, fake
+from tests.policies.control.plant_costs import A800, QWEN, fake, question
 from tests.slurm.test_examples import model_folder
 
 from .conftest import RUN, Call, run_file
@@ -203,7 +203,7 @@ def test_points_of_a_sweep() -> None:
     ],
 )
 def test_the_knee_is_where_more_devices_stop_to_pay(speeds: tuple[float, ...], found: int | None) -> None:
-    made = next(LayoutSpace(QWEN, [DevicePool(A800, 4, 8)], agentic(64), steps=fake).plans([4], 0))
+    made = next(LayoutSpace(question(QWEN, DevicePool(A800, 4, 8), trajectories=64), fake).plans([4], 0))
     points = [ScalingPoint(8 * i, msgspec.structs.replace(made, tokens_s=s)) for i, s in enumerate(speeds, 1)]
     assert knee(points) == found
 
@@ -237,14 +237,6 @@ def test_a_run_says_how_fast_its_training_was_and_what_new_weights_took(call: Ca
     assert found["update"]["wire_s"] == 0.75
     assert found["update"]["diff_s"] == pytest.approx(0.25 * 2 / found["nodes"]), "of two nodes"
     assert "new weights (assumed, 3% changed): " in call.shown()
-
-
-def test_kept_kv_caches_are_not_computed_again(call: Call) -> None:
-    kept, dropped = (
-        call.json("-o", "algorithm.eta=1", "-o", f"rollout.kv_after_update={after}")["plans"][0]["rollout_s"]
-        for after in ("keep", "recompute")
-    )
-    assert kept < dropped
 
 
 def test_the_model_of_the_command_is_also_that_of_an_automatic_split(call: Call, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from libra_hpc.config.node_groups import core_world
 from libra_hpc.config.run import RunConfig
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.train_seconds import TrainCost
-from libra_hpc.policies.search.train_layout import TrainSearch, TrainSpace
+from libra_hpc.planning.train_layout import TrainSearch, TrainSpace
 from libra_hpc.preflight.checks import problems
 from tests.policies.control.plant_costs import A800, agentic
 from tests.slurm.test_examples import model_folder
@@ -35,7 +35,7 @@ def test_the_search_has_exactly_the_layouts_that_check_takes(
 ) -> None:
     space = TrainSpace(tp=(1, 2, 4, 8), pp=(1, 2, 3), cp=(1, 2), ep=(1, 2, 8, 16), recompute=("none",))
     shape = model_shape(name)
-    search = TrainSearch(TrainCost(shape, A800, gpus, agentic(64).training), gpus, space)
+    search = TrainSearch(TrainCost(shape, A800, gpus, agentic(64)), gpus, space)
     has = {
         layout.degrees._replace(etp=layout.etp)
         for layout in search.candidates(core * gpus)

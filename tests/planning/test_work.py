@@ -10,9 +10,9 @@ from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 
 def test_batches_of_a_trace_are_whole_groups_of_one_prompt() -> None:
     recorded = tuple(TrajectoryRecord(f"p{n % 5}", n // 5, 100 + n % 5, (TurnRecord(0, 10 + n),)) for n in range(30))
-    work = Work(recorded, Assumed(), 4096)
-    batch = work.batch(32, 4, seed=1)
-    assert batch == work.batch(32, 4, seed=1) != work.batch(32, 4, seed=2)
+    work = Work(recorded, Assumed(), 4096, 4)
+    batch = work.batch(8, seed=1)
+    assert batch == work.batch(8, seed=1) != work.batch(8, seed=2)
     assert len(batch) == 32
     groups: dict[str, list[TrajectoryRecord]] = {}
     for one in batch:
@@ -25,9 +25,8 @@ def test_batches_of_a_trace_are_whole_groups_of_one_prompt() -> None:
 
 
 def test_assumed_lengths_have_the_stated_means() -> None:
-    batch = Work((), Assumed(generated=800, sigma=0.5, prompt=300, turns=4, new_tokens=50, tool_s=2.0), 32768).batch(
-        4096, 8, seed=0
-    )
+    assumed = Assumed(generated=800, sigma=0.5, prompt=300, turns=4, new_tokens=50, tool_s=2.0)
+    batch = Work((), assumed, 32768, 8).batch(512, seed=0)
     turns = [turn for one in batch for turn in one.turns]
     calls = len(turns) - 4096
     totals = [

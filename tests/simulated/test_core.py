@@ -258,8 +258,3 @@ def test_other_ids_are_refused(ids: list[int]) -> None:
         tokens.read(pack_i32(ids))
     with pytest.raises(tokens.Unreadable):
         tokens.read(pack_i32(ids)[:-1])
-
-
-def test_a_turn_ends_with_the_stop_id() -> None:
-    assert unpack_i32(tokens.generated(3, complete=True)) == [tokens.BODY, tokens.BODY, tokens.STOP]
-    assert tokens.generated(0, complete=False) == b""

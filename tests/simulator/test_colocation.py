@@ -7,7 +7,7 @@ import pytest
 from bench.controlled_simulation import ControlledSimulation
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.result import SimulationResult
-from libra_hpc.simulator.settings import Colocation, SimulationSettings
+from libra_hpc.simulator.settings import SimulationSettings
 from libra_hpc.simulator.simulate import simulate
 
 from .toys import Linear, Spread, single, spec, turn
@@ -16,7 +16,7 @@ from .toys import Linear, Spread, single, spec, turn
 def with_(**settings: object) -> SimulationSettings:
     """Five seconds of training, three of switches."""
     return SimulationSettings(
-        **{"block_size": 4, "send_s": 0.0, "answer_s": 0.0, "train_s": 5.0, "colocation": Colocation(3.0), **settings}  # type: ignore[arg-type]
+        **{"block_size": 4, "send_s": 0.0, "answer_s": 0.0, "train_s": 5.0, "switch_s": 3.0, **settings}  # type: ignore[arg-type]
     )
 
 

@@ -148,23 +148,12 @@ class ClassFit:
 
 
 def _solve(matrix: list[list[float]], target: list[float]) -> list[float]:
-    """x with A x = target, by Gaussian elimination; A is symmetric and positive definite, as a ridge makes it."""
-    size = len(target)
-    # Row i holds the columns from i on.
-    upper = [[matrix[j][i] for j in range(i, size)] for i in range(size)]
-    right = target[:]
-    for i in range(size):
-        pivot = upper[i]
-        first = pivot[0]
-        for k in range(i + 1, size):
-            factor = pivot[k - i] / first
-            row = upper[k]
-            for j in range(size - k):
-                row[j] -= factor * pivot[k - i + j]
-            right[k] -= factor * right[i]
-    for i in reversed(range(size)):
-        row = upper[i]
-        for j in range(1, size - i):
-            right[i] -= row[j] * right[i + j]
-        right[i] /= row[0]
-    return right
+    """x with A x = target, by elimination; A is symmetric and positive definite, as a ridge makes it."""
+    rows = [[*row, value] for row, value in zip(matrix, target, strict=True)]
+    for i, pivot in enumerate(rows):
+        for row in rows:
+            if row is not pivot:
+                factor = row[i] / pivot[i]
+                for j in range(i, len(row)):
+                    row[j] -= factor * pivot[j]
+    return [row[-1] / row[i] for i, row in enumerate(rows)]

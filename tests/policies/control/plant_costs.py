@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
+from typing import Any
 
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.shapes import ModelShape, model_shape
-from libra_hpc.policies.search.batch_work import BatchWork
+from libra_hpc.models.train_seconds import TrainWork, work_of
+from libra_hpc.planning.request import PlanRequest
+from libra_hpc.planning.run_plan import DevicePool
+from libra_hpc.planning.train_layout import TrainSpace
+from libra_hpc.planning.work import Assumed, Work
+from libra_hpc.simulator.settings import SimulationSettings
 
 A800 = device("a800")
 QWEN = model_shape("qwen3-14b")
@@ -47,9 +53,22 @@ def fake(device: Device, shape: ModelShape, tp: int) -> FakeSteps:
     return FakeSteps(tp, capacity=60_000 * tp, fixed=0.02, each=2e-4, kv=1e-7, new=1e-4)
 
 
-def agentic(trajectories: int = 512, eta: int = 1, generated: float = 4000.0, longest: int = 32768) -> BatchWork:
-    """Many turns, heavy tail; with eta = 0 two minibatches, so that nothing is trained beside rollout."""
+def agentic(trajectories: int = 512, generated: float = 4000.0, longest: int = 32768) -> TrainWork:
+    """Many turns, heavy tail."""
     quantiles = (NormalDist().inv_cdf((i + 0.5) / SAMPLE) for i in range(SAMPLE))
     lengths = (min(longest - BESIDE, max(1, round(generated * math.exp(z - 0.5)))) for z in quantiles)
-    sample = tuple((BESIDE + length, length) for length in lengths)
-    return BatchWork(trajectories, sample, eta, minibatches=1 if eta else 2)
+    return work_of(((BESIDE + length, length) for length in lengths), trajectories)
+
+
+def question(shape: ModelShape, *pools: DevicePool, trajectories: int = 512, **more: Any) -> PlanRequest:
+    """For batches of `agentic` trajectories, each of a prompt of its own."""
+    return PlanRequest(
+        shape=shape,
+        pools=pools,
+        batch=agentic(trajectories),
+        settings=SimulationSettings(batch_groups=trajectories, eta=1),
+        space=TrainSpace(),
+        lengths="made up",
+        work=Work((), Assumed(), 32768, 1),
+        **more,
+    )

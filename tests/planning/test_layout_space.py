@@ -9,18 +9,18 @@ from libra_hpc.models.devices import device
 from libra_hpc.models.memory import memory_limit
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.train_seconds import TrainCost
-from libra_hpc.policies.search import train_layout
-from libra_hpc.policies.search.layout_space import LayoutSpace
-from libra_hpc.policies.search.run_plan import DevicePool
-from libra_hpc.policies.search.train_layout import ROUNDING, Hybrid, TrainSearch
-from tests.policies.control.plant_costs import A800, QWEN, FakeSteps, agentic, fake
+from libra_hpc.planning import train_layout
+from libra_hpc.planning.layout_space import LayoutSpace
+from libra_hpc.planning.run_plan import DevicePool
+from libra_hpc.planning.train_layout import ROUNDING, Hybrid, TrainSearch
+from tests.policies.control.plant_costs import A800, QWEN, FakeSteps, agentic, fake, question
 
 
 def test_of_layouts_as_fast_as_each_other_the_one_with_fewer_context_ranks_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(train_layout, "ROUNDING", 0.1)
-    cost = TrainCost(model_shape("qwen3-30b-a3b"), A800, 8, agentic(256).training)
+    cost = TrainCost(model_shape("qwen3-30b-a3b"), A800, 8, agentic(256))
     search = TrainSearch(cost, 8)
     able = {one: cost.time(one).total for one in search.candidates(32) if cost.limit(one) is None}
     fastest, best = min(able, key=able.__getitem__), search.best(32)
@@ -32,7 +32,7 @@ def test_of_layouts_as_fast_as_each_other_the_one_with_fewer_context_ranks_is_ta
 
 def test_plans_use_every_node_and_fit() -> None:
     pools = [DevicePool(A800, 3, 8), DevicePool(device("h100"), 2, 8)]
-    space = LayoutSpace(QWEN, pools, agentic(), steps=fake)
+    space = LayoutSpace(question(QWEN, *pools), fake)
     for pool in (0, 1):
         plans = list(space.plans([3, 2], pool))
         # A pool may train with all of its nodes: the other one rolls out, at each of four degrees.
@@ -52,10 +52,8 @@ def test_nothing_fits() -> None:
     rollout = "tokens; nearest: rollout TP8 on a800, its KV cache holds 8,000 tokens, trajectories may have 32,76"
     for model, capacity, why in (("llama-3.1-70b", 60_000, training), ("qwen3-14b", 1000, rollout)):
         space = LayoutSpace(
-            model_shape(model),
-            [DevicePool(A800, 3, 8)],
-            agentic(),
-            steps=lambda device, shape, tp, most=capacity: FakeSteps(tp, most * tp),
+            question(model_shape(model), DevicePool(A800, 3, 8)),
+            lambda device, shape, tp, most=capacity: FakeSteps(tp, most * tp),
         )
         assert list(space.plans([3], 0)) == []
         assert why in str(space.impossible([3]))
@@ -65,6 +63,7 @@ def test_nothing_fits() -> None:
     ("hybrid", "names"),
     [
         (Hybrid(), "qwen3-14b"),
+        (Hybrid(), "qwen3-30b-a3b"),
         (Hybrid(2), "qwen3-14b"),
         (Hybrid(3, world=2), "qwen3-32b"),
         (Hybrid(rest=True), "qwen3-14b"),
@@ -72,10 +71,10 @@ def test_nothing_fits() -> None:
     ],
 )
 def test_hybrid_nodes_are_whole_replicas_that_fit_without_the_core(hybrid: Hybrid, names: str) -> None:
-    shape, batch = model_shape(names), agentic(64)
-    trainer = TrainCost(shape, A800, 8, batch.training)
-    search = TrainSearch(trainer, 8)
-    found = list(LayoutSpace(shape, [DevicePool(A800, 6, 8)], batch, steps=fake, hybrid=hybrid).plans([6], 0))
+    shape = model_shape(names)
+    trainer = TrainCost(shape, A800, 8, agentic(64))
+    search, asked = TrainSearch(trainer, 8), question(shape, DevicePool(A800, 6, 8), trajectories=64, hybrid=hybrid)
+    found = list(LayoutSpace(asked, fake).plans([6], 0))
     assert found
     for row in found:
         wanted = hybrid.nodes(6 - row.nodes)

@@ -16,17 +16,15 @@ from typing import NamedTuple
 import msgspec
 
 from libra_hpc.errors import UserError
-from libra_hpc.models.host_memory import HostUse, node_memory
+from libra_hpc.models.host_memory import node_memory
 from libra_hpc.models.memory import Limit
-from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.models.train_seconds import TrainCost
-from libra_hpc.models.update_time import NO_UPDATE, UpdateTime
 
-from .batch_work import BatchWork
+from .request import PlanRequest
 from .run_plan import DevicePool, InTurn, PoolEngines, RunPlan
-from .train_layout import NO_HYBRID, Excluded, Hybrid, TrainChoice, TrainSearch, TrainSpace
+from .train_layout import Excluded, TrainChoice, TrainSearch
 
 ROLLOUT_TP = (1, 2, 4, 8)
 
@@ -41,43 +39,24 @@ class EngineKind(NamedTuple):
 
 
 class LayoutSpace:
-    """All layouts of one model and batch that fit.
+    """All layouts of a question that fit, with the step times of ``steps``.
 
-    ``group``: trajectories of a prompt. ``longest``: tokens that every engine must hold. ``train_factor``: measured
-    over counted seconds. ``degrees``: of rollout. The core fits without hybrid nodes, and a hybrid node by itself. With
-    ``hosts``, each node has enough host memory.
-    ``update``: of one training process, and of an engine of one GPU. ``in_turn``: ways in which nodes may serve both
-    stages.
+    The core fits without hybrid nodes, and a hybrid node by itself; each node has enough host memory.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        pools: Sequence[DevicePool],
-        batch: BatchWork,
-        *,
-        group: int = 1,
-        longest: int = 0,
-        space: TrainSpace = TrainSpace(),  # noqa: B008
-        train_factor: float = 1.0,
-        degrees: Sequence[int] = ROLLOUT_TP,
-        hybrid: Hybrid = NO_HYBRID,
-        hosts: HostUse = HostUse(),  # noqa: B008
-        steps: StepLookup = lookup,
-        update: UpdateTime = NO_UPDATE,
-        in_turn: Sequence[InTurn] = (),
-    ) -> None:
-        self._pools, self._batch, self._hybrid, self._in_turn = list(pools), batch, hybrid, in_turn
-        self._shape, self._hosts, self._update, self._group = shape, hosts, update, group
+    def __init__(self, asked: PlanRequest, steps: StepLookup = lookup) -> None:
+        self._asked, self._pools, shape = asked, asked.pools, asked.shape
         self._train = [
-            TrainSearch(TrainCost(shape, p.device, p.node_devices, batch.training, train_factor), p.node_devices, space)
-            for p in pools
+            TrainSearch(
+                TrainCost(shape, p.device, p.node_devices, asked.batch, asked.train_factor), p.node_devices, asked.space
+            )
+            for p in asked.pools
         ]
-        need = max(longest, batch.longest)
+        self._longest = max(asked.settings.max_model_len, int(asked.batch.longest))
         self.kinds = [
-            EngineKind(i, found, _cache_limit(found.kv_capacity, need))
-            for i, p in enumerate(pools)
-            for tp in degrees
+            EngineKind(i, found, _cache_limit(found.kv_capacity, self._longest))
+            for i, p in enumerate(asked.pools)
+            for tp in ROLLOUT_TP
             if p.node_devices % tp == 0 and shape.divides(tp) and self._rolls_limit(p, tp) is None
             for found in [steps(p.device, shape, tp)]
         ]
@@ -88,10 +67,10 @@ class LayoutSpace:
             choice, hybrid = self._trained(have, pool, nodes)
             if choice is not None:
                 yield from self._beside(have, pool, nodes, hybrid, choice, None)
-            for way in self._in_turn:
+            for way in self._asked.in_turn:
                 worlds, choice = self._trained_in_turn(have, pool, nodes, way)
                 if choice is not None:
-                    yield from self._beside(have, pool, nodes, worlds * self._hybrid.world, choice, way)
+                    yield from self._beside(have, pool, nodes, worlds * self._asked.hybrid.world, choice, way)
 
     def _beside(
         self, have: Sequence[int], pool: int, nodes: int, hybrid: int, choice: TrainChoice, way: InTurn | None
@@ -110,14 +89,14 @@ class LayoutSpace:
                 snapshots=self._core_limit(pool, nodes)[1],
                 in_turn=way,
             )
-            update = self._update.by(plan.trains * self._pools[pool].node_devices)
+            update = self._asked.update.by(plan.trains * self._pools[pool].node_devices)
             yield msgspec.structs.replace(plan, update=update)
 
     def _trained_in_turn(
         self, have: Sequence[int], pool: int, nodes: int, way: InTurn
     ) -> tuple[int, TrainChoice | None]:
         """Worlds that train beside a core of so many nodes, all but one node that rolls out only, and their layout."""
-        world = self._hybrid.world
+        world = self._asked.hybrid.world
         worlds = (self._most(have, pool) - nodes) // world
         if not (worlds or way.core_rolls) or self._core_limit(pool, nodes)[0] is not None:
             return 0, None
@@ -142,26 +121,26 @@ class LayoutSpace:
         if self._core_limit(pool, nodes)[0] is not None:
             return None, 0
         search, devices = self._train[pool], nodes * self._pools[pool].node_devices
-        hybrid, world = self._hybrid.nodes(have[pool] - nodes), self._hybrid.world
+        hybrid, world = self._asked.hybrid.nodes(have[pool] - nodes), self._asked.hybrid.world
         found = None if hybrid % world else search.best(devices, elastic=world if hybrid else 0)
-        if found is None and hybrid and not self._hybrid.rest:
+        if found is None and hybrid and not self._asked.hybrid.rest:
             return search.best(devices), 0
         return found, hybrid
 
     def _core_limit(self, pool: int, nodes: int) -> tuple[Limit | None, bool]:
         """Why a node of a core of so many lacks host memory, and whether it has enough for snapshots too."""
-        work = msgspec.structs.replace(self._hosts.core, core_nodes=nodes)
-        limit = self._pools[pool].room.limit(node_memory(self._shape, work))
-        if limit is None or not (work.snapshots and self._hosts.optional):
+        work = msgspec.structs.replace(self._asked.hosts.core, core_nodes=nodes)
+        limit = self._pools[pool].room.limit(node_memory(self._asked.shape, work))
+        if limit is None or not (work.snapshots and self._asked.hosts.optional):
             return limit, limit is None
         work = msgspec.structs.replace(work, snapshots=False)
-        return self._pools[pool].room.limit(node_memory(self._shape, work)), False
+        return self._pools[pool].room.limit(node_memory(self._asked.shape, work)), False
 
     def _rolls_limit(self, pool: DevicePool, tp: int) -> Limit | None:
         """Why a node with engines of this degree lacks host memory."""
-        work, devices = self._hosts.rolls, pool.node_devices
+        work, devices = self._asked.hosts.rolls, pool.node_devices
         own = msgspec.structs.replace(work, engines=devices // tp)
-        return pool.room.limit(node_memory(self._shape, own))
+        return pool.room.limit(node_memory(self._asked.shape, own))
 
     def rest(self, have: Sequence[int], pool: int, nodes: int) -> list[int]:
         """Devices of each pool that roll out."""
@@ -169,9 +148,10 @@ class LayoutSpace:
 
     def portion(self, plan: RunPlan) -> int:
         """Groups that are trained together as soon as they are complete; 0: batches are trained whole."""
-        groups = self._batch.trajectories // self._group
-        length = math.ceil(self._train[plan.pool].portion(plan.train.layout) / self._group)
-        return length if self._batch.streamed and not plan.in_turn and 2 * length <= groups else 0
+        asked = self._asked
+        length = math.ceil(self._train[plan.pool].portion(plan.train.layout) / asked.work.group)
+        streamed = asked.settings.eta == 0 and asked.batch.minibatches == 1 and not plan.in_turn
+        return length if streamed and 2 * length <= asked.settings.batch_groups else 0
 
     def excluded_kinds(self) -> list[Excluded]:
         """Engines that cannot hold the longest trajectories, nearest first."""
@@ -194,7 +174,7 @@ class LayoutSpace:
                 if nearest
                 else "no TP divides both the node and the model"
             )
-            return UserError(f"No rollout layout holds trajectories of {self._batch.longest:,} tokens; {why}.")
+            return UserError(f"No rollout layout holds trajectories of {self._longest:,} tokens; {why}.")
         options = self._impossible_cores(have)
         if not options:
             return UserError("No training layout divides both the model and the nodes, hybrid ones among them.")

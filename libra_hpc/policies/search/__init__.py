@@ -1,1 +1,0 @@
-"""The best layout of each stage and the best split."""
