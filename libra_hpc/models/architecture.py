@@ -8,12 +8,10 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.config.node_groups import Degrees
 from libra_hpc.errors import invalid
 
 from .shapes import ModelShape, read_config, shape_from_config
 from .supported import FAMILIES, SLIDING, Family, check_trained, rope_settings, rotated, with_defaults
-from .train_parallel import expert_fault
 
 MULTIPLIERS = {
     "embedding_scale": "embedding_multiplier",
@@ -106,10 +104,3 @@ def check_parallel(shape: Architecture, tp: int, pp: int) -> None:
     shape.check_tp(tp)
     if shape.layers < pp:
         raise invalid("train.pp", pp, f"the model has only {shape.layers} layers", f"1 to {shape.layers}")
-
-
-def check_experts(shape: Architecture, *, tp: int, ep: int, etp: int, ranks: int) -> None:
-    """Raise `UserError` unless ``ep`` and ``etp`` fit the model and the ``ranks`` processes of a stage."""
-    fault = expert_fault(shape.experts, shape.expert_columns, Degrees(tp, ep=ep, etp=etp), ranks)
-    if fault is not None:
-        raise fault.error()

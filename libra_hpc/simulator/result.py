@@ -67,19 +67,13 @@ class SimulationResult(msgspec.Struct, frozen=True):
     """Seconds from a ready turn to its answer: queues, prefill, decoding, hops."""
     moves: int
     """Turns, or rests of migrated ones, sent to another engine than the one before."""
-    tp_moves: int
-    """Moves out of ``moves`` to another TP degree."""
     turn_migrations: int
     """Moves out of ``moves`` of a running turn."""
     preemptions: int
     recomputed: int
-    redirected: int
-    """Turns sent to another engine because the chosen one could not hold them."""
     idle_share: float
     """Share of the engines' device-seconds without a step or a weight update."""
     decisions: int
-    waits: int
-    """Routing passes that left turns waiting although engines had free slots."""
     finish_s: list[float]
     steps: list[SimulatedStep]
     engines: list[EngineResult]
@@ -92,9 +86,7 @@ class Recorder:
         self.turn_s: list[float] = []
         self.completion_s: list[float] = []
         self.finish_s: list[float] = []
-        self.generated = self.redirected = self.moves = self.tp_moves = self.turn_migrations = self.waits = (
-            self.decisions
-        ) = 0
+        self.generated = self.moves = self.turn_migrations = self.decisions = 0
         self.seat_s = 0.0
         """Seconds of all trajectories without a seat."""
         self._gone: list[EngineResult] = []
@@ -142,14 +134,11 @@ class Recorder:
             seat_wait_s=self.seat_s / max(1, len(self.finish_s)),
             turn_latency=quantiles(self.turn_s),
             moves=self.moves,
-            tp_moves=self.tp_moves,
             turn_migrations=self.turn_migrations,
             preemptions=self._preemptions,
             recomputed=self._recomputed,
-            redirected=self.redirected,
             idle_share=1.0 - self._busy_s / self._present_s if self._present_s > 0.0 else 0.0,
             decisions=self.decisions,
-            waits=self.waits,
             finish_s=sorted(self.finish_s),
             steps=steps,
             engines=sorted(self._gone, key=lambda engine: (engine.tp, engine.engine)),

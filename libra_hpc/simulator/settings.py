@@ -64,7 +64,6 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     switch_s: float | None = None
     """The nodes of all engines serve both stages in turn: seconds from rollout to training, and back with the new
     weights. None: training has nodes of its own."""
-    task: str = "sim"
     seed: int = 0
     """Order of the groups: 0 as given, else shuffled by this seed."""
     report_s: float = 0.5

@@ -155,7 +155,6 @@ class Simulation:
             self._active_at = now
             self._watch()
         if len(self._queue) and self.board.free > 0:
-            self.recorder.waits += 1
             if not self._ticking:
                 self._ticking = True
                 self._at(now + self.settings.tick_s, self._tick, None)
@@ -188,7 +187,7 @@ class Simulation:
         recorder.generated += trajectory.attained
         recorder.finish_s.append(now)
         recorder.completion_s.append(now - trajectory.opened_at)
-        self._queue.finished(trajectory.finished(self.settings.task), now)
+        self._queue.finished(trajectory.finished(), now)
         self._kick()
         if self.training.close(trajectory.spec.prompt_id, now):
             self._train()

@@ -82,8 +82,6 @@ class Agents:
         elif turn.engine:
             recorder.moves += 1
             recorder.turn_migrations += trajectory.partial > 0
-            last = self.engines.get(turn.engine)
-            recorder.tp_moves += last is not None and last.tp != engine.tp
         later = f"/{trajectory.name}/{trajectory.sample}" if trajectory.sample else ""
         request = SimulatedRequest(
             trajectory=trajectory.name + later,
@@ -120,7 +118,6 @@ class Agents:
         best = min(able, key=lambda view: (view.inflight_tokens, view.engine))
         self._board.answered(name, turn.context_tokens)
         self._board.sent(best.engine, turn.context_tokens)
-        self._recorder.redirected += 1
         return self.engines[best.engine]
 
     def abort(self, sent: SentTurn) -> None:

@@ -15,6 +15,9 @@ from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 
 from .settings import SimulationSettings, trajectory_ids
 
+TASK = "sim"
+"""Name of the task for policies."""
+
 
 class SimulatedTrajectory:
     """Mutable state of one trajectory: what its environment holds in a live run."""
@@ -73,7 +76,7 @@ class SimulatedTrajectory:
             trajectory=self.name,
             prompt_id=spec.prompt_id,
             sample=spec.sample,
-            task=settings.task,
+            task=TASK,
             context_tokens=self.context,
             attained_tokens=self.attained,
             turns=self.turn,
@@ -106,8 +109,8 @@ class SimulatedTrajectory:
     def last(self) -> bool:
         return self.turn == len(self.spec.turns)
 
-    def finished(self, task: str) -> Finished:
-        return replace(Finished.of(self.spec, self.name, task), version=self.version)
+    def finished(self) -> Finished:
+        return replace(Finished.of(self.spec, self.name, TASK), version=self.version)
 
 
 class SentTurn:

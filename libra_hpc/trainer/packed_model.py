@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from libra_hpc.config.learn import Recompute
-from libra_hpc.models.architecture import Architecture, check_experts, check_parallel
+from libra_hpc.models.architecture import Architecture
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.mcore import get_forward_backward_func
 from libra_hpc.trainer.model.megatron_model import build_model
@@ -35,9 +35,6 @@ class PackedModel:
         split: ReplicaPlace,
         recompute: Recompute = "none",
     ) -> None:
-        check_parallel(shape, split.tp, split.pp)
-        if shape.experts:
-            check_experts(shape, tp=split.tp, ep=split.ep, etp=split.expert_ranks, ranks=split.stage_stride)
         self.shape, self.device, self.dtype, self.split = shape, device, dtype, split
         self.module = build_model(shape, device, dtype, split, recompute=recompute)
         self._called: torch.nn.Module = self.module

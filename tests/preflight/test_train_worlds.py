@@ -49,6 +49,7 @@ def test_pieces_without_a_token_are_refused() -> None:
     [
         ((2, 0), {"ep": 3}, "train.ep = 3: it does not divide the model's 8 experts"),
         ((2, 0), {"tp": 2, "etp": 1}, "train.etp = 1: without expert parallelism"),
+        ((2, 0), {"tp": 4, "ep": 2, "etp": 2}, "train.etp = 2: it must be 1 or tp = 4"),
         ((1, 0), {"pp": 4, "ep": 4}, "train.ep = 4: ep x etp = 4 does not divide the 2 processes of a stage"),
         ((2, 1), {"pp": 4, "ep": 4}, "train.ep = 4: on hybrid nodes, ep x etp = 4 does not divide the 2 processes"),
     ],

@@ -21,7 +21,7 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
-from libra_hpc.models.architecture import check_parallel, read_shape
+from libra_hpc.models.architecture import read_shape
 from libra_hpc.process.child import Child
 from libra_hpc.process.child_environment import engine_environment
 from libra_hpc.protocol.codec import pack_f32, pack_i32
@@ -159,7 +159,6 @@ def measure_training(config: RunConfig, seconds: float, report: Report = lambda 
     """Run steps for about ``seconds`` in all; raises `UserError` for a model that cannot be trained so,
     `OperationError` when a process fails."""
     shape = read_shape(Path(config.model.path))
-    check_parallel(shape, config.train.tp, config.train.pp)
     found: Measured = []
     planned = batches(config.train.micro_tokens, config.train.pp, shape.max_positions)
     with tempfile.TemporaryDirectory(prefix="libra-train-") as name:

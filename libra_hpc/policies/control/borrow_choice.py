@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import floor
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -25,17 +24,9 @@ SHOWN = 8
 """Offers in a reason."""
 
 
-class Worth(NamedTuple):
-    """Worth of borrowed engines."""
-
-    saved_s: float
-    """Over the remaining steps, until they are over."""
-    needed_s: float
-    """The seconds of a start, times a margin, and the price."""
-
-    @property
-    def pays(self) -> bool:
-        return self.saved_s > self.needed_s
+Worth = dict[str, tuple[float, float]]
+"""Seconds that each offer saves over the remaining steps, and must save: those of a start, times a margin, and the
+price."""
 
 
 def fitting(offers: Iterable[OfferFact], most_gpus: int) -> list[OfferFact]:
@@ -58,26 +49,26 @@ def with_borrowed(
         return held
     spot = [OfferFact(f"spot node {n + 1}", borrow.node_gpus, 1.0, n < borrow.wanted) for n in range(borrow.most)]
     lend = {one.name: one.nodes for one in (*borrow.offers, *spot) if one.lends}
-    nodes, found, old = max(0.0, snapshot.lent - sum(lend.values())), dict[str, Worth](), {*lend, *borrow.taken}
+    nodes, found, old = max(0.0, snapshot.lent - sum(lend.values())), Worth(), {*lend, *borrow.taken}
     for one in fitting([*fitting(borrow.offers, borrow.most_gpus), *spot], 0):
         margin, price_s = 1.0 if one.name in old else settings.margin, one.gpus * borrow.gpu_price_s
         saved_s = _batch_s(plays, here, nodes) - _batch_s(plays, here, nodes + one.nodes)
-        found[one.name] = Worth(saved_s * snapshot.steps_left, margin * start_s + price_s)
-        nodes += one.nodes * found[one.name].pays
+        found[one.name] = saved_s * snapshot.steps_left, margin * start_s + price_s
+        nodes += one.nodes * (one.name in _paying(found))
     held = replace(
         held,
-        lenders={name: (found[name].saved_s, found[name].needed_s) for name in found if name not in _names(spot)},
+        lenders={name: worth for name, worth in found.items() if name not in _names(spot)},
         spot_nodes=len(_paying(found) & _names(spot)),
     )
     # One that was taken may not lend yet; one beyond the most GPUs was not evaluated.
     return _decision(held, found, old & (lend.keys() | found.keys()), snapshot.steps_left, _batch_s(plays, here, nodes))
 
 
-def _decision(
-    held: PlanDecision, found: dict[str, Worth], old: set[str], steps_left: int, after_s: float
-) -> PlanDecision:
+def _decision(held: PlanDecision, found: Worth, old: set[str], steps_left: int, after_s: float) -> PlanDecision:
     """``held``, with why nothing changes, or the change; ``after_s``: seconds of a batch after it."""
-    each = [f"{name} saves {one.saved_s:.0f} s and must save {one.needed_s:.0f} s" for name, one in found.items()]
+    each = [
+        f"{name} saves {saved_s:.0f} s and must save {needed_s:.0f} s" for name, (saved_s, needed_s) in found.items()
+    ]
     what, new = f"over {steps_left} steps {', '.join(each[:SHOWN])}", _paying(found)
     if old == new:
         return replace(held, reason=f"{held.reason}; {what}") if found else held
@@ -85,8 +76,8 @@ def _decision(
     return replace(held, action=action, reason=f"{action}: {what}", numbers=held.numbers | {"after_s": after_s})
 
 
-def _paying(found: dict[str, Worth]) -> set[str]:
-    return {name for name, one in found.items() if one.pays}
+def _paying(found: Worth) -> set[str]:
+    return {name for name, (saved_s, needed_s) in found.items() if saved_s > needed_s}
 
 
 def _names(offers: Iterable[OfferFact]) -> set[str]:
