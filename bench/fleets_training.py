@@ -22,11 +22,10 @@ from libra_hpc.errors import OperationError
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
-from libra_hpc.models.train_seconds import TrainCost, work_of
+from libra_hpc.models.train_seconds import TrainCost, portion, work_of
 from libra_hpc.models.update_time import update_time
 from libra_hpc.planning.best_plan import best_plans
-from libra_hpc.planning.request import PlanRequest
-from libra_hpc.planning.run_plan import DevicePool, InTurn
+from libra_hpc.planning.request import DevicePool, InTurn, PlanRequest
 from libra_hpc.planning.train_layout import TrainSearch, TrainSpace
 from libra_hpc.planning.work import Assumed, Work
 from libra_hpc.protocol.trace import TrajectoryRecord
@@ -90,7 +89,7 @@ def train_seconds(name: str, seed: int, roles: Roles) -> Trained:
     choice = TrainSearch(cost, NODE).best(core * NODE, elastic=int(roles.beside > 0), worlds=roles.beside)
     if choice is None:
         raise OperationError(f"No training layout fits on {core} nodes.")
-    groups, length = row.trajectories // row.group, math.ceil(cost.portion(choice.layout) / row.group)
+    groups, length = row.trajectories // row.group, math.ceil(portion(choice.layout, batch.mean) / row.group)
     streamed = not row.eta and roles.train and 2 * length <= groups
     return Trained(choice.time.total, batch.tokens, length if streamed else 0)
 

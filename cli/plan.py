@@ -24,8 +24,7 @@ from libra_hpc.planning.best_plan import best_plans
 from libra_hpc.planning.in_turn import asked_in_turn
 from libra_hpc.planning.initial import hybrid_of, planned_pools
 from libra_hpc.planning.measured_train_speed import with_train_speed
-from libra_hpc.planning.request import PlanRequest, as_planned, check_gpus, request
-from libra_hpc.planning.run_plan import PlanResult, RunPlan
+from libra_hpc.planning.request import PlanRequest, PlanResult, RunPlan, as_planned, check_gpus, request
 from libra_hpc.planning.scaling_curve import ScalingPoint, knee, steps, sweep
 from libra_hpc.planning.work import Assumed
 from libra_hpc.preflight.checked_run import known_rooms

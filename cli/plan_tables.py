@@ -16,8 +16,7 @@ from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.models.memory import USABLE
 from libra_hpc.planning.in_turn import in_turn_of, keys
 from libra_hpc.planning.initial import InitialPlan, initial_plan
-from libra_hpc.planning.request import PlanRequest
-from libra_hpc.planning.run_plan import PlanResult, RunPlan
+from libra_hpc.planning.request import PlanRequest, PlanResult, RunPlan
 from libra_hpc.planning.scaling_curve import ScalingPoint
 
 from .output import WIDTH, PlainConsole, busy, console, narrow_table, playing, print_line, show

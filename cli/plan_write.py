@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
-from libra_hpc.planning.request import PlanRequest
-from libra_hpc.planning.row_values import row_values, run_file_text
-from libra_hpc.planning.run_plan import PlanResult
+from libra_hpc.planning.initial import row_values, run_file_text
+from libra_hpc.planning.request import PlanRequest, PlanResult
 
 from .output import print_note
 

@@ -76,8 +76,9 @@ def _mixer(shape: Architecture, layer: int, m: str, h: str) -> dict[str, Entry]:
         out = {f"{m}{ours}.weight": Entry((f"{h}{theirs}.weight",), "plain", None) for ours, theirs in plain.items()}
         for name in net.sizes(shape.hidden):
             cut = {"norm.weight": None, "out_proj.weight": 1}.get(name, 0)
-            names = (f"{h}linear_attn.{name}",)
-            out[f"{m}self_attention.{name}"] = Entry(names, "sections" if net.sections(name) else "plain", cut)
+            out[f"{m}self_attention.{name}"] = Entry(
+                (f"{h}linear_attn.{name}",), "sections" if net.sections(name) else "plain", cut
+            )
         return out
     if shape.qk_norm:
         plain |= {f"self_attention.{x}_layernorm": f"self_attn.{x}_norm" for x in "qk"}

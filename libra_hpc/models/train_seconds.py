@@ -126,6 +126,12 @@ def work_of(
     )
 
 
+def portion(layout: TrainLayout, tokens: float) -> float:
+    """Trajectories of so many tokens that are trained together as they are complete: see
+    `libra_hpc.train_leader.portions`."""
+    return PORTION_PACKS * layout.dp * layout.pp * max(1.0, layout.micro_tokens / tokens)
+
+
 class TrainTime(msgspec.Struct, frozen=True):
     """Seconds of one global batch; communication is its exposed part."""
 
@@ -237,10 +243,6 @@ class TrainCost:
     def pack_tokens(self, layout: TrainLayout) -> float:
         """Tokens of the largest micro-batch."""
         return float(max(layout.micro_tokens, self.work.longest))
-
-    def portion(self, layout: TrainLayout) -> float:
-        """Trajectories that are trained together as they are complete (`libra_hpc.train_leader.portions`)."""
-        return PORTION_PACKS * layout.dp * layout.pp * max(1.0, layout.micro_tokens / self.work.mean)
 
     def memory(self, layout: TrainLayout, shared: bool = False) -> TrainMemory:
         """``shared``: elastic replicas train beside it."""

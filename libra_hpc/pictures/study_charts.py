@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from libra_hpc.planning.run_plan import RunPlan
+from libra_hpc.planning.request import RunPlan
 from libra_hpc.simulator.result import SimulationResult
 
 from .svg_chart import Chart, Line, Mark, draw, stair

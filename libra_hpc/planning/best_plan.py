@@ -30,8 +30,7 @@ from libra_hpc.simulator.play import Played, batches_of, play
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 
 from .layout_space import LayoutSpace
-from .request import PlanRequest
-from .run_plan import PlanResult, RunPlan
+from .request import PlanRequest, PlanResult, RunPlan
 from .work import mean_context
 
 STOP = 1.1

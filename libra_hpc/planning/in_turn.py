@@ -13,8 +13,7 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 
-from .request import PlanRequest
-from .run_plan import InTurn, PlanResult, RunPlan
+from .request import InTurn, PlanRequest, PlanResult, RunPlan
 
 ASSUMED_S, ASSUMED_PARAMS, ASSUMED_LINK = 80.0, 14.8e9, 25e9
 """Switch seconds of verl with 14B on A800: weights, optimizer and caches of both stages move. Half, double: `plan`

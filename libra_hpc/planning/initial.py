@@ -17,11 +17,13 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from libra_hpc.config.job import Component, ComponentsSection
-from libra_hpc.config.load import with_values
+from libra_hpc.config.load import parse_override, with_values
 from libra_hpc.config.node_groups import core_world, elastic_world
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.run_file_text import as_toml, edited
 from libra_hpc.errors import invalid
 from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.models.supported import TRAINED
@@ -29,8 +31,7 @@ from libra_hpc.models.supported import TRAINED
 from . import in_turn
 from .best_plan import Progress, best_plans
 from .measured_train_speed import with_train_speed
-from .request import KIND, PlanRequest, as_planned, kind, request
-from .run_plan import DevicePool, PlanResult, RunPlan
+from .request import KIND, DevicePool, PlanRequest, PlanResult, RunPlan, as_planned, kind, request
 from .train_layout import Hybrid
 
 CANDIDATES = 5
@@ -106,11 +107,11 @@ def initial_plan(
         why = f"this version cannot train {asked.shape.name} ({asked.shape.untrained})"
         raise invalid("components.split", "auto", why, f"a model of type {', '.join(TRAINED)}")
     pools = _pools(planned, asked.pools, alike)
-    asked = msgspec.structs.replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
+    asked = replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
     if planned.planner.time_sharing == "auto":
         asked = in_turn.asked_in_turn(asked, config)
     result = best_plans(asked, quick=quick, trainers=(0,), progress=progress, cache=cache)
-    result = msgspec.structs.replace(result, plans=result.plans[:CANDIDATES])
+    result = replace(result, plans=result.plans[:CANDIDATES])
     chosen = run_file_values(config, asked.pools, result.plans[0], alike)
     return InitialPlan(with_values(config, {**chosen, "components.split": "explicit"}), asked, result, chosen)
 
@@ -124,6 +125,38 @@ def run_file_values(config: RunConfig, pools: Sequence[DevicePool], plan: RunPla
     # Nodes without GPUs, or with more than replicas of a run file take.
     processes, whole = core_world(with_values(config, values)).processes, pools[plan.pool].node_devices
     return values if processes == whole else values | {"train.processes": whole}
+
+
+def row_values(config: RunConfig, pools: tuple[DevicePool, ...], plan: RunPlan) -> dict[str, Any]:
+    """``plan`` as run-file values, by dotted key: every key that its figures assume.
+
+    Training on the rollout nodes' kind exchanges the two kinds.  Raises `UserError` for hybrid nodes of a third kind.
+    """
+    check_hybrid_kind(config)
+    values, parts = dict[str, Any](), config.components
+    if plan.pool:
+        values = kind_of("train", parts.rollout, parts) | kind_of("rollout", parts.train, parts)
+        values["components.rollout.nodes"] = parts.train.nodes + parts.hybrid.nodes
+        config, pools = with_values(config, values), (pools[1], pools[0])
+        exchanged = tuple(replace(one, pool=1 - one.pool) for one in reversed(plan.engines))
+        plan = replace(plan, pool=0, engines=exchanged)
+    values |= run_file_values(config, pools, plan, alike=len(pools) == 1)
+    layout = plan.train.layout
+    values |= {"train.micro_tokens": layout.micro_tokens, "train.recompute": layout.recompute}
+    if values["components.hybrid.nodes"]:
+        values["planner.hybrid_start"] = "rollout"
+    return {"components.split": "explicit", **values}
+
+
+def run_file_text(path: Path, overrides: Sequence[str], config: RunConfig, values: Mapping[str, Any]) -> str:
+    """The run file ``path`` with overrides and ``values``, and with its comments where its form allows.
+
+    ``config`` is what ``path`` and the overrides say.  Raises `UserError` when the result is not valid.
+    """
+    whole = with_values(config, values)
+    changed = {**dict(parse_override(override) for override in overrides), **values}
+    text = edited(path.read_text(encoding="utf-8-sig"), changed)
+    return as_toml(whole, changed) + "\n" if text is None else text
 
 
 def hybrid_of(config: RunConfig, pools: Sequence[DevicePool]) -> Hybrid:
@@ -190,7 +223,7 @@ def _pools(config: RunConfig, merged: tuple[DevicePool, ...], alike: bool) -> tu
         return (pool,)
     trainers = parts.train.nodes + parts.hybrid.nodes
     first, last = merged[0], merged[-1]
-    return (msgspec.structs.replace(first, nodes=trainers), msgspec.structs.replace(last, nodes=parts.rollout.nodes))
+    return (replace(first, nodes=trainers), replace(last, nodes=parts.rollout.nodes))
 
 
 def kind_of(name: str, source: Component, parts: ComponentsSection) -> dict[str, Any]:

@@ -20,10 +20,9 @@ from libra_hpc.models.host_memory import node_memory
 from libra_hpc.models.memory import Limit
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.steps import StepTimes
-from libra_hpc.models.train_seconds import TrainCost
+from libra_hpc.models.train_seconds import TrainCost, portion
 
-from .request import PlanRequest
-from .run_plan import DevicePool, InTurn, PoolEngines, RunPlan
+from .request import DevicePool, InTurn, PlanRequest, PoolEngines, RunPlan
 from .train_layout import Excluded, TrainChoice, TrainSearch
 
 ROLLOUT_TP = (1, 2, 4, 8)
@@ -149,7 +148,7 @@ class LayoutSpace:
     def portion(self, plan: RunPlan) -> int:
         """Groups that are trained together as soon as they are complete; 0: batches are trained whole."""
         asked = self._asked
-        length = math.ceil(self._train[plan.pool].portion(plan.train.layout) / asked.work.group)
+        length = math.ceil(portion(plan.train.layout, asked.batch.mean) / asked.work.group)
         streamed = asked.settings.eta == 0 and asked.batch.minibatches == 1 and not plan.in_turn
         return length if streamed and 2 * length <= asked.settings.batch_groups else 0
 

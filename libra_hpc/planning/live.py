@@ -16,7 +16,6 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.models.memory import core_layout
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
-from libra_hpc.models.train_seconds import PORTION_PACKS
 from libra_hpc.policies.control.player import Player
 from libra_hpc.simulator.settings import run_settings
 
@@ -35,8 +34,7 @@ def live_player(
     Never raises `UserError`.
     """
     settings, core, engines = replace(run_settings(config), report_s=report_s), core_layout(config), _engines(config)
-    packs = PORTION_PACKS * core.dp * core.pp if config.streamed else 0
-    play = LivePlay(engines, config.rollout.policy, settings, packs=packs, micro_tokens=core.micro_tokens)
+    play = LivePlay(engines, config.rollout.policy, settings, core if config.streamed else None)
     return Player(config.planner, play, _layouts(config, engines, table), repartition_after)
 
 

@@ -26,9 +26,8 @@ from libra_hpc.traces.cut import cut_at
 
 from .best_plan import best_plans
 from .initial import hybrid_of, interchangeable, run_file_values
-from .live_play import MeasuredStepTimes, costs_of
-from .request import as_planned, request
-from .run_plan import DevicePool, RunPlan
+from .live_play import as_measured, costs_of
+from .request import DevicePool, RunPlan, as_planned, request
 
 
 class OtherLayouts:
@@ -84,7 +83,7 @@ class OtherLayouts:
         if measured.tp != tp:
             here, there = (self._table(device, shape, degree).kv_capacity for degree in (measured.tp, tp))
             kv_tokens = round(kv_tokens * there / here)
-        return MeasuredStepTimes(replace(costs_of(tp, work.costs), kv_tokens=kv_tokens))
+        return as_measured(replace(costs_of(tp, work.costs), kv_tokens=kv_tokens))
 
     def _layout(self, plan: RunPlan) -> OtherLayout:
         layout, (engines,) = plan.train.layout, plan.engines

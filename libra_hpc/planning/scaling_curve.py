@@ -15,8 +15,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.lookup import StepLookup
 
 from .best_plan import best_plans
-from .request import PlanRequest
-from .run_plan import RunPlan
+from .request import PlanRequest, RunPlan
 
 POINTS = 16
 """Most numbers of nodes in one sweep."""

@@ -98,10 +98,6 @@ class TrainSearch:
             self._best[key] = self._search(*key)
         return self._best[key]
 
-    def portion(self, layout: TrainLayout) -> float:
-        """See `TrainCost.portion`."""
-        return self._cost.portion(layout)
-
     def candidates(self, devices: int) -> Iterator[TrainLayout]:
         """Every layout of exactly ``devices`` devices, fitting or not."""
         for _, layout in self._spread(devices, self._all):

@@ -222,7 +222,7 @@ def worlds_are_whole(config: RunConfig) -> Iterator[UserError]:
     core, hybrid = core_world(config), config.components.hybrid
     fault = world_fault(core.degrees, core.nodes, core.processes)
     if fault is not None:
-        yield fault.error()
+        yield fault
     elif hybrid.nodes:
         own, field = elastic_world(config), "components.hybrid.nodes_per_replica"
         if world_fault(own.degrees, own.nodes, own.processes) is not None:
@@ -242,7 +242,7 @@ def context_ranks_have_tokens(config: RunConfig) -> Iterator[UserError]:
     longest = max(config.train.micro_tokens, config.rollout.max_model_len)
     fault = cut_fault(core_world(config).degrees, longest)
     if fault is not None:
-        yield fault.error()
+        yield fault
 
 
 def model_fits_world(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
@@ -258,10 +258,10 @@ def shape_fits_world(config: RunConfig, shape: ModelShape, *, frozen: bool = Fal
     if shape.layers < config.train.pp:
         yield invalid("train.pp", config.train.pp, f"the model has only {shape.layers} layers", f"1 to {shape.layers}")
     for name, world in worlds(config).items() if shape.experts or not frozen else ():
-        fault = expert_fault(shape.experts, shape.expert_columns, world.degrees, world.ranks // world.degrees.pp)
+        where, ranks = "on hybrid nodes, " if name == "hybrid" else "", world.ranks // world.degrees.pp
+        fault = expert_fault(shape.experts, shape.expert_columns, world.degrees, ranks, where)
         if fault is not None:
-            where = "on hybrid nodes, " if name == "hybrid" else ""
-            yield fault._replace(why=where + fault.why).error()
+            yield fault
             return
 
 

@@ -17,8 +17,7 @@ import msgspec
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.engine.stats import INTERVAL_S
 from libra_hpc.engine.warm_up import lengths
-from libra_hpc.errors import UserError, error_text
-from libra_hpc.models.capacity import blocks_of
+from libra_hpc.errors import error_text
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.protocol.engine import (
     Abort,
@@ -39,7 +38,6 @@ from libra_hpc.weights.image import NoVersion, reading
 from libra_hpc.weights.weightfile import WeightFileError
 
 from . import state, tokens
-from .dry_run import modelled
 
 FLOAT_BYTES = 4
 
@@ -60,16 +58,10 @@ class _Turn:
 
 
 class SimulatedEngine:
-    """One replica.  Raises `UserError` when its KV cache cannot hold a context of ``max_model_len``."""
+    """One replica."""
 
     def __init__(self, config: EngineConfig, steps: StepTimes) -> None:
         rollout, speedup = config.run.rollout, config.run.simulated.speedup
-        if blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size > steps.kv_capacity:
-            found = modelled(config.run, config.component)
-            raise UserError(
-                f"rollout.max_model_len = {rollout.max_model_len}: the KV cache of {found.model} on {config.tp} x"
-                f" {found.device} holds {steps.kv_capacity} tokens."
-            )
         self._config, self._rollout, self._simulated = config, rollout, config.run.simulated
         limits = msgspec.structs.replace(run_settings(config.run), report_s=INTERVAL_S * speedup)
         self._engine = Engine(

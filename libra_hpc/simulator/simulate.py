@@ -154,10 +154,9 @@ class Simulation:
         if routed:
             self._active_at = now
             self._watch()
-        if len(self._queue) and self.board.free > 0:
-            if not self._ticking:
-                self._ticking = True
-                self._at(now + self.settings.tick_s, self._tick, None)
+        if len(self._queue) and self.board.free > 0 and not self._ticking:
+            self._ticking = True
+            self._at(now + self.settings.tick_s, self._tick, None)
 
     def _answered(self, sent: SentTurn) -> None:
         trajectory = sent.trajectory

@@ -15,7 +15,7 @@ from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 
 from .settings import SimulationSettings, trajectory_ids
 
-TASK = "sim"
+TASK = "simulated"
 """Name of the task for policies."""
 
 

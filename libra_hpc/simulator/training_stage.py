@@ -64,6 +64,10 @@ class TrainingStage:
         return not self._unfinished and not self._waiting and not self._busy
 
     @property
+    def finished(self) -> int:
+        return len(self._groups) - self._unfinished
+
+    @property
     def idle(self) -> bool:
         return not self._busy
 

@@ -13,7 +13,7 @@ from libra_hpc_cli import app
 from libra_hpc_cli import plan as command
 
 from libra_hpc.planning import best_plan, initial, scaling_curve
-from libra_hpc.planning.run_plan import PlanResult
+from libra_hpc.planning.request import PlanResult
 from tests.conftest import shared
 
 STAGES = ("train", "hybrid", "rollout")

@@ -14,8 +14,7 @@ from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.planning import best_plan
 from libra_hpc.planning.best_plan import FINAL_ROUNDS, FINALISTS, QUICK, Bound, best_plans, scene
 from libra_hpc.planning.layout_space import LayoutSpace
-from libra_hpc.planning.request import PlanRequest, request
-from libra_hpc.planning.run_plan import RunPlan
+from libra_hpc.planning.request import PlanRequest, RunPlan, request
 from libra_hpc.planning.work import Assumed
 from libra_hpc.simulator.play import STOPPED, Played, batches_of, play
 

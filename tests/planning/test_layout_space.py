@@ -11,7 +11,7 @@ from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.train_seconds import TrainCost
 from libra_hpc.planning import train_layout
 from libra_hpc.planning.layout_space import LayoutSpace
-from libra_hpc.planning.run_plan import DevicePool
+from libra_hpc.planning.request import DevicePool
 from libra_hpc.planning.train_layout import ROUNDING, Hybrid, TrainSearch
 from tests.policies.control.plant_costs import A800, QWEN, FakeSteps, agentic, fake, question
 

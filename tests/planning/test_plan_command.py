@@ -18,7 +18,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.train_speed import TrainSpeed, save_speed
 from libra_hpc.planning.layout_space import LayoutSpace
-from libra_hpc.planning.run_plan import DevicePool
+from libra_hpc.planning.request import DevicePool
 from libra_hpc.planning.scaling_curve import ScalingPoint, knee, steps
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.traces.read import write_trace

@@ -15,8 +15,8 @@ from libra_hpc.errors import UserError
 from libra_hpc.models.host_memory import HostRoom, NodeWork, node_memory
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.planning.best_plan import best_plans
+from libra_hpc.planning.initial import row_values
 from libra_hpc.planning.request import request
-from libra_hpc.planning.row_values import row_values
 from libra_hpc.preflight import checked_run
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.preflight.host_memory_needs import check_hosts, host_needs, node_rooms

@@ -58,7 +58,7 @@ LONG = {"train": {"tp": 8, "recompute": "full"}, "rollout": {"tp": 1, "max_model
         ("qwen3-14b", {"train": {"tp": 1}}, "train.tp = 1: training qwen3-14b with TP1 PP1 needs 182 GB"),
         ("qwen3-14b", {"train": {"tp": 1}}, "80 GB of one a800 can be used; valid: train.tp = 4, train.pp = 1"),
         ("llama-3.1-70b", {"rollout": {"tp": 4}}, "llama-3.1-70b with TP8 PP1 needs 190 GB a GPU (optimizer 107)"),
-        ("llama-3.1-70b", {"rollout": {"tp": 4}}, "no TP x PP of 1 node x 8 processes fits"),
+        ("llama-3.1-70b", {"rollout": {"tp": 4}}, "no layout of 1 node of 8 GPUs fits"),
         ("qwen3-32b", {"planner": {"device": "h200"}, "rollout": {"tp": 1, "max_model_len": 300_000}}, "tp = 2."),
         ("qwen3-14b", {"rollout": {"kv_cache_mb": 100}}, "it holds 1,280 tokens of qwen3-14b at TP2 and"),
         ("qwen3-14b", {"rollout": {"kv_cache_mb": 80_000}}, "an engine of qwen3-14b needs 102 GB a GPU"),
@@ -67,7 +67,7 @@ LONG = {"train": {"tp": 8, "recompute": "full"}, "rollout": {"tp": 1, "max_model
         (
             "qwen3-14b",
             {"train": {"tp": 4}, "components": of_gpus(4)},
-            'valid: train.tp = 4, train.pp = 1 and train.recompute = "full" (the smallest replica).',
+            'train.pp = 1, train.micro_tokens = 32768, train.recompute = "full" (the fastest that fits).',
         ),
         ("qwen3-14b", LONG, "rollout.tp = 1: an engine of qwen3-14b needs"),
         # The copy of several minibatches counts, beside replicas that may be lost.
@@ -110,7 +110,7 @@ def test_caches_in_fp8_hold_twice_the_tokens() -> None:
     checked("qwen3-14b", train=LONG["train"], rollout={**LONG["rollout"], "kv_dtype": "fp8"})
 
 
-def test_the_figure_is_that_of_the_planners_memory_model_and_the_way_out_is_the_smallest() -> None:
+def test_the_figure_is_that_of_the_planners_memory_model_and_the_way_out_fits() -> None:
     shape, gpu = model_shape("qwen3-14b"), device("a800")
 
     def total(tp: int, pp: int) -> float:

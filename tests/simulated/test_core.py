@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from libra_hpc.engine.settings import EngineConfig
-from libra_hpc.errors import UserError
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.protocol import engine as wire
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
@@ -219,8 +218,6 @@ def test_what_the_engine_cannot_run_is_refused_in_words() -> None:
     assert "no room" in answers(simulated.submit(turn("b", 5, size=64), 0.0))["b"].error
     simulated.submit(turn("c", 5), 0.0)
     assert [type(message) for message in simulated.submit(turn("c", 5), 0.0)] == [EngineFailed]
-    with pytest.raises(UserError, match="max_model_len = 256: the KV cache of qwen3-14b on 1 x a800 holds 128 tokens"):
-        engine(capacity=128)
 
 
 COUNT = st.integers(1, 300)

@@ -193,7 +193,7 @@ def test_a_policy_sees_what_the_live_leader_shows_it() -> None:
     policy = Spread()
     simulate([TrajectoryRecord("p", 6, 10, turns)], [spec("e", Linear(400))], policy, NOW)
     first, second, third = policy.turns
-    assert (first.trajectory, first.prompt_id, first.sample, first.task) == ("p/6", "p", 6, "sim")
+    assert (first.trajectory, first.prompt_id, first.sample, first.task) == ("p/6", "p", 6, "simulated")
     assert (first.context_tokens, first.attained_tokens, first.turns, first.engine, first.signals) == (10, 0, 0, "", ())
     assert (second.context_tokens, second.attained_tokens, second.turns, second.engine) == (10 + 3 + 7, 3, 1, "e")
     assert second.ready_at == 3.0 + 2.0

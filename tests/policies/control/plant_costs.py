@@ -9,8 +9,7 @@ from typing import Any
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.shapes import ModelShape, model_shape
 from libra_hpc.models.train_seconds import TrainWork, work_of
-from libra_hpc.planning.request import PlanRequest
-from libra_hpc.planning.run_plan import DevicePool
+from libra_hpc.planning.request import DevicePool, PlanRequest
 from libra_hpc.planning.train_layout import TrainSpace
 from libra_hpc.planning.work import Assumed, Work
 from libra_hpc.simulator.settings import SimulationSettings
