@@ -9,8 +9,6 @@ import pytest
 from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
-from libra_hpc.models.devices import device
-from libra_hpc.models.memory import USABLE, TrainLayout, train_memory
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.planning.initial import initial_plan
 from libra_hpc.preflight.checks import MODEL_CHECKS
@@ -108,20 +106,6 @@ def test_a_layout_that_fits_passes(model: str, sections: dict[str, Any]) -> None
 
 def test_caches_in_fp8_hold_twice_the_tokens() -> None:
     checked("qwen3-14b", train=LONG["train"], rollout={**LONG["rollout"], "kv_dtype": "fp8"})
-
-
-def test_the_figure_is_that_of_the_planners_memory_model_and_the_way_out_fits() -> None:
-    shape, gpu = model_shape("qwen3-14b"), device("a800")
-
-    def total(tp: int, pp: int) -> float:
-        layout = TrainLayout(tp=tp, pp=pp, cp=1, ep=1, dp=8 // (tp * pp), micro_tokens=8192)
-        return train_memory(shape, layout, gpu, micro_batches=1, pack_tokens=8192).total
-
-    with pytest.raises(UserError, match=f"needs {total(1, 1) / 1e9:.0f} GB a GPU"):
-        checked("qwen3-14b", train={"tp": 1})
-    assert total(4, 1) <= USABLE * gpu.memory_bytes
-    assert min(total(1, 1), total(2, 1), total(1, 2)) > USABLE * gpu.memory_bytes
-    assert checked("qwen3-14b", rollout={"max_model_len": 8192}) == []
 
 
 def test_one_long_trajectory_is_a_warning_because_shorter_ones_may_never_ask_for_it() -> None:
