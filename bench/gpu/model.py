@@ -28,33 +28,24 @@ SPREAD = 0.02
 MAX_POSITIONS = 40960
 
 
-def config_of(shape: ModelShape) -> dict[str, object]:
-    """The ``config.json`` of a dense Qwen3 of this shape."""
+def write_config(shape: ModelShape, folder: Path) -> Path:
+    """Make the folder of a dense Qwen3 of this shape, without weights."""
     rest = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "attention_bias": False, "use_sliding_window": False}
     tokens = {"max_position_embeddings": MAX_POSITIONS, "bos_token_id": 1, "eos_token_id": 2}
-    return hf_config(shape) | rest | tokens
-
-
-def write_config(shape: ModelShape, folder: Path) -> Path:
-    """Make a model folder without weights."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config_of(shape)))
+    (folder / "config.json").write_text(json.dumps(hf_config(shape) | rest | tokens))
     return folder
 
 
 @contextmanager
-def roomy_folder(size: float) -> Iterator[Path]:
-    """A temporary folder in shared memory; on disk where that has no room for ``size`` bytes, as in many containers."""
-    room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM * size
-    with tempfile.TemporaryDirectory(prefix="libra-gpu-", dir=SHARED_MEMORY if room else None) as name:
-        yield Path(name)
-
-
-@contextmanager
 def random_model(shape: ModelShape, device: str = "cuda") -> Iterator[Path]:
-    """A model folder, deleted at the end of the context."""
-    with roomy_folder(shape.weight_bytes) as parent:
-        folder = write_config(shape, parent / shape.name)
+    """A model folder, deleted at the end of the context.
+
+    It is in shared memory; on disk where that has no room for it, as in many containers.
+    """
+    roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM * shape.weight_bytes
+    with tempfile.TemporaryDirectory(prefix="libra-gpu-", dir=SHARED_MEMORY if roomy else None) as name:
+        folder = write_config(shape, Path(name, shape.name))
         tensors = {name: _draw(name, size, device) for name, size in hf_shapes(read_shape(folder)).items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         del tensors

@@ -11,7 +11,7 @@ import pytest
 
 from bench import fleets_rows, fleets_search
 from bench.fleets import judge, line
-from bench.fleets_rows import MIXED, ROWS, Setting, engines_of, fleets_of, work
+from bench.fleets_rows import ROWS, Setting, engines_of, fleets_of, work
 from bench.fleets_search import Contestant, Effort, Search, beside, seconds
 from bench.fleets_training import Roles, train_seconds
 
@@ -73,13 +73,6 @@ def test_training_seconds_are_those_of_the_cost_model() -> None:
     assert two > three
     assert train_seconds("small steady", 0, Roles()).seconds == three
     assert two == pytest.approx(train_seconds("small steady", 0, Roles(core=1, beside=1)).seconds, rel=0.2)
-
-
-def test_every_second_group_has_slow_tools() -> None:
-    made = fleets_rows._made(Setting(preset=MIXED), 64, 0)
-    tools = [sum(turn.tool_s for turn in one.turns) / len(one.turns) for one in made]
-    means = [sum(tools[first : first + 8]) / 8 for first in range(0, 64, 8)]
-    assert means[1::2] == pytest.approx([10.0 * quick for quick in means[::2]], rel=0.01)
 
 
 def test_misleading_outcomes_are_the_opposite_of_the_learned_ones() -> None:

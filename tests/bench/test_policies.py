@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from bench.policies import FILES, POLICIES
 from bench.policies.admission import Admitted
-from bench.policies.libra import FOLLOW_S, CmlfqCost, LaMlfq, PrefixTree, symbol
+from bench.policies.libra import CmlfqCost, LaMlfq, PrefixTree
 from bench.policies.stays import MORE_TURNS, CacheAware, LeastLive, RoundRobin
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.registry import make_policy, policy_class
 from libra_hpc.policies.scheduling.rules import LeastLoaded
-from libra_hpc.protocol.env import Signal
 from tests.policies.scheduling.boards import ERROR, OK, assert_nothing_is_kept, board_of, drive, ended, turn_of
 
 MIXED = (("one", 1), ("uno", 1), ("two", 2), ("four", 4))
@@ -45,22 +44,6 @@ def test_cmlfq_cost_weighs_decoding_against_the_prefill_of_a_move() -> None:
     assert short.engine == "small", "10 tokens are not worth a prefill of 50,000"
 
 
-def test_cmlfq_cost_starts_small_without_samples_and_respects_the_limit() -> None:
-    policy, board = CmlfqCost(max_queue_length=1), board_of(("small", 1), ("large", 8))
-    assert policy.route(turn_of("s"), board, 0.0).engine == "small"
-    policy.finished(ended("old", "p", 9_000, signals=(OK,), at=(100,)), 0.0)
-    assert [policy.route(turn_of(name), board, 0.0).engine for name in "tu"] == ["large", "small"]
-
-
-def test_cmlfq_cost_bins_the_samples_by_threshold() -> None:
-    policy = CmlfqCost(thresholds=(100, 1_000))
-    for name, total in (("a", 50), ("b", 70), ("c", 5_000)):
-        policy.finished(ended(name, "p", total, signals=(OK,), at=(0,)), 0.0)
-    bins = policy.bins(policy.tree.look_up("p", ()))
-    assert [share for share, _ in bins] == pytest.approx([2 / 3, 1 / 3])
-    assert [mean for _, mean in bins] == pytest.approx([60.0, 5_000.0])
-
-
 def test_la_mlfq_siblings_follow_their_scout() -> None:
     policy, board = LaMlfq(), board_of(*MIXED)
     dispatcher = Dispatcher(policy, board)
@@ -72,20 +55,6 @@ def test_la_mlfq_siblings_follow_their_scout() -> None:
     dispatcher.finished(ended("t0", "p", 9_000), 20.0)
     sent = dispatcher.dispatch(20.0)
     assert [(turn.trajectory, d.engine) for turn, d in sent] == [("t1", "two"), ("t2", "two")]
-
-
-def test_la_mlfq_patience_and_lost_scouts() -> None:
-    policy, board = LaMlfq(), board_of(*MIXED)
-    dispatcher = Dispatcher(policy, board)
-    for i in range(3):
-        dispatcher.ready(turn_of(f"t{i}", "p"), 0.0)
-    assert [turn.trajectory for turn, _ in dispatcher.dispatch(0.0)] == ["t0"]
-    assert dispatcher.dispatch(FOLLOW_S - 1.0) == []
-    dispatcher.drop("t0", "p", 5.0)
-    assert [turn.trajectory for turn, _ in dispatcher.dispatch(5.0)] == ["t1"], "a new scout"
-    assert [(turn.trajectory, d.level) for turn, d in dispatcher.dispatch(FOLLOW_S)] == [("t2", 0)], (
-        "a minute is enough"
-    )
 
 
 def test_la_mlfq_climbs_by_attained_service_and_forgets_old_history() -> None:
@@ -121,12 +90,6 @@ def test_cache_aware_gives_new_prompts_to_the_engine_with_the_fewest_and_an_unba
     for _ in range(MORE_TURNS + 1):
         board.sent("a", 1)
     assert policy.route(turn_of("p9", "p"), board, 0.0).engine == "b"
-
-
-def test_symbols_carry_tool_size_and_status() -> None:
-    found = [symbol(Signal("t", outcome, 1, 0.0)) for outcome in ("ok", "error", "timeout", "miss")]
-    assert found == [("t", 0, status) for status in ("success", "failure", "timeout", "success")]
-    assert [symbol(Signal("t", "ok", n, 0.0))[1] for n in (500, 501, 5_000, 5_001)] == [0, 1, 1, 2]
 
 
 def test_the_tree_asks_the_prompt_first_walks_as_deep_as_it_matches_and_is_rebuilt() -> None:
@@ -189,24 +152,3 @@ def test_at_most_so_many_trajectories_live_at_an_engine() -> None:
     board.answered("a", 500)
     dispatcher.drop("s", "s", 1.0)
     assert sent(dispatcher, 1.0) == [("u", "a")]
-
-
-def test_a_trajectory_larger_than_the_share_runs_alone() -> None:
-    board, dispatcher = shared(0.5, "a")
-    dispatcher.ready(turn_of("long", "l", context=900), 0.0)
-    dispatcher.ready(turn_of("short", "s", context=100), 0.0)
-    assert sent(dispatcher) == [("long", "a")]
-    board.answered("a", 900)
-    dispatcher.drop("long", "l", 1.0)
-    assert sent(dispatcher, 1.0) == [("short", "a")]
-
-
-def test_turns_set_aside_do_not_keep_admitted_ones_waiting() -> None:
-    board, dispatcher = shared(0.5, "a", cap=64)
-    dispatcher.ready(turn_of("s", "s", context=500), 0.0)
-    assert sent(dispatcher) == [("s", "a")]
-    for number in range(200):
-        dispatcher.ready(turn_of(f"new{number}", "p", context=500), 0.0)
-    board.answered("a", 500)
-    dispatcher.ready(turn_of("s", "s", at="a", turns=1, context=600, ready=1.0), 1.0)
-    assert sent(dispatcher, 1.0) == [("s", "a")], "200 earlier turns are not admitted"

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from bench import tabulate as module
-from libra_hpc.errors import UserError
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.tables import TableTimes, load_table
 from tests.models.support import bare
@@ -110,11 +109,3 @@ def test_experts_are_split_where_that_was_measured_and_whole_elsewhere(configs: 
         8: "expert",
     }
     assert configs[0]["num_experts"] == 128
-
-
-def test_an_unknown_system_is_named() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"system = 'a10': the tool has no such system; valid: a100, h100, h200 \(did you mean 'a100'\?\)",
-    ):
-        module.tabulate("a10", model_shape("qwen3-8b"))
