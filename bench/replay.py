@@ -1,10 +1,11 @@
 """Real engines that replay workloads: production leader, agent half, engines and environment host without MPI.
 
-The engines live as long as `Replayer`; every `play` has its own leader, policy and environment host.  Three things are
+The engines live as long as `Replayer`; every `play` has its own leader, policy and environment host.  Four things are
 not production code:
 
 * Messages between agents stay in this process.
 * A turn's ``max_tokens`` is set to the length in the workload; turns have no stop ids, so they end there.
+* A running turn is not interrupted: it ends where it is.
 * The model has random weights, since lengths are set by the workload.
 """
 
@@ -34,6 +35,7 @@ from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.process.agent_folders import make_folders
 from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.engine import Abort
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord, recorded
@@ -227,7 +229,8 @@ class Replayer:
     def _to_node(self, message: Any) -> None:
         match message:
             case wire.Turns(items=items):
-                self._node.on_turns(wire.Turns(tuple((name, self._imposed(request)) for name, request in items)))
+                asked = [(name, self._imposed(one)) for name, one in items if not isinstance(one, Abort)]
+                self._node.on_turns(wire.Turns(tuple(asked)))
                 return
             case wire.WeightsCurrent():
                 self._node.on_current(message)
