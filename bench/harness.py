@@ -3,7 +3,6 @@
 A benchmark is a table of rows, and a function that measures one job: (row, seed, ...).
 
 - `options` makes its command line, `by_row` runs its jobs.
-- `cells` makes a line of the table from columns such as ``{"x static": "{static:.3f}"}``.
 - `report` prints the table and the machine, and writes ``bench/results/NAME.json``.
 """
 
@@ -169,15 +168,6 @@ def interval(values: Sequence[float]) -> str:
         return f"{values[0]:.2f}"
     half = T_95.get(len(values), 1.96) * statistics.stdev(values) / len(values) ** 0.5
     return f"{statistics.fmean(values):.2f} ±{half:.2f}"
-
-
-def cells(columns: Mapping[str, str], results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each column's format over the means of the results; ``NAME_min`` and ``NAME_max`` are the range of ``NAME``."""
-    facts: dict[str, float] = {}
-    for key in [key for key, value in results[0].items() if isinstance(value, int | float)]:
-        values = [result[key] for result in results]
-        facts |= {key: statistics.fmean(values), f"{key}_min": min(values), f"{key}_max": max(values)}
-    return [form.format(**facts) for form in columns.values()]
 
 
 def machine() -> dict[str, Any]:

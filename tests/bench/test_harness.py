@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.chaos import soaked
-from bench.harness import WIDTH, cells, interval, options, report, seeds, spread
+from bench.harness import WIDTH, interval, options, report, seeds, spread
 
 ROWS = ("short", "long, cold")
 
@@ -50,9 +50,7 @@ def test_a_wrong_option_ends_the_command_with_what_is_valid(
     assert "valid: short, long, cold" in (error := capsys.readouterr().err) or "--seeds must be at least 1" in error
 
 
-def test_a_line_has_means_and_ranges_of_the_results() -> None:
-    results = [{"x": 1.0, "moves": 2, "decisions": []}, {"x": 2.0, "moves": 3, "decisions": []}]
-    assert cells({"x": "{x:.2f} ({x_min:.0f}..{x_max:.0f})", "moves": "{moves:.1f}"}, results) == ["1.50 (1..2)", "2.5"]
+def test_figures_of_seeds_have_a_range_or_an_interval() -> None:
     assert spread([2.0, 1.0, 4.0]) == "2.00 (1.00..4.00)"
     assert [interval(values) for values in ([1.0], [1.0, 1.2])] == ["1.00", "1.10 ±1.27"]
 
