@@ -3,7 +3,7 @@
 - The ranks of the run start, or restart -> wait for them, then join.
 - The run ends, the own time limit is near, or a signal comes -> end; turns in flight go on elsewhere.
 - For a lender (``--behind``) -> its engines stand behind the gate of a server; it waits for nobody.
-- In another cluster (``--from``) -> configuration and weights come over HTTP; it waits for nobody.
+- In another cluster, with a copy of the door's record alone -> rank 0 has the configuration; it waits for nobody.
 """
 
 from __future__ import annotations
@@ -14,28 +14,24 @@ import math
 import os
 import sys
 import time
-from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from libra_hpc.agent.guest import GuestAgent, GuestSettings, Stay
 from libra_hpc.config.load import load_resolved, validate
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import OperationError, error_text, invalid
+from libra_hpc.errors import OperationError, invalid
 from libra_hpc.facts.rundir import RunDir, readable
 from libra_hpc.gate.behind import read_behind
-from libra_hpc.mesh.door import ask_to_join, check_record, read_record
+from libra_hpc.mesh.door import ask_config, ask_to_join, check_record, read_record
 from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.owner.slurm_step import job_facts
 from libra_hpc.protocol.engine_state import LenderKind
 from libra_hpc.protocol.joining import DoorRecord
 from libra_hpc.protocol.ranks_stop import JOB_END
-from libra_hpc.weights.outside import HttpStream
-from libra_hpc.weights.wire import Absent, WireError
 
 from . import jobs
 from .output import print_line, print_note
@@ -61,20 +57,19 @@ def join(
     memory: Annotated[
         int, typer.Option("--memory", min=0, metavar="MIB", help="Of each GPU; default: as a node of the run.")
     ] = 0,
-    url: Annotated[
-        str, typer.Option("--from", metavar="URL", help="In another cluster: http://HOST:PORT of the weights.")
-    ] = "",
     model: Annotated[str, typer.Option("--model", metavar="DIR", help="Its folder here; default: the run's.")] = "",
     spot: Annotated[bool, typer.Option("--spot", help="In a job that the run queued for itself.")] = False,
     weights_mb_s: WeightsOption = 0.0,
     runs: RunsOption = Path(RUNS),
 ) -> None:
-    found, until, served = RunDir(run or ".") if url else find_run(run, runs), own_limit(), False
+    # A folder with the record alone is none that `find_run` knows.
+    found = RunDir(run) if run and os.path.exists(RunDir(run).door) else find_run(run, runs)
+    away, until, served = not found.config.exists(), own_limit(), False
     lent = None if behind is None else read_behind(behind)
     kind: LenderKind = "spot" if spot else "lender" if lent else "idle"
     watch = RunWatch(found)
     while True:
-        settings = GuestSettings((tp, engines), until, lent, memory, kind, weights_mb_s, url)
+        settings = GuestSettings((tp, engines), until, lent, memory, kind, weights_mb_s)
         stay = stay_once(found, settings, model)
         if stay is not None:
             served = True
@@ -83,7 +78,7 @@ def join(
                 raise OperationError(f"{found.name} goes on without this guest: {stay.reason}.")
             if stay.how != "again" or lent is not None:
                 return
-        elif lent is not None or url:
+        elif lent is not None or away:
             raise OperationError(f"{found.name} cannot be joined: its ranks do not answer.")
         elif over := watch.over():
             if served:
@@ -97,12 +92,13 @@ def stay_once(run: RunDir, wanted: GuestSettings, model: str) -> Stay | None:
 
     ``wanted``: 0 of TP and engines: as on a node of the run; its ``kv_cache_mb`` is the memory of a device, in MiB.
     """
-    record, url = read_record(run), wanted.weights_from
-    if record is None and url:
-        raise invalid("RUN", str(run.path), f"it has no {run.door.name}", "a folder with a copy of the run's")
+    record = read_record(run)
     if record is None or not record.open:
         return None
-    config = config_from(url, record) if url else load_resolved(run.config)
+    try:
+        config = load_resolved(run.config) if run.config.exists() else config_from_rank_0(run, record)
+    except OSError:
+        return None
     config = config.changed(model={"path": model or config.model.path})
     check_record(run, record, config)
     layout = RankLayout.of(config)
@@ -114,14 +110,9 @@ def stay_once(run: RunDir, wanted: GuestSettings, model: str) -> Stay | None:
         return asyncio.run(serve(run, record, config, settings))
 
 
-def config_from(url: str, record: DoorRecord) -> RunConfig:
-    """The configuration of a run in another cluster, where interfaces have other names."""
-    try:
-        with closing(HttpStream(url, bytes.fromhex(record.secret))) as stream:
-            values = msgspec.json.decode(stream.whole("/config")[1])
-    except (OSError, Absent, WireError, ValueError) as error:
-        raise invalid("--from", url, error_text(error), "http://HOST:PORT with rollout.weights_port of a run") from None
-    return validate(values).changed(slurm={"interface": ""})
+def config_from_rank_0(run: RunDir, record: DoorRecord) -> RunConfig:
+    """The configuration of a run in another cluster, where interfaces have other names.  Raises as `ask_config`."""
+    return validate(asyncio.run(ask_config(run, record))).changed(slurm={"interface": ""})
 
 
 async def serve(run: RunDir, record: DoorRecord, config: RunConfig, settings: GuestSettings) -> Stay | None:

@@ -39,7 +39,7 @@ from libra_hpc.facts.fact_writer import RESERVE_BYTES, RESULT_BYTES, Reserve
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import renewed_status
 from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.mesh.door import close_door, open_door
+from libra_hpc.mesh.door import close_door, open_door, shown
 from libra_hpc.mesh.layout_publisher import Publisher, opened
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.mpi_link import MpiLink, NoWorld
@@ -58,7 +58,7 @@ from libra_hpc.process.retry import cannot
 from libra_hpc.process.storage_watch import StorageWatch
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import FrameError
-from libra_hpc.protocol.joining import Admitted, DoorRecord, JoinWanted, NotAdmitted, door, is_guest
+from libra_hpc.protocol.joining import Admitted, ConfigWanted, DoorRecord, JoinWanted, NotAdmitted, door, is_guest
 from libra_hpc.protocol.layout import Layout, ResumePoint, Row
 from libra_hpc.protocol.ranks_stop import RanksStop, Why, start_of
 from libra_hpc.simulated.dry_run import in_wall_time
@@ -102,6 +102,7 @@ class Agent(NodeAgent):
         super().__init__(Mesh(world, self._on_message), layout.components[world.rank], Routes())
         self.layout, self.run_dir, self.attempt, self._from_step = layout, run, attempt, from_step
         self.config = in_wall_time(config)
+        self._shown = shown(config)
         self.kept = kept_folder(run.path, _place(config, self.rank))
         self._world, self._endpoints, self._secret = world, world.endpoints, world.secret
         self._restarts = False
@@ -323,6 +324,8 @@ class Agent(NodeAgent):
             wanted = door.decode(frame)
         except FrameError:
             wanted = None
+        if isinstance(wanted, ConfigWanted):
+            return door.encode(self._shown)
         if self.coordinator is None or not isinstance(wanted, JoinWanted):
             return door.encode(NotAdmitted("the question of this agent cannot be read"))
         rank = self.coordinator.nodes.guests.admit(wanted, time.time())

@@ -68,8 +68,6 @@ class GuestSettings(NamedTuple):
     kind: LenderKind = "idle"
     pull_mb_s: float = 0.0
     """Limit of pulled weights in MB/s, like `AgentContext.pull_mb_s`."""
-    weights_from: str = ""
-    """See `AgentContext.weights_from`."""
 
 
 class GuestAgent(NodeAgent):
@@ -95,7 +93,6 @@ class GuestAgent(NodeAgent):
             guest_engines=settings.engines,
             lender=((behind.lender if behind else "") or socket.gethostname(), settings.kind),
             pull_mb_s=settings.pull_mb_s,
-            weights_from=settings.weights_from,
             gate=behind.gate if behind else None,
         )
         self._carrier = NodeCarrier(self._context, lambda: self._engines.on_image())

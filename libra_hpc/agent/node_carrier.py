@@ -2,7 +2,6 @@
 
 - It serves -> the train leader learns where, and publishes the newest version to it; an event has its transport.
 - Its image has a version -> the engines of the node get it.
-- On the train leader's node, with ``rollout.weights_port`` -> guests in another cluster get weights from it.
 - It ended -> another one goes on with the image; nodes behind it go on with another node.
 - A checkpoint is asked for -> it writes the policy; another carrier is asked again.
 - A part of a snapshot is wanted -> it pulls it; another carrier begins again.
@@ -79,8 +78,6 @@ class NodeCarrier(EngineNode[Supervised]):
             addresses=context.addresses,
             secret=context.secret,
             shapes=image_shapes() if context.config.run.engine == "simulated" else {},
-            outside=str(context.run.config) if context.rank == context.layout.train_leader else "",
-            source=context.weights_from,
             parts=str(context.snapshots) if context.has_parts else "",
             guest=context.component == "guest",
             pull_mb_s=context.pull_mb_s,
@@ -172,8 +169,8 @@ class NodeCarrier(EngineNode[Supervised]):
     def received(self, carrier: Supervised, process: int, message: Any) -> None:
         context = self._context
         match message:
-            case CarrierReady(port=port, http_fault=fault):
-                self._carrier_ready(carrier, port, fault)
+            case CarrierReady(port=port):
+                self._carrier_ready(carrier, port)
             case VersionHere(version=version, bytes=size, wire_s=wire_s):
                 self.wire_s = wire_s
                 if message.files:
@@ -199,7 +196,7 @@ class NodeCarrier(EngineNode[Supervised]):
             case NotStored(version=version, reason=reason):
                 context.log("weights_not_stored", rank=context.rank, version=version, reason=reason)
 
-    def _carrier_ready(self, carrier: Supervised, port: int, fault: str) -> None:
+    def _carrier_ready(self, carrier: Supervised, port: int) -> None:
         context = self._context
         carrier.state, carrier.starts = "ready", 0
         peer = self.peer = Peer(context.rank, context.addresses, port, PLACE)
@@ -210,10 +207,6 @@ class NodeCarrier(EngineNode[Supervised]):
             # First: the train leader publishes the newest version to it.
             carrier.send(self._policy.order)
         context.send(context.layout.train_leader, wire.WeightsHere(context.rank, carrier=peer))
-        if fault:
-            context.log("weights_not_served", rank=context.rank, reason=fault)
-        elif self._config.http_port:
-            context.log("weights_served", rank=context.rank, port=self._config.http_port)
 
     def exited(self, carrier: Supervised, child: Child, reason: str) -> None:
         self._ended(reason)

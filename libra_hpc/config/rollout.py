@@ -50,11 +50,6 @@ class RolloutSection(Section, frozen=True):
     kv_after_update: Literal["recompute", "keep"] = "recompute"
     """KV caches when an engine gets new weights. ``recompute``: all are dropped, and running turns computed again.
     ``keep``: running turns go on with theirs, and a prompt admitted later reuses none of older weights."""
-    weights_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """Port of the train leader's node where guests in another cluster get new weights over HTTP (docs/borrow.md).
-    0: none is open."""
-    weights_mb_s: Annotated[float, Meta(ge=0.1)] = 100.0
-    """Most bandwidth (MB/s) for that, of all who pull together."""
     block_size: Annotated[Tokens, Meta(ge=8)] = 32
     """Length of a KV block, the unit of prefix reuse."""
     threads: Annotated[int, Meta(ge=1, le=1024)] = 1

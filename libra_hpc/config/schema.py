@@ -43,6 +43,8 @@ REMOVED = {
     "track.prometheus_port": _METRICS,
     "track.prometheus_host": _METRICS,
     "rollout.weights_transport": "weights go by TCP",
+    "rollout.weights_port": "guests in another cluster use the run's own ports (docs/borrow.md)",
+    "rollout.weights_mb_s": "each guest has `libra-hpc join --weights-mb-s`",
     "rollout.kv_host_gb_per_gpu": "set rollout.kv_dtype, or fewer GPUs for each engine",
     "rollout.warm_start": "the scheduler learns from this run alone",
     "simulated.source": "operator tables are used where there are some; a device of simulated.devices has none",

@@ -143,8 +143,6 @@ TRAINING = (
     _fault(
         "weights_corrupt", "Weights arrived damaged and are asked for again", "rank version writer reason", notice=True
     ),
-    EventKind("weights_served", "Guests in another cluster may join, and pull new weights at this port", "rank port"),
-    _fault("weights_not_served", "New weights cannot be served to another cluster", "rank reason", notice=True),
     _fault("weights_not_stored", "A node could not store weights and tries again", "rank version reason", notice=True),
 )
 STORAGE = (

@@ -51,8 +51,6 @@ class AgentContext:
     """Whose they are."""
     pull_mb_s: float = 0.0
     """Most MB/s of weights that this node gets from others; 0: no limit."""
-    weights_from: str = ""
-    """URL of new weights, if this node is a guest in another cluster."""
     gate: GateConfig | None = None
     """Gate of a guest's engines."""
     publisher: Publisher | None = None

@@ -1,4 +1,4 @@
-"""How an agent joins a running job: the record of the door, and one question to rank 0.
+"""How an agent joins a running job: the record of the door, and questions to rank 0.
 
 - The record cannot be read, or is of another version of libra-hpc or another model -> `UserError`.
 - Rank 0 has another secret, or takes no guest -> `UserError`.
@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import socket
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.run_file_text import without_secrets
 from libra_hpc.errors import UserError, error_text, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import OWNER_ONLY, read_own, write_atomic
@@ -26,7 +27,10 @@ from libra_hpc.protocol.joining import (
     FIRST_GUEST,
     RANKS_OF_A_START,
     Admitted,
+    ConfigShown,
+    ConfigWanted,
     DoorRecord,
+    JoinMessage,
     JoinWanted,
     NotAdmitted,
     door,
@@ -37,6 +41,7 @@ from libra_hpc.protocol.joining import (
 from .links import call_door
 from .world import Endpoint, World
 
+Answer = TypeVar("Answer", Admitted, ConfigShown)
 LOOPBACK = (("127.0.0.1",), ("::1",))
 BACKLOG = 64
 """Callers that may wait; only leaders call a guest."""
@@ -110,6 +115,17 @@ def check_record(run: RunDir, record: DoorRecord, config: RunConfig) -> None:
         raise invalid("model.path", config.model.path, f"here it is another model than that of {run.name}")
 
 
+def shown(config: RunConfig) -> ConfigShown:
+    """What a guest without the run's folder gets of the configuration."""
+    return ConfigShown({name: without_secrets(name, section) for name, section in config.as_data().items()})
+
+
+async def ask_config(run: RunDir, record: DoorRecord) -> dict[str, Any]:
+    """The configuration of a run without its folder, by section; see the module docstring for what it raises."""
+    with socket.socket() as unused:
+        return (await _ask(run, record, ConfigWanted(), unused, ConfigShown)).sections
+
+
 async def ask_to_join(run: RunDir, record: DoorRecord, interface: str) -> JoinedWorld:
     """Be admitted as a guest of the run; see the module docstring for what it raises."""
     host = socket.gethostname()
@@ -117,23 +133,28 @@ async def ask_to_join(run: RunDir, record: DoorRecord, interface: str) -> Joined
     addresses = record.addresses if record.addresses in LOOPBACK else tuple(own_addresses(interface))
     listener = listen(addresses, 2 * BACKLOG)
     listener.setblocking(False)
-    secret = bytes.fromhex(record.secret)
-    caller = World(AT_THE_DOOR, (Endpoint(record.host, record.addresses, record.port),), secret, listener)
+    wanted = JoinWanted(host, addresses, listener.getsockname()[1])
     try:
-        answer = door.decode(
-            await call_door(caller, door.encode(JoinWanted(host, addresses, listener.getsockname()[1])))
-        )
-        match answer:
-            case Admitted(rank=rank, ranks=ranks):
-                endpoints = tuple(Endpoint(*one) for one in ranks)
-                return JoinedWorld(World(rank, endpoints, secret, listener), addresses)
-            case NotAdmitted(reason=reason):
-                raise UserError(f"RUN = {run.name!r}: it takes no guest: {reason}.")
-        raise FrameError("no answer to a guest")
-    except (EOFError, FrameError):
-        listener.close()
-        why = f"the secret in {run.door.name} is not that of its ranks"
-        raise invalid("RUN", run.name, why, "the file as the run wrote it") from None
+        admitted = await _ask(run, record, wanted, listener, Admitted)
     except BaseException:
         listener.close()
         raise
+    endpoints = tuple(Endpoint(*one) for one in admitted.ranks)
+    return JoinedWorld(World(admitted.rank, endpoints, bytes.fromhex(record.secret), listener), addresses)
+
+
+async def _ask(
+    run: RunDir, record: DoorRecord, question: JoinMessage, listener: socket.socket, expected: type[Answer]
+) -> Answer:
+    rank_0 = Endpoint(record.host, record.addresses, record.port)
+    caller = World(AT_THE_DOOR, (rank_0,), bytes.fromhex(record.secret), listener)
+    try:
+        answer = door.decode(await call_door(caller, door.encode(question)))
+        if isinstance(answer, NotAdmitted):
+            raise UserError(f"RUN = {run.name!r}: it takes no guest: {answer.reason}.")
+        if not isinstance(answer, expected):
+            raise FrameError("no answer to a guest")
+        return answer
+    except (EOFError, FrameError):
+        why = f"the secret in {run.door.name} is not that of its ranks"
+        raise invalid("RUN", run.name, why, "the file as the run wrote it") from None

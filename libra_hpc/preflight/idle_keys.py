@@ -95,7 +95,6 @@ IDLE: Rows = {
         "an engine has at most rollout.max_inflight = {c.rollout.max_inflight} turns",
         "a larger rollout.max_inflight",
     ),
-    "rollout.weights_mb_s": (lambda c: not c.rollout.weights_port, "no port is open", "a rollout.weights_port"),
     "planner.time_sharing": (_stays, "no node may change its role", "hybrid nodes, and planner.enabled = true"),
     "planner.hybrid_start": (
         lambda c: not c.components.hybrid.nodes,

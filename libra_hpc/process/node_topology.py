@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import random
 import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 HCA = "NCCL_IB_HCA"
@@ -28,6 +29,10 @@ BESIDE = ("PIX", "PXB")
 """A path over PCIe switches alone."""
 VIRTUAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel")
 """Interfaces by prefix that never lead to another node."""
+
+PORTS = range(24_000, 25_000)
+"""A firewall can let them through; a listener has another one where all are taken.  Half: a port is sooner that of a
+process of another run, while callers still know the old one; double: nothing."""
 
 
 class NodeTopology(NamedTuple):
@@ -116,9 +121,13 @@ def own_addresses(interface: str = "") -> list[str]:
     return sorted(found, key=lambda address: (address not in named, ":" in address))
 
 
-def listen(addresses: Sequence[str], backlog: int, port: int = 0) -> socket.socket:
+def listen(addresses: Sequence[str], backlog: int) -> socket.socket:
     """A socket for callers at the one address, or at all of this machine; raises `OSError`."""
     address = addresses[0] if len(addresses) == 1 else ""
     both = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ":" in address or both else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=backlog, dualstack_ipv6=both)
+    serve = partial(socket.create_server, family=family, backlog=backlog, dualstack_ipv6=both)
+    for port in random.sample(PORTS, len(PORTS)):
+        with contextlib.suppress(OSError):
+            return serve((address, port))
+    return serve((address, 0))

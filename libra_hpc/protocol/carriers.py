@@ -68,8 +68,6 @@ class CarrierReady(msgspec.Struct, tag=True, frozen=True):
     """Carrier -> agent, once: it serves at ``port``."""
 
     port: int
-    http_fault: str = ""
-    """Why it does not serve another cluster, although it should."""
 
 
 class VersionHere(msgspec.Struct, tag=True, frozen=True):

@@ -2,12 +2,13 @@
 
 It calls rank 0, proves that it has the secret of the run's record (`DoorRecord`), sends `JoinWanted` and gets
 `Admitted` or `NotAdmitted`. From then on it is an agent of the mesh, with a rank outside the layout of the run's own.
+Before, one without the run's folder asks for the configuration (`ConfigWanted`).
 """
 
 from __future__ import annotations
 
 import hmac
-from typing import Annotated, Union
+from typing import Annotated, Any, Union
 
 import msgspec
 
@@ -51,6 +52,16 @@ GONE_S = 15.0
 """Three renewals of an offer, or of a lender's record: without one for so long, there is none."""
 
 
+class ConfigWanted(msgspec.Struct, tag=True, frozen=True):
+    """Caller -> rank 0: show the run's configuration, answered by `ConfigShown`."""
+
+
+class ConfigShown(msgspec.Struct, tag=True, frozen=True):
+    """Rank 0 -> caller: the run's configuration, by section, without what may be a secret."""
+
+    sections: dict[str, Any]
+
+
 class JoinWanted(msgspec.Struct, tag=True, frozen=True):
     """Caller -> rank 0: take this agent in, which listens there."""
 
@@ -72,7 +83,7 @@ class NotAdmitted(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-JoinMessage = Union[JoinWanted, Admitted, NotAdmitted]
+JoinMessage = Union[ConfigWanted, ConfigShown, JoinWanted, Admitted, NotAdmitted]
 door: Codec[JoinMessage] = Codec(JoinMessage)
 
 

@@ -3,7 +3,6 @@
     python -m libra_hpc.weights.carrier --socket FD --config JSON
 
 - A version was published -> its offers are pulled (`weights/pull.py`) and served on (`weights/server.py`).
-- Guests in another cluster pull weights over HTTP, if the run file names a port (`weights/outside.py`).
 - A version is whole on this node -> the agent gets `VersionHere`, and the image is brought up to it.
 - Others copy blocks of the image -> its writer waits for one of them at most, whatever their links do.
 - A checkpoint's policy is asked for -> at its version the image is copied aside, before it gets a newer one; a thread
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import sys
 import threading
@@ -30,10 +28,9 @@ from typing import Any, BinaryIO
 import msgspec
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.config.run_file_text import without_secrets
 from libra_hpc.errors import error_text
 from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.tensors import Shapes, hf_shapes
+from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.process.entry import leave, run
 from libra_hpc.process.node_topology import listen
 from libra_hpc.process.progress import Pulse
@@ -52,18 +49,15 @@ from libra_hpc.protocol.carriers import (
 )
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.engine_state import WRITE_IMAGE
-from libra_hpc.protocol.joining import guest_secret
 
+from .bandwidth import BandwidthPace
 from .image import IMAGE_FILE, Image, pin, reading, write_pinned
 from .offers import OfferStore, StoredOffer
-from .outside import ImagePlaces, OutsideCaller, ServedWeights
 from .parts import pull_part
 from .pieces import WHOLE, read_offer
 from .pull import Landed, Puller
 from .receiver import ArrivingImage
 from .server import CarrierServer
-from .transport.http_server import HttpServer
-from .transport.token_bucket import BandwidthPace
 from .weightfile import WeightFileError, tensor_bytes
 from .wire import WAITING_S, Absent, Caller
 
@@ -88,10 +82,6 @@ class CarrierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Secret of the run; other nodes prove that they have it."""
     shapes: dict[str, tuple[int, ...]] = {}
     """Shapes of the image's tensors; empty: those of the model's folder."""
-    outside: str = ""
-    """Path of the run's configuration, where guests in another cluster are served, if the run file names a port."""
-    source: str = ""
-    """URL of the run's weights, in another cluster; empty: it is in the run's own."""
     parts: str = ""
     """Folder of the node's snapshots, which other nodes may pull; empty: it has none."""
     guest: bool = False
@@ -108,13 +98,8 @@ class CarrierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         """Type of the model, in the words of safetensors files."""
         return "F32" if self.simulated or self.run.model.dtype == "float32" else "BF16"
 
-    @property
-    def http_port(self) -> int:
-        """Where it serves weights to another cluster; 0: nowhere."""
-        return self.run.rollout.weights_port if self.outside else 0
 
-
-_decoder, _object = msgspec.json.Decoder(CarrierConfig), msgspec.json.Decoder(dict[str, Any])
+_decoder = msgspec.json.Decoder(CarrierConfig)
 
 
 class NodeImage:
@@ -209,11 +194,7 @@ class Carrier:
         pace, served = BandwidthPace(config.pull_mb_s * 1e6), (self._store, self._image, parts)
         guests = config.secret if config.guest else b""
         self._server = CarrierServer(listener, config.secret, *served, guests=guests, pace=pace)
-        shapes, own = self._image.shapes, (config.rank, config.secret, pace)
-        self._caller = (
-            OutsideCaller(config.source, *own, ImagePlaces(shapes, config.dtype)) if config.source else Caller(*own)
-        )
-        self._outside_fault = _serve_outside(config, shapes, self._store) if config.http_port else ""
+        self._caller = Caller(config.rank, config.secret, pace)
         self._whole: queue.SimpleQueue[tuple[Publish, Sequence[Landed]] | SavePolicy] = queue.SimpleQueue()
         self._wanted: SavePolicy | None = None
         """Its version is not in the image yet."""
@@ -237,7 +218,7 @@ class Carrier:
         self._puller.have = self._image.version
         self._store.whole(self._puller.have)
         self._pulse.end()
-        self._agent.send(CarrierReady(self._port, self._outside_fault))
+        self._agent.send(CarrierReady(self._port))
         if self._image.whole:
             self._agent.send(ImageHere(self._puller.have, 0.0))
         while True:
@@ -336,20 +317,6 @@ class Carrier:
     def _prune(self) -> None:
         image = self._image.version
         self._store.prune(image if self._engines is None else min(self._engines, image))
-
-
-def _serve_outside(config: CarrierConfig, shapes: Shapes, store: OfferStore) -> str:
-    """Serve guests in another cluster; returns why it cannot."""
-    try:
-        known = _object.decode(Path(config.outside).read_bytes())
-        shown = {name: without_secrets(name, value) for name, value in known.items()}
-        listener = listen(config.addresses, CALLERS, config.http_port)
-    except OSError as error:
-        return f"rollout.weights_port = {config.http_port}: {os.strerror(error.errno or 0)}"
-    weights = ServedWeights(Path(config.folder), shapes, config.dtype, store, msgspec.json.encode(shown))
-    pace = config.run.rollout.weights_mb_s * 1e6
-    HttpServer(listener, guest_secret(config.secret), weights.read, pace).start()
-    return ""
 
 
 def _or_end(work: Any) -> None:

@@ -26,10 +26,10 @@ from libra_hpc.checksum import crc32
 from libra_hpc.protocol.callers import PROVE_S, Unproven
 from libra_hpc.protocol.joining import guest_secret, is_guest
 
+from .bandwidth import BandwidthPace
 from .offers import UNKNOWN_S, OfferStore
 from .parts import PART, SentBytes, served_part
 from .receiver import ArrivingImage
-from .transport.token_bucket import BandwidthPace
 from .wire import (
     ABSENT,
     BLOCK_BYTES,

@@ -28,8 +28,7 @@ from libra_hpc.checksum import crc32
 from libra_hpc.protocol.carriers import Peer
 from libra_hpc.protocol.joining import is_guest
 
-from .transport.http_proof import NotServed
-from .transport.token_bucket import BandwidthPace
+from .bandwidth import BandwidthPace
 
 MANIFEST, DATA, WAITING, ABSENT, LEASED = range(5)
 HEADER = struct.Struct("<BI")
@@ -70,7 +69,7 @@ class DamagedError(WireError):
     """What came is not what was sent."""
 
 
-class Absent(NotServed):
+class Absent(Exception):
     """The other end does not have what was asked for."""
 
 

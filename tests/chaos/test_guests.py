@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,10 +37,8 @@ def guest(case: Chaos, number: int, *words: object) -> Iterator[subprocess.Popen
 
 
 def test_a_guest_gives_tokens_that_are_trained_and_its_leave_and_its_death_cost_the_run_nothing(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     case = Chaos(tmp_path, steps=4000, hybrid=0, rollout=1)
-    run = case.submit("-o", f"rollout.weights_port={port}")
+    run = case.submit()
     case.reach(2)
     with guest(case, 1) as process:
         case.wait(lambda: case.guest_tokens() > 0, "trained tokens of the guest")
@@ -52,7 +49,7 @@ def test_a_guest_gives_tokens_that_are_trained_and_its_leave_and_its_death_cost_
     away = tmp_path / "away"
     away.mkdir()
     shutil.copy(run.door, away)
-    with guest(case, 2, away, f"--from=http://127.0.0.1:{port}") as process:
+    with guest(case, 2, away) as process:
         before = case.guest_tokens()
         case.wait(lambda: case.guest_tokens() > before, "trained tokens of the next guest")
         os.kill(process.pid, signal.SIGKILL)

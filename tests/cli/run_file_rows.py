@@ -30,8 +30,6 @@ RUN_FILE = [
     ("components.planner.nodes=2", "planner.nodes = 2: rank 0 is the one planner; valid: 0 or 1."),
     ("components.train.nodes=0", "components.train.nodes = 0"),
     ("components.rollout.nodes=0", "components.rollout.nodes = 0"),
-    ("rollout.weights_port=70000", "rollout.weights_port = 70000: out of range; valid: an integer >= 0 and <= 65535."),
-    ("rollout.weights_mb_s=0", "rollout.weights_mb_s = 0: out of range; valid: a number >= 0.1."),
     ("rollout.policy=cmlqf", "rollout.policy = 'cmlqf': unknown policy (other"),
     ("rollout.policy=absent.py:Mine", "no file '"),
     ("rollout.policy=good.py:Mine", "good.py has no such class with name, key, route, finished and forget."),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import encodings.idna  # noqa: F401  # another user may not be able to read the interpreter's files
+import email.parser  # noqa: F401  # another user may not be able to read the interpreter's files
+import encodings.idna  # noqa: F401
 import os
 import re
 import resource
@@ -36,8 +37,6 @@ from libra_hpc.process import agent_folders
 from libra_hpc.protocol.joining import AT_THE_DOOR, FIRST_GUEST, DoorRecord, guest_secret
 from libra_hpc.slurm import submit
 from libra_hpc.weights import offers, parts, server, wire
-from libra_hpc.weights.outside import HttpStream
-from libra_hpc.weights.transport.http_server import HttpServer, Part
 
 from .conftest import RUN, Cli, Queue, write_status
 
@@ -142,18 +141,15 @@ def scene(shared: RunDir, folder: Path) -> Iterator[Scene]:
         acquire(shared.leases).release()
         process = stack.enter_context(subprocess.Popen(["sleep", "600"], env={"SECRET": SECRET}))
         stack.callback(process.kill)
-        agent, carrier, outside = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3))
+        agent, carrier = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
         agent.setblocking(False)
         world = World(0, (Endpoint("h", ("127.0.0.1",), agent.getsockname()[1]),) * 2, SECRET.encode(), agent)
         serve = links.accept(world, lambda rank, frame: None, lambda frame: b"welcome")
         threading.Thread(target=lambda: asyncio.run(serve), daemon=True).start()
         nothing: Any = None
         server.CarrierServer(carrier, world.secret, offers.OfferStore(0), nothing).start()
-        http = HttpServer(outside, world.secret, lambda *_: Part(1, 4, b"data"), 1e9)
-        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
-        stack.callback(http.shutdown)
-        peer, port = wire.Peer(0, ("127.0.0.1",), carrier.getsockname()[1]), outside.getsockname()[1]
-        yield Scene(run=shared, pid=process.pid, folders=private, lenders=lenders, world=world, carrier=peer, http=port)
+        peer = wire.Peer(0, ("127.0.0.1",), carrier.getsockname()[1])
+        yield Scene(run=shared, pid=process.pid, folders=private, lenders=lenders, world=world, carrier=peer)
 
 
 def as_rank(scene: Scene, rank: int, secret: bytes = b"guessed") -> object:
@@ -164,10 +160,6 @@ def as_rank(scene: Scene, rank: int, secret: bytes = b"guessed") -> object:
 
 def ask_carrier(scene: Scene, rank: int, secret: bytes = b"guessed") -> bytes:
     return wire.Caller(rank, secret).manifest(scene.carrier, wire.Fetch(1, parts.PART))
-
-
-def over_http(scene: Scene, secret: bytes) -> tuple[int, bytes]:
-    return HttpStream(f"http://127.0.0.1:{scene.http}", secret).whole("/config")
 
 
 def verb(*words: object) -> None:
@@ -193,7 +185,6 @@ TRIED: dict[str, tuple[Callable[[Scene], object], str]] = {
     "ask with an empty one": (lambda s: as_rank(s, AT_THE_DOOR, b""), UNPROVEN),
     "pull weights as node": (lambda s: ask_carrier(s, 1), UNPROVEN),
     "as guest": (lambda s: ask_carrier(s, FIRST_GUEST), UNPROVEN),
-    "over HTTP": (lambda s: over_http(s, b"guessed"), UNPROVEN),
     "request a stop": (lambda s: s.run.stop.write_text("{}"), DENIED),
     "order a layout": (lambda s: s.run.write_json(s.run.order, {}), DENIED),
     "write status": (lambda s: s.run.status.open("r+"), DENIED),
@@ -233,7 +224,6 @@ def test_another_user_reads_joins_writes_and_stops_nothing(attempt: str, scene: 
 def test_who_has_the_secret_is_let_in(scene: Scene) -> None:
     for rank in (0, 1, AT_THE_DOOR, FIRST_GUEST):
         as_rank(scene, rank, scene.world.secret if rank < 2 else guest_secret(scene.world.secret))
-    assert over_http(scene, scene.world.secret) == (1, b"data")
     with pytest.raises(wire.Absent, match="no snapshots"):
         ask_carrier(scene, 1, scene.world.secret)
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
-from libra_hpc_cli.join import config_from
 
 from libra_hpc.agent.guest import GuestSettings, Stay
-from libra_hpc.config.load import load_resolved
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.code_stamp import code_stamp
 from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
 from libra_hpc.slurm.queue.query import JobInfo, JobState
-from tests.weights.test_outside import resource, serving
 
 from .conftest import Cli, Queue, one_line, write_status
 
@@ -44,21 +40,11 @@ def test_other_code_and_another_model_are_refused_before_anybody_is_asked(submit
     assert "door.json is no record of a run" in one_line(cli("join", "quick-001"))
 
 
-def test_what_is_missing_to_join_from_another_cluster_is_one_sentence(
-    submitted: RunDir, cli: Cli, tmp_path: Path
-) -> None:
-    url = "--from=http://127.0.0.1:9"
-    assert "it has no door.json; valid: a folder with a copy of the run's." in one_line(cli("join", str(tmp_path), url))
-    put(submitted)
-    refused = one_line(cli("join", str(submitted.path), url))
-    assert "--from = 'http://127.0.0.1:9': Connection refused; valid: http://HOST:PORT" in refused
-    with ExitStack() as stack:
-        config = submitted.config.read_bytes()
-        port = serving(stack, bytes.fromhex(RECORD.secret), resource(config))
-        found = config_from(f"http://127.0.0.1:{port}", RECORD)
-        assert found == load_resolved(submitted.config).changed(slurm={"interface": ""})
-        other = serving(stack, b"another", resource(config))
-        assert "it has another secret" in one_line(cli("join", str(submitted.path), f"--from=http://127.0.0.1:{other}"))
+def test_a_guest_in_another_cluster_does_not_wait_for_ranks_that_do_not_answer(cli: Cli, tmp_path: Path) -> None:
+    put(RunDir(tmp_path))
+    outcome = cli("join", str(tmp_path))
+    assert outcome.code == 1
+    assert f"{tmp_path.name} cannot be joined: its ranks do not answer." in outcome.err
 
 
 def test_a_run_that_ends_while_a_guest_waits_for_its_ranks_ends_the_wait(

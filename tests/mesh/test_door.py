@@ -13,19 +13,28 @@ from typing import Any
 import msgspec
 import pytest
 
-from libra_hpc.config.load import with_values
+from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.run_file_text import HIDDEN
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.mesh.door import ask_to_join, check_record, close_door, open_door, read_record
+from libra_hpc.mesh.door import ask_config, ask_to_join, check_record, close_door, open_door, read_record, shown
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.world import Endpoint, World
 from libra_hpc.protocol.agents import TurnsDrained
-from libra_hpc.protocol.joining import FIRST_GUEST, RANKS_OF_A_START, Admitted, DoorRecord, NotAdmitted, door
+from libra_hpc.protocol.joining import (
+    FIRST_GUEST,
+    RANKS_OF_A_START,
+    Admitted,
+    ConfigShown,
+    DoorRecord,
+    NotAdmitted,
+    door,
+)
 from tests.mesh.test_links import until, worlds
 
 DRY = RunConfig().changed(run={"engine": "simulated"})
-Answer = Callable[[World], Admitted | NotAdmitted]
+Answer = Callable[[World], Admitted | ConfigShown | NotAdmitted]
 
 
 def admitted(world: World) -> Admitted:
@@ -81,6 +90,13 @@ async def test_a_run_that_takes_no_guest_says_why(tmp_path: Path) -> None:
     async with serving(RunDir(tmp_path), lambda world: NotAdmitted("it ends")) as (record, _, _):
         with pytest.raises(UserError, match="takes no guest: it ends"):
             await ask_to_join(RunDir(tmp_path), record, "")
+
+
+async def test_a_guest_without_the_runs_folder_gets_the_configuration_without_secrets(tmp_path: Path) -> None:
+    config = DRY.changed(compute={"env": {"API_KEY": "sk-private"}})
+    async with serving(RunDir(tmp_path), lambda world: shown(config)) as (record, _, _):
+        found = validate(await ask_config(RunDir(tmp_path), record))
+    assert found.as_data() == config.changed(compute={"env": {"API_KEY": HIDDEN}}).as_data()
 
 
 async def test_a_record_with_another_secret_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -136,7 +136,6 @@ IN_USE: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.reference": ("teacher", {"algorithm.reference_kl_coef": 0.1}),
     "algorithm.refill_batches": (2, {"algorithm.refill": True}),
     "rollout.max_num_seqs": (256, {"rollout.max_inflight": 256}),
-    "rollout.weights_mb_s": (5.0, {"rollout.weights_port": 4000}),
     "planner.time_sharing": ("auto", {"components.hybrid.nodes": 1}),
     "planner.hybrid_start": ("train", {"components.hybrid.nodes": 1}),
     "planner.repartition": ("advise", {"planner.enabled": True}),

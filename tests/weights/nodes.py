@@ -37,8 +37,6 @@ class CarrierNode:
         rank: int,
         shapes: Mapping[str, tuple[int, ...]],
         secret: bytes = SECRET,
-        http_port: int = 0,
-        source: str = "",
         parts: str = "",
         pull_mb_s: float = 0.0,
         environment: Mapping[str, str] | None = None,
@@ -46,10 +44,7 @@ class CarrierNode:
         """In a folder that has files of an earlier one it goes on with them, as an agent's next carrier does."""
         self.rank, self.folder = rank, folder
         folder.mkdir(exist_ok=True)
-        rollout = {"weights_port": http_port, "weights_mb_s": 1e3}
-        compute = {"env": {"API_KEY": "sk-private"}}
-        run = RunConfig().changed(model={"dtype": "bfloat16"}, rollout=rollout, compute=compute)
-        (folder / "run.json").write_bytes(msgspec.json.encode(run))
+        run = RunConfig().changed(model={"dtype": "bfloat16"})
         config = CarrierConfig(
             run=run,
             rank=rank,
@@ -57,8 +52,6 @@ class CarrierNode:
             addresses=("127.0.0.1",),
             secret=secret,
             shapes=dict(shapes),
-            outside=str(folder / "run.json"),
-            source=source,
             parts=parts,
             guest=is_guest(rank),
             pull_mb_s=pull_mb_s,

@@ -1,1 +1,0 @@
-"""Ways in which bytes pass between machines, whatever they are."""
