@@ -35,7 +35,7 @@ from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.protocol.engine import UpdateWeights, VersionFiles
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Freed, Join, Joined, Standby, StepDone, TrainStep
-from libra_hpc.weights.delta import dense, encoding_for, sparse
+from libra_hpc.weights.delta import DENSE, dense, marked
 from libra_hpc.weights.image import Image
 from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, offer_path, payload_path, write_offer
 
@@ -81,13 +81,13 @@ class SharedDevice:
     def _changed(self, share: float) -> Iterator[Encoded]:
         """Each tensor with the lowest bit of evenly spaced elements turned; at least of the first."""
         for name, bits in self._bits.items():
-            block, index = TensorBlock(name, 0, 1, bits.size, bits.size), np.arange(0, bits.size, round(1.0 / share))
-            bits[index] ^= 1
-            encoding = encoding_for(index.size, bits.size)
-            if encoding == "dense":
+            block, changed = TensorBlock(name, 0, 1, bits.size, bits.size), np.zeros(bits.size, np.bool_)
+            changed[:: round(1.0 / share)] = True
+            bits[changed] ^= 1
+            if share > DENSE:
                 yield dense(block, "BF16", bits)
             else:
-                yield sparse(block, "BF16", encoding, index.astype(np.int32), bits[index])
+                yield marked(block, "BF16", np.packbits(changed, bitorder="little"), bits)
 
     def round(self) -> Round:
         """To training, two steps, to rollout."""

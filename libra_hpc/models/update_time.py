@@ -1,6 +1,6 @@
 """Seconds of a weight update: trainers write what changed, carriers move it, engines stage it and switch.
 
-- Bytes follow from the share of elements that changed (`libra_hpc.weights.delta`): byte gaps, a bitmap, or all of them.
+- Bytes follow from the share of elements that changed (`libra_hpc.weights.delta`): byte gaps, or all of them.
 - An engine stages and switches whole weights, whatever changed; each of its GPUs has its share of them.
 - A run has measured an update -> its numbers (`measured`) instead of the constants here, docs/log.
 """
@@ -60,7 +60,7 @@ NO_UPDATE = UpdateTime()
 
 def sent_share(changed: float) -> float:
     """Bytes sent over those of all weights, in bf16."""
-    return min(1.5 * changed, 1 / 16 + changed, 1.0)
+    return min(1.5 * changed, 1.0)
 
 
 def update_time(shape: ModelShape, device: Device, changed: float = CHANGED) -> UpdateTime:

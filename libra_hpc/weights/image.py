@@ -30,7 +30,7 @@ from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
 
 from .delta import compiled, overwrite, piece_values
-from .pieces import GAPS, VALUES, WHOLE, Buffer, Offer, WeightPiece, elements, offer_fault
+from .pieces import VALUES, WHOLE, Buffer, Offer, WeightPiece, elements, offer_fault
 from .weightfile import FLOATS, WeightFileError, file_header, tensor_bytes
 
 IMAGE_FILE = "image.safetensors"
@@ -156,12 +156,10 @@ class Image:
             block[:] = values.reshape(rows, cols)
             return
         values = np.frombuffer(payload, target.dtype, piece.changed, piece.at)
-        rest = memoryview(payload)[piece.at + values.nbytes : piece.at + piece.size]
-        marks = np.frombuffer(rest, GAPS.get(piece.encoding, np.uint8))
+        gaps = np.frombuffer(memoryview(payload)[piece.at + values.nbytes : piece.at + piece.size], np.uint8)
         one_row = rows == 1 or stride == cols
-        gap = piece.encoding != "bitmap"
         width = elements(piece.block) if one_row else cols
-        if not compiled(overwrite)(target, values, marks, gap, (elements(piece.block), width, stride)):
+        if not compiled(overwrite)(target, values, gaps, (elements(piece.block), width, stride)):
             raise WeightFileError(f"A piece of {piece.block.tensor} has values outside of its block.")
 
     def _note(self, state: _State) -> None:

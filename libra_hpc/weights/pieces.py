@@ -4,8 +4,7 @@ A piece holds values of a strided block of one Hugging Face tensor.  It overwrit
 The values come first, then which elements they are:
 
 - ``dense``: all of them, row-major.
-- ``bitmap``: one bit an element, lowest bit first.
-- ``gap8``, ``gap16``: elements skipped before each; the largest number skips as many and holds no value.
+- ``gap8``: a byte each, elements skipped before it; `MOST_GAP` skips as many and holds no value.
 
 A piece begins at a multiple of its element's bytes, as the tensors of an image do.  The manifest is renamed into place
 after the payload is whole.  It comes from another process, perhaps of another cluster: `decode_offer` believes nothing.
@@ -36,10 +35,10 @@ from libra_hpc.models.tensors import Shapes
 from .weightfile import WeightFileError, tensor_type
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
-Encoding = Literal["gap8", "gap16", "bitmap", "dense"]
+Encoding = Literal["gap8", "dense"]
 VALUES: dict[str, npt.DTypeLike] = {"BF16": np.int16, "F32": np.int32}
 """Integers with the bits of an element, by safetensors' name of the type."""
-GAPS: dict[str, npt.DTypeLike] = {"gap8": np.uint8, "gap16": np.uint16}
+MOST_GAP = 255
 WHOLE = -1
 """The base of an offer that needs no version before it."""
 WRITERS, PART_BYTES = 8, 8 << 20
@@ -210,11 +209,8 @@ def _sizes(piece: WeightPiece) -> tuple[int, int]:
     values = piece.changed * np.dtype(VALUES[piece.dtype]).itemsize
     if piece.encoding == "dense":
         return values, values
-    if piece.encoding == "bitmap":
-        return (whole := values + math.ceil(elements(piece.block) / 8)), whole
-    gap = np.dtype(GAPS[piece.encoding])
-    fewest = values + piece.changed * gap.itemsize
-    return fewest, fewest + elements(piece.block) // np.iinfo(gap).max * gap.itemsize
+    fewest = values + piece.changed
+    return fewest, fewest + elements(piece.block) // MOST_GAP
 
 
 def offer_fault(offer: Offer, shapes: Shapes, dtype: str) -> str:

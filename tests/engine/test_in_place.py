@@ -23,7 +23,7 @@ from libra_hpc.models.architecture import Architecture, read_shape
 from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.protocol.engine import UpdateWeights, VersionFiles
 from libra_hpc.weights.blocks import Slice, engine_slices, own_slices
-from libra_hpc.weights.delta import dense, encoding_for, marked
+from libra_hpc.weights.delta import DENSE, dense, marked
 from libra_hpc.weights.image import Image
 from libra_hpc.weights.names import ReplicaPlace
 from libra_hpc.weights.pieces import (
@@ -104,13 +104,9 @@ def offered(shape: Architecture, image: Image, version: int, old: Tensors, share
                 if bits.any() and (kind == "BF16" or base == WHOLE):
                     part[bits.reshape(part.shape)] ^= 1
                     values = np.ascontiguousarray(part).reshape(-1)
-                    encoding = encoding_for(int(bits.sum()), len(bits))
                     marks = np.packbits(bits, bitorder="little")
-                    encoded.append(
-                        dense(block, kind, values)
-                        if encoding == "dense"
-                        else marked(block, "BF16", encoding, marks, values)
-                    )
+                    whole = bits.mean() > DENSE
+                    encoded.append(dense(block, kind, values) if whole else marked(block, "BF16", marks, values))
         write_offer(image.path.parent, version, base, writer, encoded)
         manifests.append(offer_path(image.path.parent, version, writer))
     image.apply(version, [(read_offer(path), payload_path(path).read_bytes()) for path in manifests])
@@ -173,7 +169,7 @@ def test_the_image_is_read_where_the_changes_lead_nowhere(tmp_path: Path) -> Non
         block = TensorBlock("t", 0, 1, 1000, 1000)
         bits = np.packbits(np.arange(1000) < count, bitorder="little")
         values = np.full(1000, version, np.int16)
-        encoded = dense(block, "BF16", values) if count == 1000 else marked(block, "BF16", "bitmap", bits, values)
+        encoded = dense(block, "BF16", values) if count == 1000 else marked(block, "BF16", bits, values)
         base = version - 1 if base == -2 else base
         offer = write_offer(tmp_path, version, base, "t0.0", [encoded])
         path = offer_path(tmp_path, version, "t0.0")

@@ -112,7 +112,7 @@ def test_each_version_has_what_changed_since_the_one_before(
         run.train()
         offer = run.publish(version)
         assert offer.base == version - 1
-        assert {piece.encoding for piece in offer.pieces} & {"gap8", "bitmap"}
+        assert "gap8" in {piece.encoding for piece in offer.pieces}
         assert {piece.dtype for piece in offer.pieces} == {"BF16"}, "what is in float32 never changes"
     assert run.publish(updates + 1).pieces == (), "nothing changed"
 

@@ -18,7 +18,7 @@ import torch
 from libra_hpc.trainer.device import STAGE_BYTES, to_host
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.blocks import Slice, own_slices, trainer_fault, within
-from libra_hpc.weights.delta import bits_of, count_set, dense, encoding_for, marked
+from libra_hpc.weights.delta import DENSE, bits_of, count_set, dense, marked
 from libra_hpc.weights.pieces import WHOLE, Encoded, Offer, elements, write_offer
 from libra_hpc.weights.safetensors_writer import TYPES
 
@@ -70,11 +70,11 @@ class WeightOffers:
                 count = elements(one.block)
                 own_bits = bits_of(bits, one.offset, count)
                 end = begin + count_set(own_bits)
-                if (encoding := encoding_for(end - begin, count)) == "dense":
+                if end - begin > DENSE * count:
                     yield _dense(one, weights)
                 elif end > begin:
                     first, last = (one.offset, one.offset + count) if len(values) == len(weights) else (begin, end)
-                    yield marked(one.block, TYPES[weights.dtype], encoding, own_bits, values[first:last])
+                    yield marked(one.block, TYPES[weights.dtype], own_bits, values[first:last])
                 begin = end
 
     def _weights(self, name: str) -> torch.Tensor:
