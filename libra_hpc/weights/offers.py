@@ -1,7 +1,7 @@
 """The offers of weight versions that a node has, whole or arriving, and what is served of them.
 
-An offer is a manifest and a payload file in the node's shared memory (`libra_hpc.weights.pieces`). It arrives in
-*stripes*, ranges that are pulled side by side. What has arrived of a stripe is served on at once.
+An offer is a manifest and a payload file in the node's shared memory (`libra_hpc.weights.pieces`). What has arrived
+of it is served on at once.
 
 - Offers take more than the cap -> the oldest go that image and engines of this node have. A slower node that lacks
   them takes the image.
@@ -15,15 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cached_property
-from itertools import pairwise
 from mmap import MAP_POPULATE, MAP_SHARED, mmap
 from pathlib import Path
 
 from .pieces import Offer, payload_path
 from .wire import WAITING_S, Absent
 
-STRIPE_BYTES = 16 << 20
-"""Smallest stripe; below, a second stream gains nothing."""
 SPARE = "spare-{}.pieces"
 UNKNOWN_S = 2.0
 """For a version to be published here that a caller already asks for: both messages are sent at the same time."""
@@ -109,8 +106,8 @@ class StoredOffer:
         self.version, self.writer, self.size = offer.version, offer.writer, offer.size
         self.payload = payload_path(path)
         self.file = self._open()
-        self.stripes = [(0, offer.size)]
-        self._have = [offer.size]
+        self.received = offer.size
+        """Bytes that are here, from the first on."""
         self._grown = threading.Condition()
 
     def __del__(self) -> None:
@@ -126,15 +123,11 @@ class StoredOffer:
         """Its payload."""
         return memoryview(mmap(self.file, self.size, MAP_SHARED | MAP_POPULATE) if self.size else b"")
 
-    @property
-    def received(self) -> int:
-        return sum(have - begin for have, (begin, _) in zip(self._have, self.stripes, strict=True))
-
     def available(self, begin: int, end: int, wait_s: float = 0.0) -> int:
-        """End of what is there of [begin, end) without a hole; waits until that is more than nothing."""
+        """End of what is there of [begin, end); waits until that is more than nothing."""
         with self._grown:
-            self._grown.wait_for(lambda: self._reach(begin, end) > begin or self.removed, wait_s)
-            return self._reach(begin, end)
+            self._grown.wait_for(lambda: self.received > begin or self.removed, wait_s)
+            return max(begin, min(self.received, end))
 
     def remove(self) -> None:
         """Its files go; what reads them now may end."""
@@ -147,28 +140,16 @@ class StoredOffer:
     def _unlink(self) -> None:
         self.payload.unlink(missing_ok=True)
 
-    def _reach(self, begin: int, end: int) -> int:
-        at = begin
-        for (first, last), have in zip(self.stripes, self._have, strict=True):
-            if first <= at < last:
-                at = max(at, min(have, end))
-                if at < last:
-                    break
-        return min(at, end)
-
 
 class ArrivingOffer(StoredOffer):
     """One that comes from other nodes, into room that was made for it."""
 
-    def __init__(self, offer: Offer, manifest: bytes, path: Path, *, spares: Spares, stripes: int) -> None:
-        """``stripes``: most.  Raises `OSError` where there is no room."""
+    def __init__(self, offer: Offer, manifest: bytes, path: Path, spares: Spares) -> None:
+        """Raises `OSError` where there is no room."""
         self._spares = spares
         self._room = spares.payload(payload_path(path), offer.size)
         super().__init__(offer, manifest, path)
-        count = max(1, min(stripes, offer.size // STRIPE_BYTES))
-        cuts = [offer.size * number // count for number in range(count + 1)]
-        self.stripes = list(pairwise(cuts))
-        self._have = cuts[:-1]
+        self.received = 0
 
     def __del__(self) -> None:
         if self.removed:
@@ -184,10 +165,10 @@ class ArrivingOffer(StoredOffer):
     def view(self) -> memoryview:
         return self._room.view
 
-    def arrived(self, stripe: int, end: int) -> None:
-        """Bytes of a stripe up to ``end`` are in the file."""
+    def arrived(self, end: int) -> None:
+        """Bytes up to ``end`` are in the file."""
         with self._grown:
-            self._have[stripe] = end
+            self.received = end
             self._grown.notify_all()
 
 

@@ -35,8 +35,8 @@ from .wire import IMAGE, Absent, Caller, DamagedError, Fetch, WireError
 
 RETRY_S, RETRY_MAX_S = 0.2, 5.0
 """Pauses after all nodes were asked in vain."""
-STRIPES = 4
-"""Streams side by side: one reaches 2.5 GB/s. Double: 400 Gb/s networks, but more threads for every node behind."""
+STREAMS = 4
+"""Of an image, side by side: one reaches 2.5 GB/s. Double: 400 Gb/s networks, more threads for every node behind."""
 MOST_THREADS = 1024
 """Never reached: work that waits for other work must not wait for a thread. Threads begin when they are needed."""
 
@@ -152,7 +152,7 @@ class Puller:
             self._report(Stalled(message.version, IMAGE, 0, "no other node has an image"))
             raise PassedOver
         image = self._arriving = self._image.arriving = self._arriving or ArrivingImage(self._folder, self._image.size)
-        routes = [self._route(message, IMAGE, peers) for _ in range(STRIPES)]
+        routes = [self._route(message, IMAGE, peers) for _ in range(STREAMS)]
         try:
             image.receive(self._caller, version, routes, self._threads, self._report)
         except PassedOver:
@@ -174,8 +174,7 @@ class Puller:
             return self._own(message, writer)
         manifest, offer = self._manifest(message, Fetch(message.version, writer), peers)
         path = offer_path(self._folder, offer.version, writer)
-        stripes = max(1, STRIPES // len(message.writers))
-        stored = ArrivingOffer(offer, manifest, path, spares=self._spares, stripes=stripes)
+        stored = ArrivingOffer(offer, manifest, path, self._spares)
         writers = [peer for peer in peers if peer.rank == dict(message.writers).get(writer)]
         try:
             self._store.add(stored)
@@ -183,7 +182,7 @@ class Puller:
             def route(alone: bool) -> Route:
                 return self._route(message, writer, writers if alone else peers, stored)
 
-            OfferReceiver(self._caller, stored, route, self._report).run(self._threads)
+            OfferReceiver(self._caller, stored, route, self._report).run()
             # Last: whoever sees the manifest finds an intact payload.
             write_atomic(path, manifest)
         except BaseException:

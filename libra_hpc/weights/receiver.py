@@ -1,4 +1,4 @@
-"""Receives the payload of one offer, or an image, in stripes side by side, and sums every byte once, as it comes.
+"""Receives the payload of one offer, or an image, and sums every byte once, as it comes.
 
 - Bytes came -> they are served on at once, and count towards the checksum of their piece.
 - A connection failed -> the rest comes from the node before that one in the chain, at the end from the writer. A node
@@ -9,12 +9,10 @@
 
 from __future__ import annotations
 
-import bisect
 import os
 import tempfile
-import threading
 import time
-from collections import defaultdict
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from mmap import mmap
@@ -23,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from libra_hpc.checksum import crc32, crc32_combine
+from libra_hpc.checksum import crc32
 from libra_hpc.errors import error_text
 from libra_hpc.protocol.carriers import Peer, PieceRefused, Publish
 
@@ -35,9 +33,6 @@ AVOID_S = 30.0
 """For which a node that was given up is asked last. Half: a hung node costs every other version a pause."""
 REFUSALS = 2
 """Checksums of a piece that may be wrong: on the way, and at its writer; then the whole image is taken."""
-
-Parts = dict[int, tuple[int, int]]
-"""By their end in the payload: begin and checksum."""
 
 
 class PassedOver(Exception):
@@ -172,73 +167,35 @@ class OfferReceiver:
     ) -> None:
         """``route`` makes the way to the offer, or to its writer alone."""
         self._caller, self._offer, self._route, self._report = caller, offer, route, report
-        self._begins = [piece.at for piece in offer.offer.pieces]
-        self._parts: defaultdict[int, Parts] = defaultdict(dict)
-        self._summing = threading.Lock()
-        self._stop = threading.Event()
+        self._left, self._crc = deque(offer.offer.pieces), 0
+        """Pieces of which not all has come, and the checksum of what has come of the first one."""
 
-    def run(self, threads: Executor) -> None:
+    def run(self) -> None:
         """Raises `PassedOver`."""
-        stripes = [threads.submit(self._stripe, number) for number in range(len(self._offer.stripes))]
-        failure = None
-        for stripe in stripes:
-            try:
-                stripe.result()
-            except BaseException as error:
-                self._stop.set()
-                failure = failure or error
-        if failure is not None:
-            raise failure
-
-    def _stripe(self, number: int) -> None:
-        def came(begin: int, end: int, version: int) -> None:
-            self._offer.arrived(number, end)
-            self._sum(begin, end)
-
-        self._receive(*self._offer.stripes[number], self._route(False), came)
+        self._receive(0, self._offer.size, self._route(False), self._came)
 
     def _receive(self, begin: int, end: int, route: Route, came: Came) -> None:
         """[begin, end) of the payload, from whoever has it."""
-        offer = self._offer
-
-        def nearest() -> Peer:
-            if self._stop.is_set():
-                raise PassedOver
-            return route.peer
 
         def arrived(begin: int, end: int, version: int) -> None:
             route.came()
             came(begin, end, version)
 
-        fetch = Fetch(offer.version, offer.writer, begin, end)
-        self._caller.receive(nearest, fetch, offer.view, arrived, route.failed)
+        fetch = Fetch(self._offer.version, self._offer.writer, begin, end)
+        self._caller.receive(lambda: route.peer, fetch, self._offer.view, arrived, route.failed)
 
-    def _sum(self, begin: int, end: int) -> None:
-        pieces = self._offer.offer.pieces
-        for number in range(max(0, bisect.bisect_right(self._begins, begin) - 1), len(pieces)):
-            piece = pieces[number]
-            first, last = max(begin, piece.at), min(end, piece.at + piece.size)
-            if piece.at >= end:
+    def _came(self, begin: int, end: int, version: int) -> None:
+        self._offer.arrived(end)
+        while self._left and begin < end:
+            piece = self._left[0]
+            last = piece.at + piece.size
+            self._crc = crc32(self._offer.view[max(begin, piece.at) : min(end, last)], self._crc)
+            if end < last:
                 return
-            if first < last and self._joined(number, first, last) not in (None, piece.crc32):
+            self._left.popleft()
+            crc, self._crc, begin = self._crc, 0, last
+            if crc != piece.crc32:
                 self._again(piece)
-
-    def _joined(self, number: int, first: int, last: int) -> int | None:
-        """The checksum of a piece once all of its parts have come; None before."""
-        piece, parts = self._offer.offer.pieces[number], self._parts[number]
-        # A part goes on with the one before it; a cut between stripes may leave some for the end.
-        with self._summing:
-            begin, crc = parts.pop(first, (first, 0))
-        crc = crc32(self._offer.view[first:last], crc)
-        with self._summing:
-            parts[last] = begin, crc
-            if sum(end - begin for end, (begin, _) in parts.items()) < piece.size:
-                return None
-            del self._parts[number]
-        crc = 0
-        for end, (begin, own) in sorted(parts.items()):
-            crc = crc32_combine(crc, own, end - begin)
-        return crc
 
     def _again(self, piece: WeightPiece) -> None:
         offer, end = self._offer, piece.at + piece.size
