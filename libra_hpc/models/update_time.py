@@ -22,8 +22,7 @@ LEAST_DIFF_S, CHANGED_S, MOST_DIFF_S = 0.38, 1.0, 0.68
 """Per dense GB and training process, to write what changed; the second times the share. Of one quiet CPU core, 0.38 at
 0.8 % and 0.68 at 52 %; a busy machine took up to twice as long. Not measured on a GPU."""
 WIRE_BYTES_S = 1.1e9
-"""From node to node: what one TCP stream reached on two cores. Carriers have four, but no test had the cores for them;
-no network of the device table is slower."""
+"""From node to node: what one TCP stream reached on two cores; no network of the device table is slower."""
 COPY_S = 0.15
 """Per GB copied in host memory. An image takes one copy of what comes, staging two of a GPU's weights."""
 GB = 1e9

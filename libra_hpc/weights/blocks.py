@@ -4,7 +4,6 @@ Everything is a `Slice`: a rectangle of a tensor, and its place in a flattened p
 
 - Trainer: `own_slices` for the parameters of one rank, `within` for the part that its optimizer owns.
 - Engine: `engine_slices` for the parameters of one vLLM rank, which fuses q, k and v, gate and up, and experts.
-- `trainer_fault`, `engine_fault`: why the slices of all ranks are no partition; both run at every start.
 
 A rectangle has the tensor's width as its stride, and a tensor of one dimension is one row.
 """
@@ -13,18 +12,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import product
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
-
-import msgspec
 
 from libra_hpc.models.architecture import Architecture
 from libra_hpc.models.shapes import FUSED
-from libra_hpc.models.tensors import Entry, Shapes, hf_shapes, tensor_fault
+from libra_hpc.models.tensors import Entry, Shapes, hf_shapes
 
 from .names import ReplicaPlace, cut, own_entries, sections
-from .pieces import TensorBlock, elements
+from .pieces import TensorBlock
 
 PADDED_TO = 64
 """vLLM's vocabulary has a multiple of as many rows; those beyond the tensor's are zero."""
@@ -270,92 +266,3 @@ def _engine_heads(entry: Entry, shape: Architecture, tp: int, rank: int) -> Iter
             begin, end = _span(shape.kv_heads * rows, shape.kv_heads, rank * shape.kv_heads // tp)
         yield _Rows(tensor, at + begin, at + end, to)
         to += end - begin
-
-
-def trainer_fault(shape: Architecture, place: ReplicaPlace) -> str:
-    """Why the ranks of a trainer like ``place`` do not offer every element of the model once; empty: they do.
-
-    One layer of each stage stands for its others, as they are alike. Processes with equal weights share them by their
-    optimizer: `within` cuts what is proven here.
-    """
-    names = {name for entry in _entries(shape, place) for name in entry.hf}
-    if fault := tensor_fault(dict.fromkeys(names, ()), dict.fromkeys(hf_shapes(shape), ()), False):
-        return fault
-    few = _few(shape, place.pp)
-    found: dict[str, list[TensorBlock]] = defaultdict(list)
-    for rank in _stage_ranks(place):
-        entries = own_entries(few, rank)
-        for name, slices in own_slices(few, rank).items():
-            if rank.copy_rank if entries[name].expert is None else rank.expert_copy_rank:
-                continue
-            if fault := _gap(slices):
-                return fault
-            for one in slices:
-                found[one.block.tensor].append(one.block)
-    return _cover_fault(found, hf_shapes(few))
-
-
-def _few(shape: Architecture, stages: int) -> Architecture:
-    """A model with a layer of each kind, and of each stage."""
-    nets = shape.delta_net.layers if shape.delta_net else ()
-    kinds = max((nets.index(kind) + 1 for kind in set(nets)), default=1)
-    return msgspec.structs.replace(shape, layers=max(stages, kinds) + shape.dense_layers)
-
-
-def engine_fault(shape: Architecture, tp: int) -> str:
-    """Why the slices of an engine's ranks are not the whole model; empty: they are."""
-    few = _few(shape, 1)
-    found: dict[str, list[TensorBlock]] = defaultdict(list)
-    for rank in range(tp):
-        by_parameter: dict[str, list[Slice]] = defaultdict(list)
-        for tensor, slices in engine_slices(few, tp, rank).items():
-            found[tensor] += [one.block for one in slices if one.block not in found[tensor]]
-            for one in slices:
-                by_parameter[one.parameter].append(one)
-        for slices in by_parameter.values():
-            if fault := _gap(sorted(slices, key=lambda one: one.offset)):
-                return fault
-    return _cover_fault(found, hf_shapes(few))
-
-
-def _gap(slices: list[Slice]) -> str:
-    """Where slices in order do not follow each other without a gap."""
-    end = 0
-    for one in slices:
-        if one.offset != end:
-            return f"{one.parameter} has a slice at element {one.offset}, expected at {end}"
-        end += elements(one.block)
-    return ""
-
-
-def _stage_ranks(place: ReplicaPlace) -> Iterator[ReplicaPlace]:
-    ranks = product(range(place.pp), range(place.dp), range(place.cp), range(place.tp))
-    return (place._replace(pp_rank=pp, dp_rank=dp, cp_rank=cp, tp_rank=tp) for pp, dp, cp, tp in ranks)
-
-
-def _entries(shape: Architecture, place: ReplicaPlace) -> Iterator[Entry]:
-    """Yield the entries of all ranks that are the first of a stage or of some experts."""
-    for rank in _stage_ranks(place):
-        if not rank.expert_copy_rank and not rank.etp_rank:
-            yield from own_entries(shape, rank).values()
-
-
-def _cover_fault(found: Mapping[str, list[TensorBlock]], shapes: Shapes) -> str:
-    """Why blocks are not each element of each tensor once; empty: they are."""
-    for tensor, size in shapes.items():
-        blocks, whole = found.get(tensor, []), math.prod(size)
-        for i, one in enumerate(blocks):
-            if one.offset < 0 or one.offset + (one.rows - 1) * one.stride + one.cols > whole:
-                return f"{one} ends beyond the {whole} elements of its tensor"
-            if other := next((other for other in blocks[:i] if overlap(one, other)), None):
-                return f"{one} and {other} overlap"
-        if (covered := sum(map(elements, blocks))) != whole:
-            return f"{tensor} has {whole} elements, and the blocks {covered}"
-    return ""
-
-
-def overlap(one: TensorBlock, other: TensorBlock) -> bool:
-    """Whether two rectangles of one tensor, of which the first has its width as stride, share an element."""
-    (row, col), (other_row, other_col) = divmod(one.offset, one.stride), divmod(other.offset, one.stride)
-    rows = row < other_row + other.rows and other_row < row + one.rows
-    return rows and col < other_col + other.cols and other_col < col + one.cols

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from libra_hpc.models.architecture import read_shape
-from libra_hpc.weights.blocks import Slice, engine_fault, engine_slices
+from libra_hpc.weights.blocks import Slice, engine_slices
 from libra_hpc.weights.delta import piece_values
 from libra_hpc.weights.pieces import elements, payload_path, read_offer
 from libra_hpc.weights.weightfile import WeightFileError
@@ -51,10 +51,8 @@ class Staging:
         self, model: torch.nn.Module, model_folder: str, place: tuple[int, int], *, in_place: bool | None = None
     ) -> None:
         """``place``: tensor-parallel ranks and this one.  ``in_place``: whether parameters keep their addresses; None:
-        those of a CPU do not.  Raises `RuntimeError` where slices are no whole model."""
+        those of a CPU do not."""
         shape, (tp, rank) = read_shape(Path(model_folder)), place
-        if not rank and (fault := engine_fault(shape, tp)):
-            raise RuntimeError(f"the map of the engine's weights is wrong: {fault}")
         self._model, self._experts = model, shape.experts
         self._transposed = shape.stacked_experts
         self._places: dict[str, list[Slice]] = defaultdict(list)

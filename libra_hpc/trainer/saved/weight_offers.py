@@ -17,7 +17,7 @@ import torch
 
 from libra_hpc.trainer.device import STAGE_BYTES, to_host
 from libra_hpc.trainer.train_engine import TrainEngine
-from libra_hpc.weights.blocks import Slice, own_slices, trainer_fault, within
+from libra_hpc.weights.blocks import Slice, own_slices, within
 from libra_hpc.weights.delta import DENSE, bits_of, count_set, dense, marked
 from libra_hpc.weights.pieces import WHOLE, Encoded, Offer, elements, write_offer
 from libra_hpc.weights.safetensors_writer import TYPES
@@ -30,9 +30,6 @@ class WeightOffers:
     """See the module docstring."""
 
     def __init__(self, engine: TrainEngine, rank: int) -> None:
-        """Raises `RuntimeError` when the processes of this layout would not offer every element once."""
-        if not rank and (fault := trainer_fault(engine.shape, engine.split)):
-            raise RuntimeError(f"the map of the weights is wrong: {fault}")
         self._state, self._owner = engine.state, f"t{rank}"
         slices = own_slices(engine.shape, engine.split)
         self._spans = {name: span for name, span in engine.state.spans.items() if name in slices}
