@@ -2,7 +2,10 @@
 
 Everything is a `Slice`: a rectangle of a tensor, and its place in a flattened parameter of one process.
 
-- Trainer: `own_slices` for the parameters of one rank, `within` for the part that its optimizer owns.
+- Trainer: `own_slices` for the parameters of one rank, `within` for the part that its optimizer owns; `from_hf` and
+  `to_hf` copy by them, also gradients and moments. ``linear_qkv`` interleaves per query group: its q heads, its k head,
+  its v head. Ranks have equal shares of these rows, so with fewer groups than ranks a cut may go through a head.
+  ``linear_fc1`` holds gate and up halves *per tensor-parallel rank*.
 - Engine: `engine_slices` for the parameters of one vLLM rank, which fuses q, k and v, gate and up, and experts.
 
 A rectangle has the tensor's width as its stride, and a tensor of one dimension is one row.
@@ -12,15 +15,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
+
+import torch
 
 from libra_hpc.models.architecture import Architecture
 from libra_hpc.models.shapes import FUSED
 from libra_hpc.models.tensors import Entry, Shapes, hf_shapes
 
 from .names import ReplicaPlace, cut, own_entries, sections
-from .pieces import TensorBlock
+from .pieces import TensorBlock, elements
 
 PADDED_TO = 64
 """vLLM's vocabulary has a multiple of as many rows; those beyond the tensor's are zero."""
@@ -64,18 +69,62 @@ def own_slices(shape: Architecture, place: ReplicaPlace) -> dict[str, list[Slice
 
     Replicated parameters are those of tensor rank 0; the last stage's copy of a tied embedding is its original's.
     """
-    shapes = _matrices(shape)
+    sizes = hf_shapes(shape)
     return {
-        name: _slices(name, _trained_rows(entry, shape, place, shapes), shapes)
+        name: _part(name, entry, shape, cut(entry, place), sizes)
         for name, entry in own_entries(shape, place).items()
         if not entry.copy and (entry.expert is not None or entry.dim is not None or not place.tp_rank)
     }
 
 
-def _matrices(shape: Architecture) -> Shapes:
-    """`hf_shapes`, where a tensor of three dimensions has the rows of all its matrices."""
-    sizes = hf_shapes(shape).items()
-    return {name: size if len(size) < 3 else (math.prod(size[:-1]), size[-1]) for name, size in sizes}
+def _part(name: str, entry: Entry, shape: Architecture, own: tuple[int, int], sizes: Shapes) -> list[Slice]:
+    """Slices of a part of a parameter; ``own``: of how many, and which one, as `cut` has them."""
+    shapes = {one: _matrix(sizes[one]) for one in entry.hf}
+    return _slices(name, _trained_rows(entry, shape, own, shapes), shapes)
+
+
+def _matrix(size: tuple[int, ...]) -> tuple[int, ...]:
+    """A tensor of three dimensions has the rows of all its matrices."""
+    return size if len(size) < 3 else (math.prod(size[:-1]), size[-1])
+
+
+def from_hf(entry: Entry, get: Callable[[str], torch.Tensor], shape: Architecture, place: ReplicaPlace) -> torch.Tensor:
+    """This rank's part of a parameter; ``get`` returns a full Hugging Face tensor by name."""
+    files, own = {name: get(name) for name in entry.hf}, cut(entry, place)
+    first = files[entry.hf[0]]
+    if own == (1, 0) and entry.layout == "plain":
+        return first
+    slices = _part("", entry, shape, own, {name: tuple(file.shape) for name, file in files.items()})
+    out = first.new_empty(sum(elements(one.block) for one in slices))
+    for one in slices:
+        _there(out, one).copy_(_view(files[one.block.tensor], one.block))
+    return out.view((len(first), -1) if entry.dim == 1 and entry.layout == "plain" else (-1, *first.shape[1:]))
+
+
+def to_hf(entry: Entry, parts: list[torch.Tensor], shape: Architecture, sizes: Shapes) -> list[torch.Tensor]:
+    """Full Hugging Face tensors, in the order of ``entry.hf``, from the parts of all ranks that share the parameter.
+
+    They are fresh, contiguous memory.
+    """
+    out = {name: parts[0].new_empty(sizes[name]) for name in entry.hf}
+    parts = parts if entry.dim is not None else parts[:1]
+    for number, part in enumerate(parts):
+        for one in _part("", entry, shape, (len(parts), number), sizes):
+            _view(out[one.block.tensor], one.block).copy_(_there(part, one))
+    return list(out.values())
+
+
+def _view(tensor: torch.Tensor, block: TensorBlock) -> torch.Tensor:
+    return _strided(tensor, block, block.offset, block.stride)
+
+
+def _there(part: torch.Tensor, one: Slice) -> torch.Tensor:
+    return _strided(part, one.block, one.offset, one.stride)
+
+
+def _strided(tensor: torch.Tensor, block: TensorBlock, offset: int, stride: int) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    return flat.as_strided((block.rows, block.cols), (stride, 1), flat.storage_offset() + offset)
 
 
 def within(slices: Iterable[Slice], begin: int, end: int) -> list[Slice]:
@@ -101,7 +150,7 @@ def engine_slices(shape: Architecture, tp: int, rank: int) -> dict[str, list[Sli
 
     With fewer key/value heads than ranks several ranks have the same head.
     """
-    shapes = _matrices(shape)
+    shapes = {name: _matrix(size) for name, size in hf_shapes(shape).items()}
     out: dict[str, list[Slice]] = defaultdict(list)
     for entry in own_entries(shape, ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)).values():
         parameter, rows, base = _engine_rows(entry, shape, tp, rank, shapes)
@@ -134,9 +183,8 @@ def _span(count: int, parts: int, part: int) -> tuple[int, int]:
     return part * each, (part + 1) * each
 
 
-def _trained_rows(entry: Entry, shape: Architecture, place: ReplicaPlace, shapes: Shapes) -> Iterator[_Rows]:
-    parts, part = cut(entry, place)
-    first = shapes[entry.hf[0]]
+def _trained_rows(entry: Entry, shape: Architecture, own: tuple[int, int], shapes: Shapes) -> Iterator[_Rows]:
+    first, (parts, part) = shapes[entry.hf[0]], own
     if entry.layout == "gated":
         ffn = first[0] // (3 - len(entry.hf))
         begin, end = _span(ffn, parts, part)

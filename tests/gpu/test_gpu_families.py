@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.trainer.device import choose_device, local_store
 from libra_hpc.trainer.model.delta_net import choose_rule, rule_fault
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Pack, decode, pack
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.train_engine import TrainEngine, close_world, init_world
-from libra_hpc.weights.names import ReplicaPlace, own_entries, to_hf
+from libra_hpc.weights.blocks import to_hf
+from libra_hpc.weights.names import ReplicaPlace, own_entries
 from tests.trainer.batches import samples
 from tests.trainer.support import OPTIMIZER, make_model
 from tests.trainer.test_prefixes import alike
@@ -84,10 +86,10 @@ def test_a_gpu_trains_as_transformers_on_a_cpu(
         differences.append((mine - want.detach()).abs())
     assert torch.cat(differences).quantile(quantile) < near
     theirs = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    parameters, compared = engine.named_parameters(), 0
+    parameters, sizes, compared = engine.named_parameters(), hf_shapes(engine.shape), 0
     for ours, entry in own_entries(engine.shape, gpu_world).items():
         gradient = parameters[ours].main_grad.float().cpu()  # type: ignore[attr-defined]
-        for name, part in zip(entry.hf, to_hf(entry, [gradient], engine.shape), strict=True):
+        for name, part in zip(entry.hf, to_hf(entry, [gradient], engine.shape, sizes), strict=True):
             if name in theirs and theirs[name].shape == part.shape and theirs[name].abs().max() > 1e-6:
                 compared += 1
                 assert torch.cosine_similarity(part.flatten(), theirs[name].flatten(), 0) > cosine, name

@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from libra_hpc.models.supported import TRAINED, in_float32
+from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Pack, decode, pack
 from libra_hpc.trainer.saved import checkpoint
-from libra_hpc.weights.names import ReplicaPlace, to_hf, trained_entries
+from libra_hpc.weights.blocks import to_hf
+from libra_hpc.weights.names import ReplicaPlace, trained_entries
 
 from .batches import loss_logprobs, loss_tokens, samples, train_step
 from .settings import MICRO_TOKENS, optimizer
@@ -119,10 +121,10 @@ def test_logprobs_gradients_and_files_equal_those_of_transformers(
             buffer.zero_()
     reference.save_pretrained(tmp_path / "gradients")
     expected = load_file(tmp_path / "gradients" / "model.safetensors")
-    parameters = engine.named_parameters()
+    parameters, sizes = engine.named_parameters(), hf_shapes(engine.shape)
     for ours, entry in trained_entries(engine.shape, world).items():
         gradient = parameters[ours].main_grad  # type: ignore[attr-defined]
-        for theirs, part in zip(entry.hf, to_hf(entry, [gradient], engine.shape), strict=True):
+        for theirs, part in zip(entry.hf, to_hf(entry, [gradient], engine.shape, sizes), strict=True):
             assert (part - expected.pop(theirs)).abs().max() < 1e-5, theirs
     assert all(map(in_float32, expected))
 

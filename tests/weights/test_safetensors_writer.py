@@ -14,7 +14,8 @@ from libra_hpc.models.architecture import Architecture, read_shape
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.supported import FAMILIES, TRAINED, in_float32
 from libra_hpc.models.tensors import hf_shapes, stage_entries
-from libra_hpc.weights.names import ReplicaPlace, from_hf, to_hf
+from libra_hpc.weights.blocks import from_hf, to_hf
+from libra_hpc.weights.names import ReplicaPlace
 from libra_hpc.weights.safetensors_writer import write_safetensors
 from libra_hpc.weights.weightfile import tensor_bytes
 
@@ -53,7 +54,8 @@ def architecture(folder: Path, kind: str, **keys: Any) -> Architecture:
 @pytest.mark.parametrize("kind", TRAINED)
 def test_cut_tensors_put_together_are_the_same_bits(kind: str, groups: int, tmp_path: Path) -> None:
     shape = architecture(tmp_path, kind, num_key_value_heads=groups)
-    files = {name: torch.randn(size) for name, size in hf_shapes(shape).items()}
+    sizes = hf_shapes(shape)
+    files = {name: torch.randn(size) for name, size in sizes.items()}
     for tp in (1, 2, 4):
         together: dict[str, torch.Tensor] = {}
         for pp_rank in range(2):
@@ -63,7 +65,7 @@ def test_cut_tensors_put_together_are_the_same_bits(kind: str, groups: int, tmp_
                     places = [place._replace(ep=tp, etp=1) for place in places]
                 parts = [from_hf(entry, files.__getitem__, shape, place) for place in places]
                 assert len({part.shape for part in parts}) == 1
-                together.update(zip(entry.hf, to_hf(entry, parts, shape), strict=True))
+                together.update(zip(entry.hf, to_hf(entry, parts, shape, sizes), strict=True))
         assert together.keys() == files.keys()
         assert all(torch.equal(together[name], tensor) for name, tensor in files.items())
 

@@ -22,7 +22,8 @@ from libra_hpc.state import state_folders as folders
 from libra_hpc.state.state_folders import WEIGHTS_FILE
 from libra_hpc.state.store import resolve
 from libra_hpc.trainer.train_engine import TrainEngine
-from libra_hpc.weights.names import from_hf, own_entries, to_hf, trained_entries
+from libra_hpc.weights.blocks import from_hf, to_hf
+from libra_hpc.weights.names import own_entries, trained_entries
 from libra_hpc.weights.safetensors_writer import TYPES, write_safetensors
 from libra_hpc.weights.weightfile import tensor_bytes
 
@@ -44,7 +45,7 @@ def write_policy(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
     tensors = (
         pair
         for name, entry in entries.items()
-        for pair in zip(entry.hf, to_hf(entry, [parameters[name].detach()], engine.shape), strict=True)
+        for pair in zip(entry.hf, to_hf(entry, [parameters[name].detach()], engine.shape, shapes), strict=True)
     )
     # Rename: ``folder`` may be the one from which the weights were read.
     partial = folder / f".{WEIGHTS_FILE}{folders.TEMPORARY}"

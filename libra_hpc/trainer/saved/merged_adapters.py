@@ -29,7 +29,8 @@ from libra_hpc.trainer.model.mcore import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from libra_hpc.trainer.packed_model import PackedModel
-from libra_hpc.weights.names import ReplicaPlace, from_hf, own_entries
+from libra_hpc.weights.blocks import from_hf
+from libra_hpc.weights.names import ReplicaPlace, own_entries
 
 from .host_weights import HostWeights, host_weights
 from .optimizer_state import OptimizerState

@@ -15,7 +15,8 @@ import torch
 
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.trainer.packed_model import PackedModel
-from libra_hpc.weights.names import from_hf, own_entries
+from libra_hpc.weights.blocks import from_hf
+from libra_hpc.weights.names import own_entries
 
 from .checkpoint import TensorFiles
 from .host_weights import host_weights

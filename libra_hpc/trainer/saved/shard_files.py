@@ -25,7 +25,8 @@ from libra_hpc.models.architecture import Architecture
 from libra_hpc.models.tensors import Entry, hf_shapes
 from libra_hpc.process.retry import patiently
 from libra_hpc.state import state_folders as folders
-from libra_hpc.weights.names import ReplicaPlace, cut, from_hf, to_hf, trained_entries
+from libra_hpc.weights.blocks import from_hf, to_hf
+from libra_hpc.weights.names import ReplicaPlace, cut, trained_entries
 from libra_hpc.weights.safetensors_writer import write_safetensors
 
 from .optimizer_state import OptimizerState
@@ -117,7 +118,7 @@ class ShardFiles:
         for index in range(saved := self._parts[name]):
             size = self._part_shape(entry, saved, index)
             parts.append(self._span(kind, name, index, 0, size.numel()).view(size))
-        return to_hf(entry, parts, self._shape)
+        return to_hf(entry, parts, self._shape, self._hf_shapes)
 
     def _part_shape(self, entry: Entry, parts: int, part: int) -> torch.Size:
         def empty(name: str) -> torch.Tensor:
