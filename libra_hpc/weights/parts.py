@@ -10,14 +10,11 @@ What came is checked by the part's own manifest, which has the checksums with wh
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -39,32 +36,23 @@ _listed = msgspec.json.Decoder(Listing)
 """Bytes of every file, by its name."""
 
 
-class SentBytes(Protocol):
-    """What a server sends: an offer of weights, or a part."""
-
-    manifest: bytes
-    file: int
-    size: int
-    removed: bool
-
-    def available(self, begin: int, end: int, wait_s: float = 0.0) -> int:
-        """End of what is there of [begin, end)."""
-
-
-class _Part:
-    """The listing of a part (``file`` -1), or one of its files."""
+class ServedPart:
+    """The listing of a part (``file`` -1), or one of its files; a server sends it as it sends an offer."""
 
     removed = False
 
     def __init__(self, manifest: bytes, file: int, size: int) -> None:
         self.manifest, self.file, self.size = manifest, file, size
 
+    def __del__(self) -> None:
+        if self.file >= 0:
+            os.close(self.file)
+
     def available(self, begin: int, end: int, wait_s: float = 0.0) -> int:
         return end
 
 
-@contextlib.contextmanager
-def served_part(folder: Path, writer: str) -> Iterator[SentBytes]:
+def served_part(folder: Path, writer: str) -> ServedPart:
     """What ``writer`` names; raises `Absent` for anything else than a part or a file of one."""
     names = writer.removeprefix(PART).split("/")
     if not 2 <= len(names) <= 3 or not names[0].isdecimal() or any(not _plain(name) for name in names):
@@ -73,15 +61,11 @@ def served_part(folder: Path, writer: str) -> Iterator[SentBytes]:
     try:
         if len(names) == 2:
             listing = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
-            yield _Part(msgspec.json.encode(listing), -1, 0)
-            return
+            return ServedPart(msgspec.json.encode(listing), -1, 0)
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
         raise Absent(error_text(error)) from error
-    try:
-        yield _Part(b"", file, os.fstat(file).st_size)
-    finally:
-        os.close(file)
+    return ServedPart(b"", file, os.fstat(file).st_size)
 
 
 def pull_part(caller: Caller, peer: Peer, source: str, target: Path) -> None:

@@ -12,13 +12,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -27,8 +25,8 @@ from libra_hpc.protocol.callers import PROVE_S, Unproven
 from libra_hpc.protocol.joining import guest_secret, is_guest
 
 from .bandwidth import BandwidthPace
-from .offers import UNKNOWN_S, OfferStore
-from .parts import PART, SentBytes, served_part
+from .offers import UNKNOWN_S, OfferStore, StoredOffer
+from .parts import PART, ServedPart, served_part
 from .receiver import ArrivingImage
 from .wire import (
     ABSENT,
@@ -124,34 +122,31 @@ class CarrierServer:
             except OSError:
                 pass  # the caller left, or does not read
 
-    def _answer(self, stream: socket.socket, rank: int, fetch: Fetch) -> SentBytes | None:
+    def _answer(self, stream: socket.socket, rank: int, fetch: Fetch) -> StoredOffer | ServedPart | None:
         try:
             if fetch.writer == IMAGE:
                 self._send_blocks(stream, fetch)
                 return None
-            with self._found(stream, rank, fetch) as offer:
-                if fetch.end < 0:
-                    manifest = CRC32.pack(crc32(offer.manifest)) + offer.manifest
-                    stream.sendall(HEADER.pack(MANIFEST, len(manifest)) + manifest)
-                elif 0 <= fetch.begin <= fetch.end <= offer.size:
-                    self._send_range(stream, offer, fetch.begin, fetch.end)
-                else:
-                    raise WireError(f"bytes {fetch.begin} to {fetch.end} of an offer of {offer.size}")
-                return offer
+            offer = self._found(stream, rank, fetch)
+            if fetch.end < 0:
+                manifest = CRC32.pack(crc32(offer.manifest)) + offer.manifest
+                stream.sendall(HEADER.pack(MANIFEST, len(manifest)) + manifest)
+            elif 0 <= fetch.begin <= fetch.end <= offer.size:
+                self._send_range(stream, offer, fetch.begin, fetch.end)
+            else:
+                raise WireError(f"bytes {fetch.begin} to {fetch.end} of an offer of {offer.size}")
+            return offer
         except Absent as absent:
             reason = str(absent).encode()
             stream.sendall(HEADER.pack(ABSENT, len(reason)) + reason)
             return None
 
-    @contextlib.contextmanager
-    def _found(self, stream: socket.socket, rank: int, fetch: Fetch) -> Iterator[SentBytes]:
-        if fetch.writer.startswith(PART):
-            if self._parts is None or is_guest(rank):
-                raise Absent("no snapshots are served here")
-            with served_part(self._parts, fetch.writer) as part:
-                yield part
-            return
-        yield self._store.awaited(fetch.version, fetch.writer, lambda: stream.sendall(HEADER.pack(WAITING, 0)))
+    def _found(self, stream: socket.socket, rank: int, fetch: Fetch) -> StoredOffer | ServedPart:
+        if not fetch.writer.startswith(PART):
+            return self._store.awaited(fetch.version, fetch.writer, lambda: stream.sendall(HEADER.pack(WAITING, 0)))
+        if self._parts is None or is_guest(rank):
+            raise Absent("no snapshots are served here")
+        return served_part(self._parts, fetch.writer)
 
     def _send_blocks(self, stream: socket.socket, fetch: Fetch) -> None:
         begin, until = fetch.begin, time.monotonic() + UNKNOWN_S
@@ -177,7 +172,7 @@ class CarrierServer:
                 stream.sendall(data[at : at + step])
             begin += len(data)
 
-    def _send_range(self, stream: socket.socket, offer: SentBytes, begin: int, end: int) -> None:
+    def _send_range(self, stream: socket.socket, offer: StoredOffer | ServedPart, begin: int, end: int) -> None:
         """Frames as the bytes come."""
         while begin < end:
             available = offer.available(begin, end, WAITING_S)

@@ -70,15 +70,6 @@ def test_whole_versions_arrive_in_the_pages_of_removed_ones_and_changes_free_the
     assert spares() == 0
 
 
-def test_a_node_sends_on_what_it_has_so_far(chain: Chain) -> None:
-    chain.link(1, 0, bytes_per_s=8e6)
-    onward = chain.link(2, 1)
-    chain.write(0, -1)
-    passed(onward, 4_000_000)
-
-    assert not chain.nodes[1].all(VersionHere)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_those_behind_a_lost_node_go_on_where_they_were_with_the_one_before_it(
     chain: Chain, number: signal.Signals
@@ -134,26 +125,6 @@ def test_a_pull_takes_at_least_the_time_of_its_budget(chain: Chain, bytes_per_s:
     assert not guest.all(PieceRefused) + guest.all(Stalled)
 
 
-def test_a_foreign_offer_under_a_published_name_is_refused(chain: Chain) -> None:
-    chain.write(0, -1)
-    for node in chain.nodes:
-        node.wait(VersionHere)
-    chain.write(1, 0)
-    chain.nodes[1].wait(VersionHere, here(1))
-    # The writer of version 3 has a manifest of version 1 in its place.
-    source, target = (offer_path(chain.nodes[0].folder, version, WRITER) for version in (1, 3))
-    target.write_bytes(source.read_bytes())
-    payload_path(target).write_bytes(payload_path(source).read_bytes())
-    chain.publish(3, 1)
-
-    refused = chain.nodes[0].wait(PieceRefused)
-
-    assert (refused.version, refused.own) == (3, True)
-    assert "version 1 of" in refused.reason
-    assert all(message.version < 3 for node in chain.nodes for message in node.all(VersionHere))
-
-
-@pytest.mark.nightly
 def test_a_truncated_offer_is_refused_by_its_own_node_and_replaced_by_whole_tensors(chain: Chain) -> None:
     chain.write(0, -1)
     for node in chain.nodes:
