@@ -7,10 +7,7 @@
 
 from __future__ import annotations
 
-import json
-import struct
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from libra_hpc.files import write_atomic
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.link import PeerLost
 from libra_hpc.weights.pieces import WHOLE, Encoded, Offer, TensorBlock, write_offer
+from libra_hpc.weights.weightfile import file_header
 
 TENSOR = "simulated.step"
 ELEMENTS = 4096
@@ -30,8 +28,6 @@ PARTS = 4
 """Parts of the tensor; a step changes one of them, so a node that lacks an update has other weights."""
 MEET_POLL_S = 0.01
 """Seconds between two checks of the rendezvous files."""
-ALIGN = 8
-"""The header of a safetensors file is padded to a multiple of this many bytes."""
 
 
 def image_shapes() -> dict[str, tuple[int, ...]]:
@@ -68,21 +64,13 @@ def holds(image: Path, step: int) -> bool:
 
 def weight_file(step: int) -> bytes:
     """Content of a safetensors file with the weights of a step."""
-    data = weights(step).tobytes()
-    header = json.dumps({TENSOR: {"dtype": "F32", "shape": [ELEMENTS], "data_offsets": [0, len(data)]}}).encode()
-    header += b" " * (-len(header) % ALIGN)
-    return struct.pack("<Q", len(header)) + header + data
+    return file_header(image_shapes(), "F32")[0] + weights(step).tobytes()
 
 
-def export(path: Path, step: int) -> tuple[int, int]:
-    """Write the weights of ``step`` atomically; returns crc32 and size of the file.
-
-    When there is no room, raises `OSError` and leaves nothing behind.
-    """
-    data = weight_file(step)
+def export(path: Path, step: int) -> None:
+    """Write the weights of ``step``; raises `OSError`, and leaves nothing behind, when there is no room."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, data)
-    return zlib.crc32(data), len(data)
+    write_atomic(path, weight_file(step))
 
 
 def write(folder: Path, step: int, updates: int) -> folders.Manifest:
