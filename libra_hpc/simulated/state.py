@@ -62,15 +62,10 @@ def holds(image: Path, step: int) -> bool:
     return image.read_bytes().endswith(weights(step).tobytes())
 
 
-def weight_file(step: int) -> bytes:
-    """Content of a safetensors file with the weights of a step."""
-    return file_header(image_shapes(), "F32")[0] + weights(step).tobytes()
-
-
 def export(path: Path, step: int) -> None:
     """Write the weights of ``step``; raises `OSError`, and leaves nothing behind, when there is no room."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, weight_file(step))
+    write_atomic(path, file_header(image_shapes(), "F32")[0] + weights(step).tobytes())
 
 
 def write(folder: Path, step: int, updates: int) -> folders.Manifest:

@@ -204,7 +204,7 @@ class Carrier:
             self._caller,
             image=self._image,
             store=self._store,
-            complete=self._on_whole,
+            complete=self._whole.put,
             report=agent.send,
         )
         self._engines: int | None = None
@@ -239,9 +239,6 @@ class Carrier:
         for path in sorted(folder.glob("offer-*.manifest")):
             with contextlib.suppress(OSError, WeightFileError):
                 self._store.add(StoredOffer(read_offer(path), path.read_bytes(), path))
-
-    def _on_whole(self, message: Publish, offers: Sequence[Landed]) -> None:
-        self._whole.put((message, offers))
 
     def _write_image(self) -> None:
         pending: deque[tuple[Publish, Sequence[Landed]]] = deque()

@@ -55,7 +55,7 @@ class Puller:
         *,
         image: ImageSource,
         store: OfferStore,
-        complete: Callable[[Publish, Sequence[Landed]], None],
+        complete: Callable[[tuple[Publish, Sequence[Landed]]], None],
         report: Report,
     ) -> None:
         """``complete`` gets every version, in order, with its offers."""
@@ -147,7 +147,8 @@ class Puller:
 
     def _take_image(self, message: Publish, version: int) -> None:
         """Pull an image at ``version`` or later; what comes goes on where it was.  Raises as `_take`."""
-        began, peers = time.monotonic(), self._sources(message)
+        began, others = time.monotonic(), [peer for peer in message.chain if peer.rank != self._rank]
+        peers = nodes_before(message, self._rank) or others
         if not peers:
             self._report(Stalled(message.version, IMAGE, 0, "no other node has an image"))
             raise PassedOver
@@ -166,7 +167,7 @@ class Puller:
         self._store.whole(self.have)
         files = tuple(str(offer.path) for offer in stored if isinstance(offer, StoredOffer))
         self._report(VersionHere(self.have, message.base, files, sum(offer.size for offer in stored), wire_s))
-        self._complete(message, stored)
+        self._complete((message, stored))
 
     def _offer(self, message: Publish, writer: str, peers: list[Peer]) -> StoredOffer:
         """One offer, whole and intact."""
@@ -249,7 +250,3 @@ class Puller:
     def _wait(self, seconds: float) -> None:
         with self._published:
             self._published.wait(seconds)
-
-    def _sources(self, message: Publish) -> list[Peer]:
-        """Nodes whose image may be taken: the nearest one before this, at the end the first one of the chain."""
-        return nodes_before(message, self._rank) or [peer for peer in message.chain if peer.rank != self._rank]

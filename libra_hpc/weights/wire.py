@@ -98,19 +98,15 @@ class Caller:
 
     def manifest(self, peer: Peer, fetch: Fetch) -> bytes:
         """Raises `OSError`, `WireError`, also for bytes that were changed on the way, and `Absent`."""
-        asked = time.monotonic()
         with call(peer, self._rank, self._secret) as stream:
             send_fetch(stream, fetch)
-            for kind, length in frames(stream):
-                if kind == MANIFEST:
-                    data = read(stream, length)
-                    if CRC32.pack(crc32(data[CRC32.size :])) != data[: CRC32.size]:
-                        raise DamagedError("The manifest has another checksum.")
-                    return data[CRC32.size :]
-                if kind == DATA:
-                    raise WireError("bytes came for a manifest")
-                end_idle(asked)
-        raise ConnectionError("the connection was closed")
+            kind, length = next(frames(stream))
+            if kind != MANIFEST:
+                raise WireError("bytes came for a manifest")
+            data = read(stream, length)
+        if CRC32.pack(crc32(data[CRC32.size :])) != data[: CRC32.size]:
+            raise DamagedError("The manifest has another checksum.")
+        return data[CRC32.size :]
 
     def receive(
         self,
@@ -139,7 +135,7 @@ class Caller:
                 failed(error)
 
     def _receive(self, peer: Peer, fetch: Fetch, payload: memoryview, arrived: Callable[[int, int], None]) -> None:
-        at, came = fetch.begin, time.monotonic()
+        at = fetch.begin
         with call(peer, self._rank, self._secret) as stream:
             send_fetch(stream, fetch)
             lease: tuple[int, int] | None = None
@@ -149,9 +145,6 @@ class Caller:
                     continue
                 if kind == MANIFEST or at + length > fetch.end:
                     raise WireError("more came than was asked for")
-                if kind == WAITING:
-                    end_idle(came)
-                    continue
                 begin, end = at, at + length
                 while at < end:
                     last = int(min(at + min(READ_BYTES, self._pace.most), end))
@@ -164,7 +157,6 @@ class Caller:
                     if crc32(payload[begin:end]) != lease[1]:
                         raise DamagedError("A block of the image has another checksum.")
                     arrived(end, lease[0])
-                came = time.monotonic()
                 if at == fetch.end:
                     return
 
@@ -244,25 +236,23 @@ def read_fetch(stream: socket.socket) -> Fetch:
 
 
 def frames(stream: socket.socket) -> Iterator[tuple[int, int]]:
-    """(kind, bytes that follow) of each frame; the caller reads those bytes before the next one.
+    """(kind, bytes that follow) of each frame but signs of life; the caller reads those bytes before the next one.
 
-    Raises `Absent` with the server's reason.
+    Raises `Absent` with the server's reason, and `TimeoutError` when signs of life alone came for `IDLE_S`.
     """
+    came = time.monotonic()
     while True:
         kind, length = HEADER.unpack(read(stream, HEADER.size))
         if kind == ABSENT:
             raise Absent(read(stream, min(length, MOST_FETCH)).decode(errors="replace"))
-        if kind not in (MANIFEST, DATA, WAITING, LEASED) or length > (
-            MOST_MANIFEST if kind == MANIFEST else FRAME_BYTES
-        ):
+        if kind == WAITING:
+            if time.monotonic() - came > IDLE_S:
+                raise TimeoutError(f"nothing came for {IDLE_S:.0f} s")
+            continue
+        if kind not in (MANIFEST, DATA, LEASED) or length > (MOST_MANIFEST if kind == MANIFEST else FRAME_BYTES):
             raise WireError(f"a frame of kind {kind} and {length} bytes")
         yield kind, length
-
-
-def end_idle(came: float) -> None:
-    """Raise `TimeoutError` when the last byte came `IDLE_S` ago."""
-    if time.monotonic() - came > IDLE_S:
-        raise TimeoutError(f"nothing came for {IDLE_S:.0f} s")
+        came = time.monotonic()
 
 
 def _proof(secret: bytes, side: bytes, nonce: bytes, rank: int) -> bytes:

@@ -23,7 +23,7 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulated import tokens
-from libra_hpc.simulated.state import ELEMENTS, image_shapes, offer, weight_file, weights
+from libra_hpc.simulated.state import ELEMENTS, image_shapes, offer, weights
 from libra_hpc.state import state_folders as folders
 from libra_hpc.traces.read import write_trace
 from libra_hpc.trainer.settings import write_config
@@ -192,13 +192,6 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
             assert "cannot run step 3" in link.until(train.PortionDone).error, "it lacks the part before"
     with trainer_link(tmp_path / "c", modelled, start_dir=str(snapshot)) as rebuilt:
         assert rebuilt.until(EngineState).version == 2, "from the snapshot"
-
-
-def test_weight_files_are_safetensors(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors")
-    (tmp_path / "w.safetensors").write_bytes(weight_file(7))
-    with safetensors.safe_open(tmp_path / "w.safetensors", framework="np") as file:
-        assert (file.get_tensor("simulated.step") == weights(7)).all()
 
 
 def test_changes_of_steps_put_together_are_the_weights_of_the_last(tmp_path: Path) -> None:
