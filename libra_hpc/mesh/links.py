@@ -232,36 +232,21 @@ class _Reader:
         self._stream, self.buffered = stream, bytearray()
 
     async def exactly(self, count: int) -> bytes:
-        if count > JOIN_BYTES:
-            large = bytearray()
-            while (ready := len(large)) < count:
-                large.extend(bytes(min(count - ready, max(ready, TURN_BYTES))))
-                with memoryview(large) as view:
-                    await self.into(view[ready:])
-            return bytes(large)
+        since = 0
         while len(self.buffered) < count:
-            more = await asyncio.get_running_loop().sock_recv(self._stream, JOIN_BYTES)
+            size = min(max(count - len(self.buffered), JOIN_BYTES), TURN_BYTES)
+            more = await asyncio.get_running_loop().sock_recv(self._stream, size)
             if not more:
                 raise EOFError
             self.buffered += more
-        data = self.buffered[:count]
-        del self.buffered[:count]
-        return bytes(data)
-
-    async def into(self, view: memoryview) -> None:
-        ready = min(len(view), len(self.buffered))
-        view[:ready] = self.buffered[:ready]
-        del self.buffered[:ready]
-        since = 0
-        while ready < len(view):
-            more = await asyncio.get_running_loop().sock_recv_into(self._stream, view[ready : ready + TURN_BYTES])
-            if not more:
-                raise EOFError
-            ready += more
-            since += more
+            since += len(more)
             if since >= TURN_BYTES:
                 since = 0
                 await asyncio.sleep(0)
+        with memoryview(self.buffered) as view:
+            data = bytes(view[:count])
+        del self.buffered[:count]
+        return data
 
 
 class Seal:

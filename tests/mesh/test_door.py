@@ -21,6 +21,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.door import ask_config, ask_to_join, check_record, close_door, open_door, read_record, shown
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.world import Endpoint, World
+from libra_hpc.process.node_topology import PORTS
 from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.joining import (
     FIRST_GUEST,
@@ -58,6 +59,7 @@ async def serving(run: RunDir, answer: Answer) -> AsyncIterator[tuple[DoorRecord
 async def test_a_guest_that_was_admitted_talks_with_every_rank_that_it_was_announced_to(tmp_path: Path) -> None:
     async with serving(RunDir(tmp_path), admitted) as (record, meshes, received):
         world, addresses = await ask_to_join(RunDir(tmp_path), record, "")
+        assert world.listener.getsockname()[1] in PORTS, "a firewall may let through no others"
         got = list[tuple[int, Any]]()
         guest = Mesh(world, lambda source, message: got.append((source, message)))
         task = asyncio.create_task(guest.run())
