@@ -35,8 +35,6 @@ from .wire import IMAGE, Absent, Caller, DamagedError, Fetch, WireError
 
 RETRY_S, RETRY_MAX_S = 0.2, 5.0
 """Pauses after all nodes were asked in vain."""
-STREAMS = 4
-"""Of an image, side by side: one reaches 2.5 GB/s. Double: 400 Gb/s networks, more threads for every node behind."""
 MOST_THREADS = 1024
 """Never reached: work that waits for other work must not wait for a thread. Threads begin when they are needed."""
 
@@ -153,11 +151,11 @@ class Puller:
             self._report(Stalled(message.version, IMAGE, 0, "no other node has an image"))
             raise PassedOver
         image = self._arriving = self._image.arriving = self._arriving or ArrivingImage(self._folder, self._image.size)
-        routes = [self._route(message, IMAGE, peers) for _ in range(STREAMS)]
+        route = self._route(message, IMAGE, peers)
         try:
-            image.receive(self._caller, version, routes, self._threads, self._report)
+            image.receive(self._caller, version, route, self._report)
         except PassedOver:
-            self._report(Stalled(message.version, IMAGE, image.received, routes[0].reason))
+            self._report(Stalled(message.version, IMAGE, image.received, route.reason))
             raise
         self._here(structs.replace(message, version=image.version, base=-1), [image], time.monotonic() - began)
 

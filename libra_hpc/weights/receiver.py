@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -132,33 +131,23 @@ class ArrivingImage:
         # Another version of it may have begun to arrive.
         return (found, data) if data and self.versions[begin // BLOCK_BYTES] == found else None
 
-    def receive(
-        self, caller: Caller, version: int, routes: Sequence[Route], threads: Executor, report: Callable[[Any], None]
-    ) -> None:
+    def receive(self, caller: Caller, version: int, route: Route, report: Callable[[Any], None]) -> None:
         """Get the blocks that are not at ``version`` or a newer one; raises `PassedOver`."""
 
-        def run(blocks: np.ndarray, route: Route) -> None:
-            def failed(error: Exception) -> None:
-                if isinstance(error, DamagedError):
-                    report(PieceRefused(version, IMAGE, f"of rank {route.peer.rank}: {error}"))
-                route.failed(error)
+        def failed(error: Exception) -> None:
+            if isinstance(error, DamagedError):
+                report(PieceRefused(version, IMAGE, f"of rank {route.peer.rank}: {error}"))
+            route.failed(error)
 
-            def came(begin: int, end: int, version: int) -> None:
-                self.arrived(begin, end, version)
-                route.came()
-
-            for part in np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1) if len(blocks) else ():
-                begin, end = int(part[0]) * BLOCK_BYTES, min(self.size, (int(part[-1]) + 1) * BLOCK_BYTES)
-                caller.receive(lambda: route.peer, Fetch(version, IMAGE, begin, end), self.view, came, failed)
+        def came(begin: int, end: int, version: int) -> None:
+            self.arrived(begin, end, version)
+            route.came()
 
         left = np.flatnonzero(self.versions < version)
         self.versions[left] = WHOLE
-        parts = np.array_split(left, len(routes))
-        pulls = [threads.submit(run, *one) for one in zip(parts, routes, strict=True)]
-        # All have ended before the next try: no other thread writes a block then.
-        for error in [pull.exception() for pull in pulls]:
-            if error is not None:
-                raise error
+        for part in np.split(left, np.flatnonzero(np.diff(left) > 1) + 1) if len(left) else ():
+            begin, end = int(part[0]) * BLOCK_BYTES, min(self.size, (int(part[-1]) + 1) * BLOCK_BYTES)
+            caller.receive(lambda: route.peer, Fetch(version, IMAGE, begin, end), self.view, came, failed)
 
 
 class OfferReceiver:
