@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .sizes import CHECKS, PRODUCT, statements, user_pages, words
 
-MOST_PRODUCT, MOST_CHECKS, MOST_WORDS = 40_852, 35_363, 28_968
+MOST_PRODUCT, MOST_CHECKS, MOST_WORDS = 40_316, 35_027, 28_816
 """A commit may only lower them, to what is there."""
 
 

@@ -188,23 +188,6 @@ async def test_a_stream_that_is_closed_at_the_other_end_is_noticed_before_the_ne
     assert (received, broken) == ([(0, b"one"), (0, b"two")], [1])
 
 
-async def test_a_stream_that_broke_in_the_middle_carries_nothing_more_until_reopened() -> None:
-    async with serving() as (ranks, received):
-        broken = list[int]()
-        link = Outgoing(ranks[0], 1, broken.append)
-        link.put(b"1")
-        await until(lambda: received)
-        assert link._socket is not None
-        link._socket.shutdown(socket.SHUT_RDWR)
-        link.put(b"2")
-        await until(lambda: broken)
-        link.put(b"3")
-        link.reopen()
-        link.put(b"4")
-        await until(lambda: len(received) == 2)
-        assert [frame for _, frame in received] == [b"1", b"4"]
-
-
 async def test_a_rank_stays_unreachable_after_it_is_tried_again_until_it_is_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
