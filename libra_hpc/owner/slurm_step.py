@@ -150,13 +150,8 @@ def job_facts(environ: Mapping[str, str]) -> dict[str, str]:
         os.environ["SLURM_TIME_FORMAT"] = "standard"
         code, text = ask_slurm("squeue", "--noheader", f"--jobs={job}", "--format=%e")
         end = text.split()[0] if code == 0 and text.split() else ""
-    settings = dict(
-        line.replace(" ", "").split("=", 1)
-        for line in ask_slurm("scontrol", "show", "config")[1].splitlines()
-        if "=" in line
-    )
-    wait = "".join(filter(str.isdecimal, settings.get("KillWait", "")))
-    return {JOB_END: end, KILL_WAIT: wait}
+    wait = re.search(r"^KillWait\s*=\s*(\d+)", ask_slurm("scontrol", "show", "config")[1], re.MULTILINE)
+    return {JOB_END: end, KILL_WAIT: wait[1] if wait else ""}
 
 
 def why_down(node: str) -> str:

@@ -58,7 +58,6 @@ class MeasurementReplica:
         self._children: list[Child] = []
         self._answers: dict[Child, asyncio.Queue[Any]] = {}
         """Answers of each process; None: it has ended."""
-        self._connected: set[Child] = set()
         try:
             self._loop.run_until_complete(self._start(config, changes))
         except BaseException:
@@ -111,13 +110,12 @@ class MeasurementReplica:
         return self.answer(kind)
 
     def end(self) -> None:
-        """Stop the processes; those that do not leave, or have not connected, are killed."""
+        """Stop the processes; those that do not leave are killed."""
         self._loop.run_until_complete(self._stop())
         self._loop.close()
 
     async def _stop(self) -> None:
-        stops = (child.stop(LEAVE_S if child in self._connected else 0.0) for child in self._children)
-        await asyncio.gather(*stops)
+        await asyncio.gather(*(child.stop(LEAVE_S) for child in self._children))
 
     async def _next(self, child: Child) -> Any:
         """Its next message; None when it has ended or hangs."""
@@ -126,7 +124,6 @@ class MeasurementReplica:
         return None
 
     def _received(self, child: Child, message: Any) -> None:
-        self._connected.add(child)
         if not isinstance(message, Doing):
             self._answers[child].put_nowait(message)
 
