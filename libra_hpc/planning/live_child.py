@@ -52,11 +52,9 @@ ANSWERS: Codec[PlanDecision] = Codec(PlanDecision)
 class PlayerProcess:
     """The player of a run, which answers late; `close` ends its process.  It is asked in an event loop."""
 
-    def __init__(
-        self, config: RunConfig, repartition_after: float = -inf, log: Path = Path(os.devnull), limit_s: float = LIMIT_S
-    ) -> None:
+    def __init__(self, config: RunConfig, repartition_after: float = -inf, log: Path = Path(os.devnull)) -> None:
         self._setup, self._log = PlaySetup(config.as_data(), repartition_after), log
-        self._limit_s, self._idle = limit_s, _nothing_to_decide(config)
+        self._idle = _nothing_to_decide(config)
         self._child: Child | None = None
         self._asked: float | None = None
         """When the question was asked that has no answer yet, or whose answer was not taken."""
@@ -74,8 +72,8 @@ class PlayerProcess:
             self._playing().send(Question(snapshot, now))
             return self._held
         if self._answer is None:
-            if now - self._asked > self._limit_s:
-                self.close(f"the coming work was not played within {self._limit_s:.0f} s")
+            if now - self._asked > LIMIT_S:
+                self.close(f"the coming work was not played within {LIMIT_S:.0f} s")
             return self._held
         decision, self._asked, self._answer = self._answer, None, None
         self._held = decision if decision.action == "hold" else PLAYS

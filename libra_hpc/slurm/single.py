@@ -174,7 +174,6 @@ def run_single(
     name: str,
     folder: Path,
     executor: Literal["slurm", "local"] = "slurm",
-    partition: str = "",
     cpus: int = 1,
     mem: str = "2G",
     time_limit: str = "01:00:00",
@@ -208,8 +207,6 @@ def run_single(
         return Handle(name, local.submit(function, *args))
     slurm = EnvironmentExecutor(folder, env, python, options)
     given: dict[str, Any] = {"job_name": name, "time": minutes, "cpus_per_task": cpus, "mem": mem, "ntasks_per_node": 1}
-    if partition:
-        given["partition"] = partition
     slurm.update_parameters(**given, **(parameters or {}))
     try:
         # submitit prints Slurm's refusal, which the exception also contains.

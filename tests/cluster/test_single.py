@@ -63,6 +63,6 @@ def test_a_job_that_dies_is_not_waited_for(
 
 def test_mistakes(env: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Slurm refuses the job 'add': .*[Ii]nvalid partition"):
-        run_single(jobs.add, 1, 2, env=env, name="add", folder=tmp_path, partition="nope")
+        run_single(jobs.add, 1, 2, env=env, name="add", folder=tmp_path, options=["--partition=nope"])
     with pytest.raises(UserError, match=r"time_limit = 'soon'"):
         run_single(jobs.add, 1, 2, env=env, name="add", folder=tmp_path, time_limit="soon")
