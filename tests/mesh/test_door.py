@@ -32,7 +32,8 @@ from libra_hpc.protocol.joining import (
     NotAdmitted,
     door,
 )
-from tests.mesh.test_links import until, worlds
+from tests.mesh.test_links import worlds
+from tests.stage.waiting import until
 
 DRY = RunConfig().changed(run={"engine": "simulated"})
 Answer = Callable[[World], Admitted | ConfigShown | NotAdmitted]

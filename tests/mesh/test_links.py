@@ -19,6 +19,7 @@ from libra_hpc.mesh.world import Endpoint, World
 from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.agents import mesh as codec
 from libra_hpc.protocol.callers import PROVE_S
+from tests.stage.waiting import until
 
 SECRET = secrets.token_bytes(32)
 
@@ -43,11 +44,6 @@ async def serving() -> AsyncIterator[tuple[list[World], list[tuple[int, bytes]]]
     await asyncio.gather(task, return_exceptions=True)
     for world in ranks:
         world.listener.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 async def test_frames_of_every_size_arrive_in_order() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from libra_hpc.weights.offers import OfferStore
 from libra_hpc.weights.parts import pull_part
 from libra_hpc.weights.server import CarrierServer, ImageSource
 from libra_hpc.weights.wire import Caller
+from tests.stage.waiting import until
 
 from .saved import flip
 
@@ -92,12 +92,7 @@ class Ring:
     async def take_all(self, step: int) -> None:
         for rank in CORE:
             await self.take(step, rank)
-        await self.until(lambda: len([part for _, part in self.stored if part.step == step]) == 2 * len(CORE))
-
-    async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(30.0):
-            while not condition():
-                await asyncio.sleep(0.005)
+        await until(lambda: len([part for _, part in self.stored if part.step == step]) == 2 * len(CORE))
 
     def held(self) -> dict[int, tuple[str, ...]]:
         return {rank: whole_parts(self.folder / str(rank)) for rank in CORE}
@@ -117,7 +112,7 @@ async def test_every_node_has_its_part_and_a_copy_of_the_one_before_it(tmp_path:
     assert ring.held() == {rank: both(rank, 4, 8) for rank in CORE}
     for keeper in ring.keepers.values():
         keeper.keep(KeepState(8))
-    await ring.until(lambda: ring.held() == {rank: both(rank, 8) for rank in CORE})
+    await until(lambda: ring.held() == {rank: both(rank, 8) for rank in CORE})
 
     assert all(isinstance(part, Saved) for _, part in ring.stored)
     name = name_of(8)
@@ -192,7 +187,7 @@ async def test_a_copy_that_is_damaged_is_not_sent_and_counts_no_more(
     again = Ring(tmp_path)
     with pytest.raises(OSError, match="did not come back"):
         await again.keepers[2].restore(name, 3)
-    await again.until(lambda: f"2/{name}" not in whole_parts(tmp_path / "3"))
+    await until(lambda: f"2/{name}" not in whole_parts(tmp_path / "3"))
     assert f"2/{name}" not in whole_parts(tmp_path / "2")
 
 
@@ -219,7 +214,7 @@ async def test_a_part_or_a_copy_that_fails_reaches_the_leader_and_leaves_the_oth
     (tmp_path / "3").mkdir()
     (tmp_path / "3" / "2").write_text("no folder")
     await ring.take(4, 2)
-    await ring.until(lambda: len(ring.stored) == 3)
+    await until(lambda: len(ring.stored) == 3)
     assert [(rank, part.part_of, isinstance(part, SaveFailed)) for rank, part in ring.stored] == [
         (1, 1, True),
         (2, 2, False),
@@ -227,7 +222,7 @@ async def test_a_part_or_a_copy_that_fails_reaches_the_leader_and_leaves_the_oth
     ]
     for keeper in ring.keepers.values():
         keeper.keep(KeepState(-1, name_of(4)))
-    await ring.until(lambda: not list(tmp_path.glob("2/2/*")))
+    await until(lambda: not list(tmp_path.glob("2/2/*")))
 
 
 async def test_a_lost_successor_ends_the_copy_and_nothing_else(tmp_path: Path) -> None:
@@ -235,6 +230,6 @@ async def test_a_lost_successor_ends_the_copy_and_nothing_else(tmp_path: Path) -
 
     ring.lost = {2}
     await ring.take(4, 1)
-    await ring.until(lambda: not ring.keepers[1]._tasks)
+    await until(lambda: not ring.keepers[1]._tasks)
 
     assert [(rank, part.part_of) for rank, part in ring.stored] == [(1, 1)]

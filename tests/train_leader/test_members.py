@@ -14,7 +14,8 @@ from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.trainer import Join, StepFailed, WorkerFailed
 from libra_hpc.train_leader import generations
 from libra_hpc.train_leader.requested_offers import Published
-from tests.train_leader.world import World, batch, until
+from tests.stage.waiting import until
+from tests.train_leader.world import World, batch
 
 
 @pytest.fixture

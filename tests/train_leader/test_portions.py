@@ -16,7 +16,8 @@ from libra_hpc.state.data_order import DataOrder
 from libra_hpc.train_leader import generations
 from libra_hpc.train_leader.portions import PACKS, PortionRanges, range_length
 from tests.protocol.step_reports import batch_stats
-from tests.train_leader.world import World, sample, until
+from tests.stage.waiting import until
+from tests.train_leader.world import World, sample
 
 GROUPS = 6
 

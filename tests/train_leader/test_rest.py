@@ -9,8 +9,9 @@ import pytest
 from libra_hpc.protocol.agents import Committed, GroupDone
 from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.trainer import Join, OfferWeights, Standby, TrainPortion
+from tests.stage.waiting import until
 
-from .world import World, batch, until
+from .world import World, batch
 
 
 async def resting(steps: int = 3, **algorithm: int) -> World:

@@ -11,7 +11,8 @@ from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.trainer import OfferFailed, OfferWeights, Saved, SaveState
 from libra_hpc.train_leader import saves
 from libra_hpc.train_leader import train_leader as leader
-from tests.train_leader.world import World, batch, until
+from tests.stage.waiting import until
+from tests.train_leader.world import World, batch
 
 
 def orders(world: World, rank: int = 1) -> list[str]:
@@ -41,7 +42,7 @@ async def test_a_checkpoint_that_fails_is_tried_again_at_a_later_boundary() -> N
         await asyncio.sleep(0.005)
         assert world.tried == tried, "after a pause"
     assert [step for step, *_ in world.saved] == [6]
-    events = [(event["step"], event["reason"]) for event in world.logs("checkpoint_failed")]
+    events = [(event["step"], event["reason"]) for event in world.events("checkpoint_failed")]
     assert events == [(2, "no room"), (4, "no room"), (5, "no room for the position")]
     assert not world.of(Fatal)
 
@@ -58,7 +59,7 @@ async def test_a_checkpoint_carries_the_reports_that_are_not_recorded_yet() -> N
 
 @pytest.mark.parametrize("freed", [True, False])
 async def test_a_stopped_run_tries_its_last_checkpoint_four_times(monkeypatch: pytest.MonkeyPatch, freed: bool) -> None:
-    monkeypatch.setattr(leader, "LAST_PAUSE_S", 0.001)
+    monkeypatch.setattr(leader, "LAST_PAUSE_S", 0.05)
     world = World(storage_s=1e9).start(1)
     world.replicas[1].full = True
     await world.step(1)
@@ -98,8 +99,8 @@ async def test_a_file_system_that_never_answers_fails_the_checkpoint_and_trainin
     world.hangs = True
     for step in (1, 2):
         world.leader.on_batch(batch(step))
-    await until(lambda: len(world.of(Committed)) == 2 and world.logs("checkpoint_failed"))
-    (failed,) = world.logs("checkpoint_failed")
+    await until(lambda: len(world.of(Committed)) == 2 and world.events("checkpoint_failed"))
+    (failed,) = world.events("checkpoint_failed")
     assert failed["reason"] == "the checkpoint was not completed within 0 s"
 
 
@@ -149,7 +150,7 @@ async def test_weights_that_had_no_room_are_offered_again_while_the_last_checkpo
     await until(lambda: world.asked(OfferWeights))
     replica.bad_offers = 1
     world.leader.on_batch(batch(1))
-    await until(lambda: world.tried == [1] and world.logs("offer_failed"))
+    await until(lambda: world.tried == [1] and world.events("offer_failed"))
     world.now = 10.0
     world.leader.on_layout(Layout(recorded=0))
     world.leader.on_stop("SIGTERM")
@@ -200,7 +201,7 @@ async def test_an_offer_is_asked_for_at_a_step_boundary_never_while_a_step_runs(
     world = World().start(1)
     replica = world.replicas[1]
     replica.bad_offers = 1
-    await until(lambda: world.logs("offer_failed"))
+    await until(lambda: world.events("offer_failed"))
     replica.silent = True
     world.leader.on_batch(batch(1))
     await until(lambda: "TrainStep" in orders(world))
@@ -227,7 +228,7 @@ async def test_an_offer_that_fails_is_asked_for_again_and_five_failures_end_the_
     world.leader.on_batch(batch(1))
     fatal = await world.fatal()
     assert world.published() == [(0, -1)] * 2
-    assert [event["step"] for event in world.logs("offer_failed")] == [0] * 3 + [1] * 5
+    assert [event["step"] for event in world.events("offer_failed")] == [0] * 3 + [1] * 5
     assert fatal.reason == "the weights of step 1 could not be offered to the rollout engines: no room"
 
 
@@ -241,4 +242,4 @@ async def test_an_offer_that_a_newer_one_replaces_is_no_failure() -> None:
     world.leader.on_batch(batch(2))
     await until(lambda: len(world.published()) == 3)
     assert world.published() == [(0, -1), (1, 0), (2, -1)]
-    assert not world.logs("offer_failed")
+    assert not world.events("offer_failed")

@@ -9,7 +9,8 @@ from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.layout import Layout, StopTraining
 from libra_hpc.protocol.trainer import Sample
 from tests.protocol.step_reports import batch_stats
-from tests.train_leader.world import World, batch, until
+from tests.stage.waiting import until
+from tests.train_leader.world import World, batch
 
 
 async def test_trains_every_batch_once_and_finishes_with_a_checkpoint() -> None:
@@ -81,7 +82,7 @@ async def test_three_steps_in_a_row_without_an_update_end_the_run() -> None:
         await until(lambda step=step: len(world.of(StepReport)) == step)
     fatal = await world.fatal()
     assert [r.metrics["skipped"] for r in world.of(StepReport)] == [1, 1, 0, 1, 1, 1]
-    assert [event["step"] for event in world.logs("update_skipped")] == [1, 2, 4, 5, 6]
+    assert [event["step"] for event in world.events("update_skipped")] == [1, 2, 4, 5, 6]
     assert fatal.reason == "gradients were not finite in 3 steps in a row"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from libra_hpc.config.load import validate
 from libra_hpc.protocol import agents
 from libra_hpc.protocol import trainer as wire
-from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, Log, ToReplica, TrainReport
+from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, ToReplica, TrainReport
 from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Join, Sample, SaveState
@@ -18,6 +18,8 @@ from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.state_folders import DataPosition, Manifest
 from libra_hpc.train_leader.train_leader import TrainLeader
 from tests.protocol.step_reports import batch_stats
+from tests.stage.node_parts import Outbox
+from tests.stage.waiting import until
 
 
 def sample(uid: str, tokens: int = 4, advantage: float = 1.0) -> Sample:
@@ -113,7 +115,7 @@ class Snapshots:
         self.dropped.append(folder)
 
 
-class World:
+class World(Outbox):
     """Also where checkpoints go."""
 
     tier: wire.Tier = "checkpoint"
@@ -130,6 +132,7 @@ class World:
         from_checkpoint: bool = False,
         **algorithm: Any,
     ) -> None:
+        super().__init__()
         self.core, self.nodes_per_replica = core, nodes_per_replica
         self.replicas: dict[int, Replica] = {}
         self.joining: dict[str, list[Replica]] = {}
@@ -144,7 +147,6 @@ class World:
         self.snapshots = Snapshots()
         self.tried: list[int] = []
         self.now = 0.0
-        self.sent: list[tuple[int, Any]] = []
         self.saved: list[tuple[int, int, list[int]]] = []
         config = validate(
             {
@@ -180,15 +182,12 @@ class World:
         self.discarded.append(folder)
 
     def send(self, rank: int, message: Any) -> None:
-        self.sent.append((rank, message))
+        super().send(rank, message)
         if isinstance(message, ToReplica) and rank in self.replicas:
             self.replicas[rank].take(message.message)
 
     def reply(self, rank: int, message: Any) -> None:
         asyncio.get_running_loop().call_soon(self.leader.on_reply, rank, message)
-
-    def of(self, kind: type) -> list[Any]:
-        return [message for _, message in self.sent if isinstance(message, kind)]
 
     @property
     def done(self) -> list[TrainReport]:
@@ -236,16 +235,5 @@ class World:
         """(version, base) of what was published to a node."""
         return [(m.version, m.base) for to, m in self.sent if to == rank and isinstance(m, Publish)]
 
-    def logs(self, kind: str) -> list[dict[str, Any]]:
-        return [log.fields for log in self.of(Log) if log.kind == kind]
-
     def joins(self) -> list[Join]:
         return [order for _, order in self.asked(Join)]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("never happened")

@@ -16,6 +16,7 @@ from libra_hpc.annexes.lend.beside_server import libra_hpc_serving as serving
 from libra_hpc.annexes.lend.beside_server.libra_hpc_serving import Watch
 from libra_hpc.gate import page as layout
 from libra_hpc.gate.page import Page
+from tests.stage.waiting import until
 
 httpx = pytest.importorskip("httpx")
 
@@ -93,27 +94,23 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
     return Page.create(tmp_path / "page")
 
 
-async def until(page: Page, served: int) -> None:
-    for _ in range(500):
-        if page.read().served == served:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"{page.read()}, not {served}")
+async def serves(page: Page, count: int) -> None:
+    await until(lambda: page.read().served == count)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/audio/transcriptions", "/invocations", "/of/tomorrow/"])
 async def test_a_post_is_served_until_it_ends_whatever_its_path(path: str, page: Page) -> None:
     server = Server()
     assert (await server.client.get("/health")).status_code == 200
-    await until(page, 0)
+    await serves(page, 0)
     first, second = server.begin(path), server.begin(path)
-    await until(page, 2)
+    await serves(page, 2)
     await server.go.put("a")
     await server.go.put("")
-    await until(page, 1)
+    await serves(page, 1)
     await server.go.put("")
     assert {(await first).text, (await second).text} == {"a", ""}
-    await until(page, 0)
+    await serves(page, 0)
 
 
 async def test_a_websocket_is_served_until_it_closes(page: Page) -> None:
@@ -123,10 +120,10 @@ async def test_a_websocket_is_served_until_it_closes(page: Page) -> None:
         await closed.wait()
 
     task = asyncio.ensure_future(Watch(app)({"type": "websocket", "path": "/v1/realtime"}, None, None))  # type: ignore[arg-type]
-    await until(page, 1)
+    await serves(page, 1)
     closed.set()
     await task
-    await until(page, 0)
+    await serves(page, 0)
 
 
 async def test_what_an_engine_runs_after_its_post_is_served_until_its_counts_are_old(
@@ -135,12 +132,12 @@ async def test_what_an_engine_runs_after_its_post_is_served_until_its_counts_are
     monkeypatch.setattr(serving, "ENGINES", {0: (time.monotonic(), 2, 0.5)})
     server = Server()
     request = server.begin()
-    await until(page, 2)
+    await serves(page, 2)
     await server.go.put("")
     await request
     assert page.read()[2:4] == (2, 0.5)
     serving.ENGINES[0] = time.monotonic() - serving.COUNTED_S, 2, 0.5
-    await until(page, 0)
+    await serves(page, 0)
 
 
 async def test_first_tokens_count_as_beside_the_guest_once_a_step_of_it_ended_among_its_users(page: Page) -> None:
@@ -148,13 +145,13 @@ async def test_first_tokens_count_as_beside_the_guest_once_a_step_of_it_ended_am
     for steps_in, seconds in ((False, 0.125), (True, 0.5), (False, 0.25)):
         page.stepped()
         request = server.begin()
-        await until(page, 1)
+        await serves(page, 1)
         if steps_in:
             page.stepped()
         serving.FIRST.extend(serving.LEAST * [seconds])
         await server.go.put("")
         await request
-        await until(page, 0)
+        await serves(page, 0)
     while (found := page.read()[4:]) != (0.25, 0.5):
         assert found in ((0.125, 0.0), (0.125, 0.5), (0.0, 0.0))
         await asyncio.sleep(0.05)
@@ -174,11 +171,11 @@ def test_the_quantile_alone_is_at_the_loads_of_those_beside() -> None:
 async def test_an_answer_that_fails_is_not_counted_for_ever(page: Page) -> None:
     server = Server()
     request = server.begin()
-    await until(page, 1)
+    await serves(page, 1)
     await server.go.put("fail")
     with pytest.raises(RuntimeError, match="of the server"):
         await request
-    await until(page, 0)
+    await serves(page, 0)
 
 
 async def test_the_slot_is_written_while_nobody_asks(page: Page) -> None:
@@ -209,8 +206,8 @@ async def test_two_processes_of_a_server_have_a_slot_each(page: Page) -> None:
     for server in servers:
         await server.client.get("/health")
     one, two = servers[0].begin(), servers[1].begin()
-    await until(page, 2)
+    await serves(page, 2)
     for server in servers:
         await server.go.put("")
     await asyncio.gather(one, two)
-    await until(page, 0)
+    await serves(page, 0)
