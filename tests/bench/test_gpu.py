@@ -16,7 +16,7 @@ from bench.gpu.steps import LARGEST_GAP, show
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.models.devices import device
 from libra_hpc.models.memory import memory_limit
-from tests.annexes.lend.test_lender import lives
+from tests.stage.waiting import alive
 
 SETTING = Setting(device="cpu", seconds=60.0)
 HALF = Figure("half, s", 1.5)
@@ -42,7 +42,7 @@ def test_a_late_step_is_ended_with_its_processes_and_leaves_its_figures(
     assert "did not end within 2 s" in outcome.reason
     beside, patience = int((tmp_path / "pid").read_text()), time.monotonic() + 30.0
     # A killed process takes a moment to end.
-    while lives(beside):
+    while alive(beside):
         assert time.monotonic() < patience, "a process of the step is left"
         time.sleep(0.02)
 

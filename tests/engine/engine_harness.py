@@ -40,6 +40,7 @@ from libra_hpc.protocol.engine import (
 from libra_hpc.protocol.engine_state import Doing, EngineState, EngineStats
 from libra_hpc.weights.image import Image
 from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, offer_path, payload_path, write_offer
+from tests.stage.waiting import alive
 
 Greedy = list[tuple[list[int], bytes]]
 VOCAB = 128
@@ -175,21 +176,6 @@ def not_spinning(pids: list[int]) -> bool:
     before = sum(map(cpu_ticks, pids))
     time.sleep(1)
     return sum(map(cpu_ticks, pids)) - before <= 0.1 * os.sysconf("SC_CLK_TCK")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {PATIENCE_S:.0f} s: {what}")
-        time.sleep(0.05)
 
 
 class EngineUnderTest:

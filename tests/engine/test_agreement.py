@@ -29,6 +29,7 @@ from libra_hpc.trainer.model.packing import Pack, decode, pack
 from libra_hpc.trainer.saved import checkpoint
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
+from tests.stage.waiting import alive, wait_until
 from tests.trainer.conftest import world
 from tests.trainer.settings import optimizer
 from tests.trainer.support import OF_FAMILY
@@ -39,7 +40,6 @@ from .engine_harness import (
     VOCAB,
     EngineUnderTest,
     Model,
-    alive,
     assert_bit_for_bit,
     bring,
     descendants,
@@ -50,7 +50,6 @@ from .engine_harness import (
     tokens_of,
     turn,
     versions,
-    wait_until,
 )
 
 __all__ = ["world"]
@@ -241,11 +240,11 @@ def test_it_ends_when_asked_and_a_killed_one_leaves_no_worker(served: Served) ->
     engine.idle()
     below = descendants(engine.process.pid)
     assert len(below) >= (tp if tp > 1 else 0)
-    wait_until(lambda: not_spinning([engine.process.pid, *below]), "the idle engine stops using processor time")
+    wait_until(lambda: not_spinning([engine.process.pid, *below]))
     if tp == 1:
         engine._connection.close()
         assert engine.process.wait(60) == 0
     else:
         engine.process.kill()
         engine.process.wait()
-    wait_until(lambda: not any(map(alive, below)), "the workers of an engine that ended end too")
+    wait_until(lambda: not any(map(alive, below)))

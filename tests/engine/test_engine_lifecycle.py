@@ -15,18 +15,9 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.protocol.engine import EngineFailed, Generated
+from tests.stage.waiting import alive, wait_until
 
-from .engine_harness import (
-    EngineUnderTest,
-    Model,
-    alive,
-    descendants,
-    engine_config,
-    logprobs_of,
-    tokens_of,
-    turn,
-    wait_until,
-)
+from .engine_harness import EngineUnderTest, Model, descendants, engine_config, logprobs_of, tokens_of, turn
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -56,7 +47,7 @@ def test_a_dead_worker_fails_every_request_and_ends_the_engine(old: Model, folde
             assert len(tokens_of(done)) == sum(count for _, count in done.versions) > 0
         assert error.fatal
         assert engine.process.wait(60) == 1
-        wait_until(lambda: not any(map(alive, below)), "the other workers end")
+        wait_until(lambda: not any(map(alive, below)))
     finally:
         engine.close()
 
@@ -88,7 +79,7 @@ def test_an_engine_ends_when_its_agent_is_killed(old: Model, folder: Path) -> No
         assert alive(engine)
         agent.kill()
         agent.wait()
-        wait_until(lambda: not alive(engine), "the engine of a killed agent ends")
+        wait_until(lambda: not alive(engine))
     finally:
         agent.kill()
         agent.wait()

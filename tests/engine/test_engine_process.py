@@ -23,19 +23,9 @@ from libra_hpc.protocol.engine import (
     WeightsApplied,
     WeightsRefused,
 )
+from tests.stage.waiting import wait_until
 
-from .engine_harness import (
-    VOCAB,
-    EngineUnderTest,
-    Model,
-    bring,
-    foreign,
-    logprobs_of,
-    tokens_of,
-    turn,
-    versions,
-    wait_until,
-)
+from .engine_harness import VOCAB, EngineUnderTest, Model, bring, foreign, logprobs_of, tokens_of, turn, versions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -281,7 +271,7 @@ def test_asleep_and_woken_without_weights_it_refuses(engine: EngineUnderTest, ol
 
 def test_it_writes_its_stacks_on_request_and_goes_on(engine: EngineUnderTest) -> None:
     engine.process.send_signal(DUMP_SIGNAL)
-    wait_until(lambda: "most recent call first" in engine.log(), "the stacks are in the log")
+    wait_until(lambda: "most recent call first" in engine.log())
     assert engine.generate(turn("after", prompt(9), 8))[0].finish == "length"
 
 
@@ -313,7 +303,7 @@ def test_every_token_of_every_step_is_in_the_log(engine: EngineUnderTest) -> Non
     engine.generate(turn("again", [*range(3, 43), 50, 51], 4))
     last = engine.idle()
     # The log is written after the report is sent.
-    wait_until(lambda: len(read_steps(path)[1]) >= last.steps, "the last step in the log")
+    wait_until(lambda: len(read_steps(path)[1]) >= last.steps)
     header, steps = read_steps(path, skip=begun.steps)
     assert (header.tp, header.kv_tokens, header.max_num_seqs) == (1, 2 * 2**20 // (2 * 2 * 64 * 4), 4)
     assert (header.block_size, header.max_num_batched_tokens) == (32, 512)

@@ -24,6 +24,7 @@ from libra_hpc.policies.serving.serving_view import ServingView
 from libra_hpc.process.code_stamp import code_stamp
 from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
 from tests.gate.page_writer import PageWriter
+from tests.stage.waiting import alive
 
 from .served import wait
 
@@ -109,13 +110,6 @@ def guests(run: RunDir) -> list[int]:
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
     made = Scene(tmp_path)
@@ -124,7 +118,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     finally:
         made.server.kill()
         made.server.wait()
-        wait(lambda: (record := made.record()) is None or not lives(record.pid), "the end of the lender")
+        wait(lambda: (record := made.record()) is None or not alive(record.pid), "the end of the lender")
 
 
 def test_one_run_has_it_until_its_owner_revokes_it_and_then_the_next_has_its_turn(scene: Scene) -> None:
@@ -144,11 +138,11 @@ def test_one_run_has_it_until_its_owner_revokes_it_and_then_the_next_has_its_tur
         lambda: (record := scene.record()) is not None and (record.alone_ms, record.beside_ms) == (100.0, 110.0),
         "first tokens",
     )
-    assert lives(guests(one)[0]), "it sleeps"
+    assert alive(guests(one)[0]), "it sleeps"
     records.revoked_file(scene.place, "l").unlink()
     wait(lambda: guests(two), "a guest of the run that had none")
     assert scene.reach("lends").borrower == str(two.path)
-    assert not lives(guests(one)[0])
+    assert not alive(guests(one)[0])
     assert scene.server.poll() is None
 
 
@@ -165,7 +159,7 @@ def test_a_guest_that_sleeps_is_woken_for_its_run_once_that_takes_the_lender_aga
     assert scene.reach("lends").borrower == str(run.path)
     wait(lambda: not scene.page.read().closed, "an open page")
     assert len(guests(run)) == 1
-    assert lives(guests(run)[0])
+    assert alive(guests(run)[0])
 
 
 def test_a_run_gets_an_offer_first_and_a_guest_while_it_takes_it(scene: Scene) -> None:
@@ -178,7 +172,7 @@ def test_a_run_gets_an_offer_first_and_a_guest_while_it_takes_it(scene: Scene) -
     two = scene.run("two")
     run.write_json(run.status, {"takes": []})
     wait(lambda: guests(two), "the guest of the run that takes it now")
-    assert not lives(guests(run)[0])
+    assert not alive(guests(run)[0])
     wait(lambda: not offer.exists(), "the end of the other offer")
     assert (len(guests(run)), (two.offers / "l.json").exists()) == (1, True)
 
@@ -214,7 +208,7 @@ def test_a_killed_lender_leaves_no_guest_and_the_server_goes_on(scene: Scene) ->
     pid = scene.reach("lends").pid
     wait(lambda: guests(one), "a guest")
     os.kill(pid, signal.SIGKILL)
-    wait(lambda: not lives(guests(one)[0]), "the end of the guest")
+    wait(lambda: not alive(guests(one)[0]), "the end of the guest")
     assert records.all_records(scene.place)["l"][1], "the record is of one that is gone"
     assert scene.server.poll() is None
 
@@ -224,6 +218,6 @@ def test_a_killed_server_leaves_neither_lender_nor_guest_nor_record(scene: Scene
     lender = scene.reach("lends").pid
     wait(lambda: guests(one), "a guest")
     scene.server.kill()
-    wait(lambda: not lives(lender), "the end of the lender")
-    assert not lives(guests(one)[0])
+    wait(lambda: not alive(lender), "the end of the lender")
+    assert not alive(guests(one)[0])
     assert list(scene.place.iterdir()) == []
