@@ -228,16 +228,16 @@ class EngineUnderTest:
         """The next message but `Doing` and `EngineStats` (the latter are appended to ``stats``)."""
         deadline = time.monotonic() + PATIENCE_S
         while not self._inbox:
-            if not select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise AssertionError(f"no message in {PATIENCE_S:.0f} s\n{self.log()}")
-            chunk = self._connection.recv(1 << 20)
-            if not chunk:
-                raise AssertionError(f"the engine closed the socket\n{self.log()}")
-            self._take(chunk)
+            self._hear(deadline)
         message, self.reported = self._inbox.pop(0)
         return message
 
-    def _take(self, chunk: bytes) -> None:
+    def _hear(self, deadline: float) -> None:
+        """Take what the engine sends next."""
+        left_s = max(0.0, deadline - time.monotonic())
+        assert select.select([self._connection], [], [], left_s)[0], f"no such message; {self.stats[-1:]}\n{self.log()}"
+        chunk = self._connection.recv(1 << 20)
+        assert chunk, f"the engine closed the socket\n{self.log()}"
         for body in self._buffer.feed(chunk):
             message = from_engine.decode(body)
             if isinstance(message, EngineStats):
@@ -288,22 +288,15 @@ class EngineUnderTest:
     def wait_stats(self, since: int, condition: Callable[[EngineStats], bool]) -> EngineStats:
         """The first report from number ``since`` on that fulfils ``condition``; other messages stay queued."""
         deadline = time.monotonic() + PATIENCE_S
-        seen = since
-        while True:
-            for report in self.stats[seen:]:
-                if condition(report):
-                    return report
-            seen = len(self.stats)
-            if not select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise AssertionError(f"no such report; last: {self.stats[-1:]}")
-            self._take(self._connection.recv(1 << 20))
+        while not (found := [report for report in self.stats[since:] if condition(report)]):
+            self._hear(deadline)
+        return found[0]
 
     def wait_phase(self, phase: str) -> None:
         """Until it reports that phase."""
-        self._connection.settimeout(PATIENCE_S)
+        deadline = time.monotonic() + PATIENCE_S
         while phase not in self.doing.now:
-            self._take(self._connection.recv(1 << 20))
-        self._connection.settimeout(None)
+            self._hear(deadline)
 
     def idle(self) -> EngineStats:
         """The report of an engine that has just fallen idle."""
