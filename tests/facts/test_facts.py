@@ -17,8 +17,6 @@ from libra_hpc.facts import fact_writer
 from libra_hpc.facts.fact_writer import FactsWriter
 from libra_hpc.facts.rundir import RunDir, read_lines
 
-from .test_journal import Disk
-
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
@@ -76,7 +74,7 @@ def test_a_full_disk_keeps_lines_in_memory_and_shows_the_status_all_the_same(
     for step in range(2, 300):
         facts.step({"step": step, "text": "x" * 200})
     until(lambda: facts.fault)
-    assert "No space" in facts.fault
+    assert facts.fault == f"No space left on device ({run.metrics})"
     for number in range(5):
         facts.status(b'{"message": "storage fault %d"}' % number)
         until(lambda number=number: run.read_json(run.status) == {"message": f"storage fault {number}"})
@@ -97,25 +95,6 @@ def test_without_hard_links_the_status_is_shown_on_a_full_disk_as_often(
     for number in range(5):
         reserve.write(b'{"n": %d}' % number)
         assert json.loads(path.read_bytes()) == {"n": number}
-
-
-def test_lines_wait_for_a_quota_too_and_the_fault_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fact_writer, "RETRY_S", 0.05)
-    monkeypatch.setattr(fact_writer, "RETRY_MOST_S", 0.1)
-    run = RunDir(tmp_path)
-    facts = FactsWriter(run, 1)
-    disk = Disk(facts._metrics, 0, errno.EDQUOT)
-    for step in (1, 2):
-        facts.step({"step": step})
-    until(lambda: facts.fault)
-    assert facts.fault == f"Disk quota exceeded ({run.metrics})"
-    facts.status(b'{"step": 2}')
-    until(lambda: run.status.exists())
-    assert facts.recorded == 0
-    disk.room = 1000
-    until(lambda: facts.recorded == 2)
-    assert facts.close(10.0) == ""
-    assert [line["step"] for line in read_lines(run.metrics)] == [1, 2]
 
 
 def test_the_end_is_written_on_a_full_disk(disk: Path) -> None:
