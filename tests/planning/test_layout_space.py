@@ -89,3 +89,14 @@ def test_hybrid_nodes_are_whole_replicas_that_fit_without_the_core(hybrid: Hybri
         assert row.hybrid % hybrid.world == 0
     some = bool(hybrid.most or hybrid.rest) and names != "llama-3.1-70b"
     assert any(row.hybrid for row in found) is some
+
+
+def test_excluded_layouts_do_not_fit_and_the_best_one_is_as_fast_as_large_models_are() -> None:
+    search = TrainSearch(TrainCost(QWEN, A800, 8, agentic()), 8)
+    best = search.best(16)
+    assert memory_limit(best.memory, A800) is None
+    assert best.layout.devices == 16
+    assert 0.3 < best.time.mfu < 0.55
+    excluded = search.excluded(16)
+    assert [e.limit.over for e in excluded] == sorted(e.limit.over for e in excluded)
+    assert any(e.what.startswith("training TP1·PP1·DP16") and "GB over" in e.limit.reason for e in excluded)
