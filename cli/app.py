@@ -80,12 +80,6 @@ VERBS = {
         "list",
         "borrow",
     ),
-    "repartition": Verb(
-        "Repartition a running job: core nodes, TP and PP of training, engines of a node.",
-        "repartition.repartition",
-        "RUN components.train.nodes=3 --dry-run",
-        "planner",
-    ),
     "list": Verb("List runs, oldest first.", "list_runs.list_runs", "--runs DIR", "runs"),
     "sweep": Verb(
         "Queue a run for every combination of some values.",

@@ -44,10 +44,6 @@ LINE_EVERY_S = 10.0
 """Seconds between progress lines of plain mode while the state stays the same."""
 
 
-Until = Callable[[Status | None], bool]
-"""Gets the last snapshot; returns whether to stop following."""
-
-
 class Follower:
     """The state of a followed run, refreshed by `refresh`."""
 
@@ -125,16 +121,16 @@ def job_line(job_id: str, state: RunState) -> str:
     return f"job {job_id or '?'} is {words}" + (f" ({state.reason})" if state.reason else "")
 
 
-def follow(run: RunDir, until: Until = lambda status: False) -> RunState:
-    """Show a run until it is over or ``until`` returns True; returns its state.  An interrupt does not stop the job."""
+def follow(run: RunDir) -> RunState:
+    """Show a run until it is over; returns its state.  An interrupt does not stop the job."""
     follower = Follower(run)
-    return _panel(follower, until) if sys.stdout.isatty() else _lines(follower, until)
+    return _panel(follower) if sys.stdout.isatty() else _lines(follower)
 
 
-def wait_silently(run: RunDir, until: Until = lambda status: False) -> RunState:
-    """Wait like `follow`, with nothing on stdout."""
+def wait_silently(run: RunDir, until: Callable[[], bool] = lambda: False) -> RunState:
+    """Wait like `follow`, with nothing on stdout; at most until ``until`` returns True."""
     follower = Follower(run)
-    while not (state := follower.refresh()).over and not until(follower.status):
+    while not (state := follower.refresh()).over and not until():
         time.sleep(REFRESH_S)
     return state
 
@@ -153,18 +149,18 @@ def message_of(status: Status | None) -> str:
     return status.message if status is not None and status.state == "running" and status.step else ""
 
 
-def _panel(follower: Follower, until: Until) -> RunState:
+def _panel(follower: Follower) -> RunState:
     state = follower.refresh()
     terminal = console()
     with Live(follower.screen(terminal), console=terminal, auto_refresh=False) as live:
-        while not state.over and not until(follower.status):
+        while not state.over:
             time.sleep(REFRESH_S)
             state = follower.refresh()
             live.update(follower.screen(terminal), refresh=True)
     return state
 
 
-def _lines(follower: Follower, until: Until) -> RunState:
+def _lines(follower: Follower) -> RunState:
     printed_at, printed, last = 0.0, "", ("", "")
     while True:
         state = follower.refresh()
@@ -174,10 +170,9 @@ def _lines(follower: Follower, until: Until) -> RunState:
                 print_line(textwrap.fill(text, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT))
         last = remarks
         key = state.words if follower.status is not None else follower.waiting()
-        seen = until(follower.status)
-        if seen or key != printed or (follower.status is not None and time.monotonic() - printed_at > LINE_EVERY_S):
+        if key != printed or (follower.status is not None and time.monotonic() - printed_at > LINE_EVERY_S):
             printed_at, printed = time.monotonic(), key
             print_line(follower.line())
-        if seen or state.over:
+        if state.over:
             return state
         time.sleep(REFRESH_S)

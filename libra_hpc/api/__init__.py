@@ -35,7 +35,6 @@ from libra_hpc.config.load import flat
 from libra_hpc.errors import OperationError
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.status import Status
 from libra_hpc.planning.work import Assumed
 from libra_hpc.preflight.checked_run import known_rooms
 from libra_hpc.slurm.queue.run_state import RunState
@@ -80,7 +79,7 @@ class Job:
         is ``over``.  An interrupt leaves the run alone."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
-        def late(status: Status | None) -> bool:
+        def late() -> bool:
             return deadline is not None and time.monotonic() >= deadline
 
         return wait_silently(self._run, late)

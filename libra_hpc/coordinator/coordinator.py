@@ -77,7 +77,7 @@ class Coordinator:
         self._nodes = NodePool(context, self._event, self._observations.on_switch, lambda: self._records.recorded)
         self._guards = guards or GuardWatch(self._config.algorithm.guard, self._config.rollout.kv_dtype)
         self._nodes.good_step = self._guards.good_step
-        self._repartitioner = Repartitioner(context, self._event, self._records.event_now)
+        self._repartitioner = Repartitioner(context, self._event)
         self._sharing = StepSharing(context, self._nodes, self._observations)
         self._planning = LivePlanning(
             self._config,
@@ -265,7 +265,7 @@ class Coordinator:
             self._settle()
         try:
             async with asyncio.TaskGroup() as group:
-                polls = [group.create_task(self._poll_requests()), group.create_task(self._poll_orders())]
+                polls = [group.create_task(self._poll_requests()), group.create_task(self._poll_offers())]
                 await self._serve()
                 for poll in polls:
                     poll.cancel()
@@ -402,17 +402,12 @@ class Coordinator:
                 )
             await asyncio.sleep(REQUESTS_S)
 
-    async def _poll_orders(self) -> None:
-        """Read an operator's order for another layout, and offers of lenders, in a thread."""
+    async def _poll_offers(self) -> None:
+        """Read offers of lenders, in a thread."""
         while not self._finished.is_set():
             await asyncio.sleep(min(STATUS_S, self._config.planner.interval_s))
-            if self._nodes.pool is None or self._ending.saving_for == "lost":
-                continue
-            if self._config.borrow.lenders:
+            if self._config.borrow.lenders and self._nodes.pool is not None and self._ending.saving_for != "lost":
                 await asyncio.to_thread(self._nodes.guests.offers.read)
-            blocked_by = "the run is stopping" if self._ending.stopping else self._nodes.unsettled
-            if await asyncio.to_thread(self._repartitioner.poll, blocked_by):
-                self._nodes.stop_training("repartition")
 
     def _recover(self, rank: int, reason: str) -> None:
         """A leader or a part of the core is lost: the ranks end, as soon as training has saved if it can."""
@@ -487,13 +482,12 @@ class Coordinator:
                 ending.message += f"; {self._guards.advice(self._run_dir)}"
         except OSError as error:
             ending.why, ending.state, ending.message = "fatal", "failed", f"{what}: {error}"
-        if self.state != "restarting":
-            self._repartitioner.give_up(f"the run is over: {self.state}, {ending.message}.")
 
     def _write_status(self) -> None:
         now = time.time()
         notices = [*self._nodes.quarantined, *self._records.notices(now)]
-        message = self._ending.message or self._repartitioner.message or self._late
+        restarts = "saving, to start again in another layout" if self._repartitioner.ordered else ""
+        message = self._ending.message or restarts or self._late
         nodes = self._nodes
         status = compose_status(
             self._context,

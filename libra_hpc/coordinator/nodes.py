@@ -97,12 +97,6 @@ class NodePool:
         nodes = self.pool.nodes.values() if self.pool else ()
         return frozenset(node.rank for node in nodes if node.state not in settled)
 
-    @property
-    def unsettled(self) -> str:
-        """A node that does not do its work yet, as a sentence; empty when there is none."""
-        nodes = self.pool.nodes.values() if self.pool else ()
-        return next((f"node {n.rank} is in state {n.state}" for n in nodes if n.state not in SETTLED), "")
-
     def start(self, hybrid_role: EngineKind) -> None:
         layout = self._context.layout
         self.pool = states.start(layout.pool(), hybrid_role, layout.unit, layout.core_rolls_out)

@@ -23,8 +23,6 @@ CLOSE_S = 30.0
 
 Half: a slow file system loses them; double: Slurm kills the job first.
 """
-FLUSH_S = 2.0
-"""How long `Records.event_now` waits."""
 NOTICE_S = 120.0
 """An older notice explains nothing any more, unless it is repeated."""
 NOTICES = 8
@@ -60,7 +58,7 @@ class Notices:
 
 
 class Records:
-    """Every method returns at once, except `event_now` and `close`."""
+    """Every method returns at once, except `close`."""
 
     def __init__(self, context: AgentContext) -> None:
         self._patience_s = context.config.deadlines.storage_s
@@ -76,11 +74,6 @@ class Records:
 
     def event(self, kind: str, **fields: Any) -> None:
         self.record(kind, time.time(), fields)
-
-    def event_now(self, kind: str, **fields: Any) -> None:
-        """Write an event before it returns, as far as the file system allows.  Not for the event loop."""
-        self.event(kind, **fields)
-        self._facts.flush(FLUSH_S)
 
     def record(self, kind: str, t: float, fields: dict[str, Any]) -> None:
         """Something happened somewhere, at epoch time ``t``."""

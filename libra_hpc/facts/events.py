@@ -74,9 +74,8 @@ PLANNER = (
     EventKind("move_started", "A node began to change stage", "rank to reason numbers predicted_gain_s"),
     EventKind("move_done", "The node serves its new stage", "rank role seconds"),
     EventKind("move_judged", "What a move brought", "at to rank nodes predicted_gain_s realised_gain_s"),
-    EventKind("repartition_ordered", "An order for another layout was accepted", "order by changes"),
-    EventKind("repartitioned", "The ranks restart in another layout", "order step by layout changes predicted_s"),
-    _fault("repartition_refused", "An order or decision for another layout was refused", "order by reason changes"),
+    EventKind("repartitioned", "The ranks restart in another layout", "step layout changes predicted_s"),
+    _fault("repartition_refused", "A decision for another layout was refused", "reason changes"),
 )
 ENGINES = (
     EventKind("engine_ready", "An engine accepts turns, or trainers joins", "rank engine version seconds"),

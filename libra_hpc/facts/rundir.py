@@ -1,6 +1,6 @@
 """File names of a run directory, and reading and writing of its JSON files.
 
-- From the user and the launcher: the run file, its resolved form, what was queued, orders.
+- From the user and the launcher: the run file, its resolved form, what was queued.
 - From rank 0: events, metrics, status, result.  From the rollout leader: trajectories, decisions, and
   the folders of transcripts and experience.
 - ``logs/attempt-N/*.log``: one file per process.  Folders are complete once renamed into place.
@@ -108,8 +108,6 @@ class RunDir:
     """Folder of the recovery log (`libra_hpc.rollout.recovery.recovery_log`)."""
     status = _Part("status.json")
     """Latest `Status` snapshot."""
-    order = _Part("repartition.json")
-    """An order for another layout (`libra_hpc.protocol.repartition_order`) that rank 0 has not answered yet."""
     stop = _Part("stop.json")
     """A request to save and stop, for the attempt that runs."""
     result = _Part("result.json")

@@ -113,7 +113,7 @@ class Status(msgspec.Struct, frozen=True):
     accuracy: StepAccuracy | None = None
     """Accuracy of the planner's estimates for the last steps."""
     repartitioned: str = ""
-    """The last repartition: after which step, by whom, and the layout."""
+    """The last repartition: after which step, and the layout."""
     notices: list[str] = []
     """Faults of the last minutes as sentences, newest first."""
     failures: list[FailedAttempts] = []

@@ -50,8 +50,6 @@ class LayoutSummary(msgspec.Struct, frozen=True):
 
     step: int
     """Last step in the layout before."""
-    by: str
-    """``planner`` | ``operator``"""
     layout: str
     """Training and rollout from then on."""
     break_s: float | None
@@ -179,7 +177,6 @@ def _layouts(rows: Sequence[series.Record], log: Sequence[series.Record]) -> lis
     return [
         LayoutSummary(
             step=int(event["step"]),
-            by=str(event.get("by", "planner")),
             layout=str(event["layout"]),
             break_s=series.known(ends.get(event["step"] + 1, math.nan) - ends.get(event["step"], math.nan)),
             before_s=before,
@@ -268,7 +265,7 @@ def _layout_line(change: LayoutSummary) -> str:
         ("break", change.break_s, ""),
     )
     seconds = ", ".join(f"{name} {value:.2f} s{what}" for name, value, what in known if value is not None)
-    return f"after step {change.step} by the {change.by}: {change.layout}" + (f"; {seconds}" if seconds else "")
+    return f"after step {change.step}: {change.layout}" + (f"; {seconds}" if seconds else "")
 
 
 def move_rows(moves: Sequence[MoveSummary]) -> list[tuple[str, ...]]:

@@ -60,7 +60,6 @@ def changed_layouts(summary: Summary) -> PageTable:
     rows = [
         (
             str(each.step),
-            each.by,
             each.layout,
             seconds_text(each.before_s),
             seconds_text(each.after_s),
@@ -68,7 +67,7 @@ def changed_layouts(summary: Summary) -> PageTable:
         )
         for each in summary.layouts
     ]
-    return _cut("Repartitions", ("after step", "by", "layout", "step before", "step since", "break"), rows)
+    return _cut("Repartitions", ("after step", "layout", "step before", "step since", "break"), rows)
 
 
 def lenders(run: RunDir, over: bool) -> PageTable:

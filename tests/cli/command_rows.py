@@ -58,8 +58,6 @@ COMMANDS = [
     ("simulate trace --calibration absent", "calibration file = 'absent': No such file or directory; valid: "),
     ("plan run.toml --best 0", "--best"),
     (f"submit run.toml -o run.name={'x' * 5000}", f"run.name = '{'x' * 119}...: too long; valid: "),
-    ("repartition quick-001", "KEY=VALUE"),
-    ("repartition train.tp=2 rollout.tp=2", "RUN = 'train.tp=2': no run of that name"),
     ("make-policy model --task good.py:Task", "OUT = 'model': exists already"),
     ("make-policy new --task chess", "--task = 'chess': unknown task; valid: data"),
     ("submit run.toml --from-step 5", "--from-step = 5: a new run starts at step 0; valid: only with --resume RUN."),

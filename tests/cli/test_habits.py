@@ -50,7 +50,7 @@ def test_a_shell_completes_verbs_runs_options_and_keys(shell: str, submitted: Ru
     (submitted.path.parent / "no-run").mkdir()
     verbs = completions(shell, "libra-hpc s")
     assert all(verb in verbs for verb in app.VERBS if verb.startswith("s"))
-    assert "repartition" not in verbs
+    assert "cancel" not in verbs
     runs = completions(shell, "libra-hpc status ")
     assert "quick-001" in runs
     assert "no-run" not in runs
@@ -64,7 +64,7 @@ def test_a_shell_completes_verbs_runs_options_and_keys(shell: str, submitted: Ru
     [
         ("libra-hpc config show r", "run.toml"),
         ("libra-hpc config explain rollout.m", "rollout.max_model_len"),
-        ("libra-hpc repartition quick", "quick-001"),
+        ("libra-hpc cancel quick", "quick-001"),
         ("libra-hpc logs --runs elsewhere q", ""),
         ("libra-hpc trace ins", "inspect"),
     ],

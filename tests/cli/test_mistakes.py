@@ -26,7 +26,7 @@ from libra_hpc.slurm.queue.query import JobInfo, JobState
 from tests.example_files import write_text_tokenizer
 from tests.preflight.test_checks import write_model
 
-from .conftest import RUN, Cli, Queue, one_line, write_status
+from .conftest import RUN, Cli, Queue, one_line
 from .mistake_rows import LACKS, MODELS, Mistake, table
 
 TABLE = list(table())
@@ -152,38 +152,6 @@ def test_a_mistake_is_one_sentence_that_names_the_field(
     assert FIELD.match(line) or USAGE.match(line)
     assert queue.submitted == []
     assert listed(folder) == before
-
-
-@pytest.mark.parametrize(
-    ("state", "change", "sentence"),
-    [
-        ("running", "algorithm.eta=2", "KEY = 'algorithm.eta': not part of a layout; valid: components.train.nodes, "),
-        ("running", "rolout.tp=2", "(did you mean 'rollout.tp'?)."),
-        ("running", "train.tp", "override = 'train.tp': malformed; valid: section.key=value, for instance train.tp=2."),
-        ("running", "train.recompute=yes", "train.recompute = 'yes': unknown value; valid: none, selective, full."),
-        ("running", "components.train.nodes=2", "components.*.nodes = '2 + 1 + 1': "),
-        ("running", "train.tp=3", "train.tp = 3: does not divide the model's num_attention_heads = 8"),
-        ("running", "rollout.tp=[1,1]", "[1, 1]: the run has this layout already (1 node trains with TP1, "),
-        ("completed", "train.tp=2", "'quick-001': it is over (job 4711 is completed); valid: a run whose job is"),
-        ("starting", "train.tp=2", "RUN = 'quick-001': it does not run (job 4711 is starting)"),
-        ("restarting", "train.tp=2", "RUN = 'quick-001': it does not run (job 4711 is starting)"),
-        ("job failed", "train.tp=2", "RUN = 'quick-001': it is over (job 4711 is failed ("),
-        ("job pending", "train.tp=2", "RUN = 'quick-001': it does not run (job 4711 is pending)"),
-        ("ordered", "train.tp=2", "RUN = 'quick-001': another layout is ordered already"),
-    ],
-)
-def test_a_mistake_in_an_order_for_another_layout(
-    state: str, change: str, sentence: str, submitted: RunDir, site: Path, queue: Queue, cli: Cli
-) -> None:
-    job = state.removeprefix("job ").upper() if state.startswith("job ") else "RUNNING"
-    queue.answer = JobInfo("4711", JobState[job])
-    if state != "job pending":
-        write_status(submitted, state if state in ("completed", "starting", "restarting") else "running")
-    if state == "ordered":
-        submitted.order.write_text("{}")
-    before = sorted(site.rglob("*"))
-    assert sentence in one_line(cli("repartition", "quick-001", change))
-    assert sorted(site.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

@@ -13,19 +13,11 @@ import pytest
 from libra_hpc_cli import jobs
 
 from libra_hpc.errors import SlurmUnreachable, UserError
-from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.status import FINAL
-from libra_hpc.protocol.repartition_order import decode_order
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from tests.facts import synthetic
 
-from .conftest import Cli, Queue, Sleep, write_status
-
-LAYOUT = (
-    *("train.tp=2", "rollout.tp=[1,2]"),
-    *(f"components.{name}.nodes={nodes}" for name, nodes in (("train", 2), ("rollout", 2), ("hybrid", 0))),
-)
+from .conftest import Cli, Queue, write_status
 
 
 @pytest.fixture
@@ -65,68 +57,6 @@ def test_status_shows_the_snapshot_or_why_the_job_waits(submitted: RunDir, queue
     assert "41 / 60" in cli("status", "4711").out
     printed = json.loads(cli("status", "quick-001", "--json").out)
     assert (printed["run"], printed["state"], printed["status"]["step"]) == ("quick-001", "running", 41)
-
-
-@pytest.fixture
-def running(site: Path, queue: Queue, cli: Cli) -> RunDir:
-    """A run of three training, hybrid and rollout nodes that is under way."""
-    cli("submit", "run.toml", "-o", "components.planner.partition=cpu", "-o", "components.rollout.nodes=2")
-    run = RunDir(site / "runs" / "quick-001")
-    write_status(run, "running")
-    queue.answer = JobInfo("4711", JobState.RUNNING)
-    return run
-
-
-def test_an_order_for_another_layout_is_shown_and_left_for_rank_0(running: RunDir, cli: Cli) -> None:
-    shown = cli("repartition", "quick-001", *LAYOUT, "--dry-run")
-    assert shown.code == 0
-    rows = [line.split() for line in shown.out.splitlines()[1:]]
-    assert rows == [
-        ["1", "train", "TP1", "train", "TP2"],
-        ["2", "hybrid", "TP1", "or", "1xTP1", "train", "TP2"],
-        ["3", "rollout", "1xTP1", "rollout", "1xTP1"],
-        ["4", "rollout", "1xTP1", "rollout", "1xTP2"],
-    ]
-    assert not running.order.exists()
-    printed = json.loads(cli("repartition", "quick-001", *LAYOUT, "--json").out)
-    order = decode_order(running.order.read_bytes())
-    assert (printed["order"], printed["step"]) == (order.id, None)
-    assert printed["changes"] == order.values
-    assert (order.attempt, order.values["rollout.tp"]) == (1, [1, 2])
-
-
-REPARTITIONED = {"kind": "repartitioned", "step": 41}
-REFUSED = {"kind": "repartition_refused", "reason": "no."}
-
-
-@pytest.mark.parametrize(
-    ("answer", "state", "error"),
-    [
-        (REPARTITIONED, "running", ""),
-        (REPARTITIONED, "failed", "the run ended (failed) in the new layout; `libra-hpc submit --resume quick-001 -o"),
-        (REFUSED, "running", "the order was refused: no."),
-        (None, "cancelled", "the run ended (cancelled) and did not answer the order"),
-    ],
-)
-def test_waiting_for_another_layout_ends_with_its_first_step_or_the_reason_against_it(
-    answer: dict[str, object] | None, state: str, error: str, running: RunDir, queue: Queue, cli: Cli, sleep: Sleep
-) -> None:
-    numbers = iter((1, 2))
-
-    def rank_0(seconds: float) -> None:
-        number = next(numbers)
-        if number == 1 and answer is not None:
-            LineLog(running.events).write({"t": 1.0, "order": decode_order(running.order.read_bytes()).id, **answer})
-        write_status(running, state if number == 2 else "running", step=42 if number == 2 else 41)
-        if state in FINAL and number == 2:
-            queue.answer = JobInfo("4711", JobState[state.upper()])
-
-    sleep(rank_0)
-    outcome = cli("repartition", "quick-001", *LAYOUT, "--wait")
-    assert outcome.code == bool(error)
-    assert outcome.err.startswith(f"error: {error}") if error else outcome.err == ""
-    assert ("step 42/60" in outcome.out) == (answer is None or "step" in answer)
-    assert ("quick-001: repartitioned after step 41" in outcome.out) == (not error)
 
 
 def test_status_of_a_run_that_was_never_queued(site: Path, queue: Queue, cli: Cli) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from libra_hpc.config.load import load_resolved, validate, with_values
+from libra_hpc.config.load import load_resolved, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator import records as records_module
 from libra_hpc.coordinator.coordinator import Coordinator
@@ -24,7 +24,6 @@ from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import Layout, ResumePoint, StopTraining
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.ranks_stop import RanksStop
-from libra_hpc.protocol.repartition_order import encode_order, new_order
 from tests.policies.pool.layout_orders import FormGeneration, StartEngine, all_orders
 from tests.protocol.step_reports import step_report
 from tests.stage.node_parts import Outbox
@@ -275,10 +274,7 @@ async def test_a_better_layout_of_the_core_ends_the_ranks_and_asks_for_others(
     events = list(read_lines(scene.run.events))
     assert (events[-1]["kind"], events[-1]["changes"], events[-1]["step"]) == ("repartitioned", CHANGES, 3)
     status = decode_status(scene.run.status.read_bytes())
-    assert (status.state, status.repartitioned) == (
-        "restarting",
-        "after step 3 by the planner: 2 nodes train with TP1, 1 rolls out with 1xTP2",
-    )
+    assert (status.state, status.repartitioned) == ("restarting", "after step 3: better")
 
 
 async def test_advice_is_only_written_down_where_the_run_file_says_so(
@@ -290,30 +286,6 @@ async def test_advice_is_only_written_down_where_the_run_file_says_so(
     assert not scene.stop
     assert [e["layout"] for e in read_lines(scene.run.events) if e["kind"] == "decision"] == ["better"]
     assert scene.end.why == "completed"
-
-
-async def test_an_operators_order_waits_for_every_node_and_ends_the_ranks(tmp_path: Path) -> None:
-    config = with_values(DRY_RUN, {"planner.enabled": False, "planner.interval_s": 0.02})
-    tmp_path.joinpath("config.json").write_text(json.dumps(config.as_data()))
-    scene = Scene(tmp_path, config=config)
-    order = new_order(1, 1.0, dict(CHANGES))
-    scene.run.order.write_bytes(encode_order(order))
-    async with running(scene):
-        scene.deliver(
-            (1, EngineState(1, "train", "ready", seconds=1.0)),
-            (1, TrainReport(joined=(MemberJoined(1, 1, 0, 0, 0.1),))),
-            (3, EngineState(3, "rollout", "ready", seconds=1.0)),
-        )
-        scene.deliver((1, step_report(1, step_s=1.0, train_nodes=1)))
-        await until(lambda: "waits: node 2 is in state starting" in str(scene.run.read_json(scene.run.status)))
-        assert not scene.stop
-        scene.deliver((2, EngineState(2, "rollout", "ready", seconds=1.0)))
-        await until(lambda: scene.stop)
-        scene.deliver((1, TrainReport(done=3)))
-    assert scene.stop == StopTraining("repartition")
-    assert scene.end.why == "repartition"
-    answers = [(e["kind"], e["by"]) for e in read_lines(scene.run.events) if e.get("order") == order.id]
-    assert answers == [("repartition_ordered", "operator"), ("repartitioned", "operator")]
 
 
 def test_a_fatal_report_fails_the_run_with_its_reason(scene: Scene) -> None:

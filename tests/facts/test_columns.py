@@ -29,9 +29,9 @@ from tests.protocol.step_reports import step_report
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(libra_hpc.__file__).parent
-WRITERS = {"event", "_event", "event_now", "log", "_log", "_log_part", "answer"}
+WRITERS = {"event", "_event", "log", "_log", "_log_part"}
 """Functions that write an event; the kind is an argument of theirs."""
-PUT_IN = {"_log_part": {"rank", "part"}, "answer": {"order"}}
+PUT_IN = {"_log_part": {"rank", "part"}}
 """Fields that such a function adds."""
 
 
@@ -139,7 +139,7 @@ def name_of(function: ast.expr) -> str:
 
 def module_constants(tree: ast.Module) -> dict[str, str]:
     """Texts that a module assigns, or imports, by a name in capitals."""
-    found = {"REFUSED": "repartition_refused"}
+    found = dict[str, str]()
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(text))):
