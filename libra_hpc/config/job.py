@@ -220,20 +220,6 @@ class ComponentsSection(Section, frozen=True):
     env: EnvComponent = EnvComponent()
 
 
-class NotifySection(Section, frozen=True):
-    """``[notify]``: a command that reports what became of a run."""
-
-    command: Annotated[
-        list[Annotated[str, Meta(pattern=r"^[^\x00]+\Z")]], Valid("a list of strings"), Names("command")
-    ] = []
-    """Program and arguments, run without a shell on the node of rank 0. It gets one argument more, the alert in one
-    line, and the event as JSON on stdin. After 10 s it is killed. Empty: no reports."""
-    on: list[Literal["completed", "failed", "guard", "stalled"]] = field(
-        default_factory=lambda: ["completed", "failed", "guard", "stalled"]
-    )
-    """What it reports: the end of the run, a guard of learning that notices or pauses, or a step that is late."""
-
-
 class DeadlinesSection(Section, frozen=True):
     """``[deadlines]``: how long a part of a run may make no progress before its process is ended and restarted."""
 

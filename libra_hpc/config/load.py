@@ -35,7 +35,6 @@ LARGEST = 2**63 - 1
 """Largest integer of TOML, and of the messages between the processes of a run."""
 LONGEST_S = 10**9
 """Seconds, 30 years: timers of the operating system end at ten times that."""
-PROGRAMS = ("compute.python", "notify.command.0")
 _TASKSET = re.compile(r"\.verifiers\.(python .|\w+ .*\.py\Z)")
 """Key and value of a file in a table of verifiers."""
 NAME_BYTES, PATH_BYTES = 255, 4000
@@ -143,7 +142,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def named_paths(config: RunConfig) -> dict[str, str]:
     """Values that may name a file which the run reads, by key."""
-    return {field: text for field, kind, text in _named(config.as_data()) if kind not in ("command", "taskset")}
+    return {field: text for field, kind, text in _named(config.as_data()) if kind != "taskset"}
 
 
 def _named(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -160,8 +159,8 @@ def _kind_of_file(field: str) -> str:
 def _absolute(field: str, kind: str, text: str, container: str) -> str:
     if kind == "code":
         return absolute(field, text)
-    if kind in ("program", "command"):
-        return _program(field, text) if container == "none" and field in PROGRAMS else text
+    if kind == "program":
+        return _program(field, text) if container == "none" else text
     if kind == "taskset" and not _TASKSET.search(f"{field} {text}"):
         return text
     # Pyxis takes a file by its first character, and the name of a registry otherwise.

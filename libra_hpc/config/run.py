@@ -7,16 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from .job import (
-    ComponentsSection,
-    ComputeSection,
-    DeadlinesSection,
-    EnvSection,
-    NotifySection,
-    RunSection,
-    SlurmSection,
-    TrackSection,
-)
+from .job import ComponentsSection, ComputeSection, DeadlinesSection, EnvSection, RunSection, SlurmSection, TrackSection
 from .learn import (
     AlgorithmSection,
     ChatSection,
@@ -54,7 +45,6 @@ class RunConfig(Section, frozen=True):
     borrow: BorrowSection = BorrowSection()
     checkpoint: CheckpointSection = CheckpointSection()
     deadlines: DeadlinesSection = DeadlinesSection()
-    notify: NotifySection = NotifySection()
     track: TrackSection = TrackSection()
     simulated: SimulatedSection = SimulatedSection()
     given: frozenset[str] = frozenset()

@@ -50,6 +50,7 @@ REMOVED = {
     "simulated.source": "operator tables are used where there are some; a device of simulated.devices has none",
     "simulated.mfu": _TRAINS,
     "simulated.step_s": _TRAINS,
+    "notify": "set slurm.mail, or read events.jsonl",
 }
 """What replaces a key or section that is gone. The configuration of an older run may have it."""
 

@@ -26,8 +26,8 @@ class Valid(NamedTuple):
 class Names(NamedTuple):
     """The value of a key, or items of its list, may name a file, which `with_absolute_paths` makes absolute."""
 
-    kind: Literal["file", "model", "reference", "code", "program", "command", "image", "taskset"]
-    """``model``, ``reference``, ``image``: a file or another name. ``command``: a program and its arguments.
+    kind: Literal["file", "model", "reference", "code", "program", "image", "taskset"]
+    """``model``, ``reference``, ``image``: a file or another name.
     ``taskset``: a table with an interpreter and files of Python."""
 
 

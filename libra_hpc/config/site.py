@@ -28,7 +28,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "run": ("dir", "share"),
     "slurm": (),
     "compute": (),
-    "notify": (),
     "planner": ("device", "devices"),
     **{f"components.{name}": COMPONENT_KEYS for name in COMPONENTS},
 }

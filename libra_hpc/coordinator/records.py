@@ -11,11 +11,10 @@ from typing import Any
 
 import msgspec
 
-from libra_hpc.facts.events import EVENTS, alert_of, in_words
+from libra_hpc.facts.events import EVENTS, in_words
 from libra_hpc.facts.fact_writer import FactsWriter
 from libra_hpc.facts.status import Status, encode_status
 from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.process.alerts import Alerts
 from libra_hpc.protocol.ranks_stop import OUTPUT, RanksStop
 
 CLOSE_S = 30.0
@@ -64,7 +63,7 @@ class Records:
         self._patience_s = context.config.deadlines.storage_s
         self._fence = context.fence
         self._facts = FactsWriter(context.run, context.attempt, self._fence.check)
-        self._notices, self._alerts = Notices(), Alerts(msgspec.to_builtins(context.config.notify), context.run.path)
+        self._notices = Notices()
         self._lease_fault = self.fault = ""
         """``fault``: why the run directory takes no writes; empty: it does."""
 
@@ -78,15 +77,13 @@ class Records:
     def record(self, kind: str, t: float, fields: dict[str, Any]) -> None:
         """Something happened somewhere, at epoch time ``t``."""
         self._notices.add(kind, t, fields)
-        event = {"t": t, "kind": kind, **fields}
-        self._facts.event(event)
-        self._alerts.add(alert_of(event), event)
+        self._facts.event({"t": t, "kind": kind, **fields})
 
     def step(self, line: dict[str, Any]) -> None:
         self._facts.step(line)
 
     def check_storage(self) -> str:
-        """Log when the run directory stops or begins to take writes, and alerts that failed.
+        """Log when the run directory stops or begins to take writes.
 
         Returns why it has taken none for longer than it may, else nothing.
         """
@@ -98,8 +95,6 @@ class Records:
             self._lease_fault = self._fence.fault
             if self._lease_fault:
                 self.event("lease_fault", reason=self._lease_fault)
-        while self._alerts.failures:
-            self.event("alert_failed", reason=self._alerts.failures.pop())
         fault_s = self._facts.fault_s(time.monotonic())
         return (
             f"the run directory has taken no writes for {fault_s:.0f} s: {self.fault}"

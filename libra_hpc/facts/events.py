@@ -19,12 +19,10 @@ class EventKind(NamedTuple):
     """Whether the report lists it under failures and restarts."""
     notice: bool = False
     """Whether its reason belongs on the status screen for a while."""
-    alert: str = ""
-    """Which alert of ``notify.on`` it is; ``end``: that of the run's state."""
 
 
-def _fault(kind: str, meaning: str, fields: str, notice: bool = False, alert: str = "") -> EventKind:
-    return EventKind(kind, meaning, fields, fault=True, notice=notice, alert=alert)
+def _fault(kind: str, meaning: str, fields: str, notice: bool = False) -> EventKind:
+    return EventKind(kind, meaning, fields, fault=True, notice=notice)
 
 
 RUN = (
@@ -37,10 +35,9 @@ RUN = (
     ),
     _fault("cannot_now", "The owner waits for what is not possible now, and tries it again", "reason"),
     _fault("signal_ignored", "An agent got a signal that rank 0 did not", "rank signal reason", notice=True),
-    _fault("step_late", "No step was committed for half of its limit", "step reason", alert="stalled"),
-    _fault("job_finished", "The attempt ended", "state message step", alert="end"),
+    _fault("step_late", "No step was committed for half of its limit", "step reason"),
+    _fault("job_finished", "The attempt ended", "state message step"),
     EventKind("job_requeued", "Slurm queues the job again", "reason step"),
-    _fault("alert_failed", "The command of `[notify]` failed", "reason", notice=True),
 )
 NODES = (
     EventKind("node_state", "A node changed its state", "rank state was"),
@@ -126,7 +123,7 @@ ROLLOUT = (
 )
 TRAINING = (
     _fault("update_skipped", "An update that is not finite was left out", "step reason", notice=True),
-    _fault("learning_notice", "A guard of learning began to hold", "step good_step reason", notice=True, alert="guard"),
+    _fault("learning_notice", "A guard of learning began to hold", "step good_step reason", notice=True),
     _fault("offer_failed", "New weights could not be offered", "step reason", notice=True),
     EventKind(
         "weights_applied",
@@ -179,12 +176,3 @@ def cause_of(event: Mapping[str, Any]) -> str:
     if event["kind"] == "experience_kept":
         parts.append(f"{event.get('trajectories', 0)} finished, {event.get('unfinished', 0)} unfinished")
     return ": ".join(parts)
-
-
-def alert_of(event: Mapping[str, Any]) -> str:
-    """Which alert of ``notify.on`` an event is; empty: none."""
-    kind = EVENTS.get(event["kind"])
-    if kind is None or kind.alert != "end":
-        return "" if kind is None else kind.alert
-    # Only guards pause a run.
-    return {"completed": "completed", "failed": "failed", "paused": "guard"}.get(event["state"], "")

@@ -15,13 +15,11 @@ from typing import Any
 import msgspec
 
 from libra_hpc.errors import UserError
-from libra_hpc.facts.events import alert_of
 from libra_hpc.facts.fact_writer import RESERVE_BYTES, RESULT_BYTES, Reserve
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import renewed_status
 from libra_hpc.files import write_once
-from libra_hpc.process.alerts import Alerts
 from libra_hpc.protocol.ranks_stop import RanksStop, ranks_stop
 
 
@@ -69,7 +67,6 @@ class OwnerRecords:
         self._result, self._status = Reserve(run.result, RESULT_BYTES), Reserve(run.status, RESERVE_BYTES)
         self._end = Reserve(run.ended(attempt), RESULT_BYTES)
         """Rank 0 writes it, and finds the blocks reserved."""
-        self._alerts = Alerts(run.read_json(run.config).get("notify", {}), run.path)
         with contextlib.suppress(OSError):
             # A requeued job must not find the result of its previous start.
             run.result.unlink(missing_ok=True)
@@ -100,9 +97,7 @@ class OwnerRecords:
         return ()
 
     def event(self, kind: str, **fields: Any) -> None:
-        event = {"t": time.time(), "kind": kind, **fields}
-        self._append(self._run.events, event)
-        self._alerts.add(alert_of(event), event)
+        self._append(self._run.events, {"t": time.time(), "kind": kind, **fields})
 
     def requeue(self, reason: str, step: int) -> None:
         """The job is about to be queued again."""
@@ -156,8 +151,5 @@ class OwnerRecords:
             log_line(f"{'the result' if reserve is self._result else 'the status'} cannot be written: {error}")
 
     def close(self) -> None:
-        self._alerts.close()
-        for failure in self._alerts.failures:
-            self.event("alert_failed", reason=failure)
         for reserve in (self._result, self._status, self._end):
             reserve.close()

@@ -29,7 +29,6 @@ from libra_hpc.user_file import file_of
 from .gpu_memory import GpuMemory, cache_type_runs, check_cpus, check_memory
 from .idle_keys import idle_keys
 from .job_checks import (
-    alerts_can_be_sent,
     cache_fits,
     context_ranks_have_tokens,
     delta_nets_run,
@@ -81,7 +80,6 @@ def check_files(config: RunConfig) -> None:
         if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
             raise invalid(key, text, "neither a file nor a folder", "what can be read twice")
     _raise_first(set_up_parses(config))
-    _raise_first(alerts_can_be_sent(config))
     with reading("run.dir", config.run.dir):
         check_run_dir(config)
     check_function("algorithm.advantage", config.algorithm.advantage, ADVANTAGES)

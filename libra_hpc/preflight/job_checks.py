@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -184,14 +183,6 @@ def set_up_parses(config: RunConfig) -> Iterator[UserError]:
     elif (len(setup[-1]) - len(setup[-1].rstrip("\\"))) % 2:
         why = "its last backslash would join it with the script's next line"
         yield invalid(f"compute.setup[{len(setup) - 1}]", setup[-1], why, valid)
-
-
-def alerts_can_be_sent(config: RunConfig) -> Iterator[UserError]:
-    """The command of ``[notify]`` is a program; nobody knows here what a container has."""
-    command = config.notify.command
-    if command and config.compute.container == "none" and shutil.which(command[0]) is None:
-        why = "no executable file" if os.sep in command[0] else "no such command"
-        yield invalid("notify.command", command[0], why, "a list: an executable file or command, and its arguments")
 
 
 def worlds(config: RunConfig) -> dict[str, TrainWorld]:

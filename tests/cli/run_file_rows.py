@@ -268,9 +268,6 @@ RUN_FILE = [
     ("slurm.extra=['-G8']", "slurm.extra[0] = '-G8': libra-hpc sets -G itself; valid: components.*.gpus."),
     ("slurm.extra=['']", "slurm.extra[0] = '': not an sbatch option; valid: one option such as '--exclusive'."),
     ("slurm.mpi=PMI2", "slurm.mpi = 'PMI2': no Slurm has such an MPI plugin (PyPI's mpich needs pmi2, Open MPI pmix);"),
-    ("notify.command=['no-such-program']", "notify.command = 'no-such-program': no such command; valid: a list: an"),
-    ("notify.command=['./run.toml']", "run.toml': no executable file"),
-    ("notify.on=['paused']", "notify.on.0 = 'paused': unknown value; valid: completed, failed, guard, stalled."),
     ("slurm.mpi=pmix_v3", f"slurm.mpi = 'pmix_v3': {sys.executable} has PyPI's mpich, which needs 'pmi2':"),
     ("slurm.gpu_option=--gres=gpu:{typ}:{gpus}", "slurm.gpu_option = '--gres=gpu:{typ}:{gpus}': malformed; valid: a"),
     (
@@ -372,7 +369,6 @@ RUN_FILE = [
     ("compute.local_dir=/tmp/../sys/x", "compute.local_dir = '/tmp/../sys/x': no folder can be made there; valid: a"),
     ("compute.local_dir=/scratch/${USER", "compute.local_dir = '/scratch/${USER': malformed; valid: an absolute fol"),
     ("compute.python=/usr/bin/env python3", "compute.python = '/usr/bin/env python3': a command, not one file; vali"),
-    ("notify.command=['']", "notify.command.0 = '': malformed; valid: a list of strings."),
     ("task.name=data; task.data=rows; task.reward=good.py:f", "task.data = 'rows': neither a file nor a folder; va"),
     ("task.name=rows:Task", "task.name = 'rows:Task': neither a file nor a folder; valid: what can be read twice."),
     ("planner.interval_s=0", "planner.interval_s = 0: out of range; valid: a number > 0."),
