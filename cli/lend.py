@@ -49,9 +49,6 @@ def serve(
     give: Annotated[str, typer.Option("--give", hidden=True)] = "",
     hours: Annotated[str, typer.Option("--hours", metavar="FROM-TO", help="Such as 20-08; default: always.")] = "",
     memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Of each GPU, such as 30GiB.")] = "",
-    headroom: Annotated[
-        float, typer.Option("--headroom", min=0.0, max=0.49, metavar="SHARE", help="Of the server's KV, to stay free.")
-    ] = 0.0,
     tp: Annotated[int, typer.Option("--tp", min=0, metavar="N", help="GPUs of an engine; default: the run's.")] = 0,
     engines: Annotated[int, typer.Option("--engines", min=1, metavar="N", help="Engines of a guest.")] = 1,
     weights_mb_s: WeightsOption = 0.0,
@@ -61,7 +58,7 @@ def serve(
     if give:
         raise invalid("--give", give, "a guest steps only while nobody is served", "lend serve without --give")
     Hours.parse(hours)
-    terms = LendTerms(ttft_s, hours, memory_mib(memory), tp, engines, headroom, weights_mb_s)
+    terms = LendTerms(ttft_s, hours, memory_mib(memory), tp, engines, weights_mb_s)
     if runs is None or not runs.is_dir():
         raise invalid("--runs", str(runs or ""), "no such folder", "the folder of the runs that may borrow")
     if not command:

@@ -33,7 +33,6 @@ from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, Weight
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
 from libra_hpc.weights.weightfile import WeightFileError, folder_shapes
 
-from .kv_room import KvRoom
 from .settings import EngineConfig, engine_arguments
 from .stats import EngineCounters
 from .steplog import BatchWatch, StepLog, StepLogHeader
@@ -90,10 +89,6 @@ class RolloutEngine:
         # Where layers have states besides keys and values, vLLM makes blocks as large as a state.
         self._max_model_len, self._block_tokens = model.max_model_len, vllm_config.cache_config.block_size
         self._staged = StagedUpdate(self._client.collective_rpc, not current_platform.is_cpu())
-        self._kv = KvRoom(
-            scheduler.kv_cache_manager.block_pool,
-            lambda blocks: self._client.collective_rpc("release_kv_pages", args=(blocks,)),
-        )
         self._turns: dict[str, TurnInFlight] = {}
         self._ids: dict[str, str] = {}
         self._serial = 0
@@ -199,12 +194,11 @@ class RolloutEngine:
                 priority=request.priority,
             )
         )
-        most = min(len(prompt) + request.max_tokens, self._max_model_len)
-        self._turns[key] = turn = TurnInFlight(request.rid, time.monotonic(), most)
+        self._turns[key] = turn = TurnInFlight(request.rid, time.monotonic())
         if salt is not None:
             turn.kv_version, turn.oldest_kv = self._version, int(salt)
         self._ids[request.rid] = key
-        return None if self._fits(key) else self.abort(request.rid)
+        return None
 
     def abort(self, rid: str) -> Generated | None:
         """Stop a request and answer it with its tokens so far; None when it has been answered already."""
@@ -280,25 +274,6 @@ class RolloutEngine:
         self._counters.update_s += seconds
         return WeightsApplied(version, seconds, self._staged.seconds, recomputed)
 
-    def follow_server(self) -> list[Generated]:
-        """Give KV memory back that the server of this device needs, or take it again; returns requests that ended."""
-        share = 1.0 if self._gate is None else self._gate.kv_share()
-        return [] if share == self._kv.share else self.set_kv_share(share)
-
-    def set_kv_share(self, share: float) -> list[Generated]:
-        """Use this share of the KV caches, 0..1, from now on; returns the requests that had to end for it."""
-        ended: list[Generated] = []
-
-        def end(key: str) -> bool:
-            self._client.abort_requests([key])
-            ended.append(self._finish(key, "abort"))
-            return True
-
-        self._kv.set_share(share, lambda: bool(self._scheduler.running) and end(self._scheduler.running[-1].request_id))
-        for key in [key for key in self._turns if not self._fits(key)]:
-            end(key)
-        return ended
-
     def sleep(self) -> list[Generated]:
         """Become a warm standby: abort all requests, free the device memory, refuse requests until woken."""
         ended = self.drain()
@@ -306,9 +281,6 @@ class RolloutEngine:
         if not self._client.is_sleeping():
             self._staged.weights_lost()
             self._client.sleep(SLEEP_LEVEL, "abort")
-            for share in (0.0, 1.0):
-                # Pages of a CPU go back to the system, and come again when they are used.
-                self._kv.set_share(share, lambda: False)
         self._refuses = "the engine is asleep."
         return ended
 
@@ -328,8 +300,7 @@ class RolloutEngine:
             version=self._version,
             running=running,
             waiting=waiting,
-            kv_use=self._kv.use,
-            kv_share=self._kv.share,
+            kv_use=self._scheduler.kv_cache_manager.usage,
             asleep=self._client.is_sleeping(),
             paused_s=self._gate.paused_s if self._gate is not None else 0.0,
             stands_still=self.stands_still,
@@ -383,10 +354,6 @@ class RolloutEngine:
             return None
         return str(self._version if request.admitted < 0 else min(request.admitted, self._version))
 
-    def _fits(self, key: str) -> bool:
-        """Whether a request finds room for all its tokens, so that it cannot wait for ever."""
-        return self._kv.share == 1 or self._turns[key].most_tokens <= self._kv.usable * self._block_tokens
-
     def _drop_caches(self) -> int:
         """Drop all KV caches; returns the tokens of running requests to compute again."""
         recomputed = 0
@@ -394,9 +361,7 @@ class RolloutEngine:
             self._turns[request.request_id].recomputed += 1
             recomputed += request.num_computed_tokens
         # KV caches in host memory are of the old weights too.
-        self._kv.lend()
         self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        self._kv.set_share(self._kv.share, lambda: False)
         return recomputed
 
     def _set_version(self, version: int) -> None:

@@ -117,7 +117,6 @@ class _Loop:
             self._began = time.monotonic()
         if self._worker_died.is_set():
             raise _WorkerDied("a vLLM worker process died.")
-        self._socket.send_many(engine.follow_server())
         work = engine.busy
         if work and not engine.may_step():
             self._pause(engine)

@@ -52,10 +52,8 @@ def read_prompt(request: Generate, max_model_len: int, vocab_size: int) -> list[
 class TurnInFlight:
     """A request in flight; times in seconds of ``time.monotonic``."""
 
-    def __init__(self, rid: str, arrived: float, most_tokens: int) -> None:
-        """``most_tokens``: of its context at its end."""
-        self.rid, self.most_tokens = rid, most_tokens
-        self.arrived = arrived
+    def __init__(self, rid: str, arrived: float) -> None:
+        self.rid, self.arrived = rid, arrived
         self.kv_version, self.oldest_kv = -1, -1
         """Where KV outlives updates: weights of its own first KV, and the oldest that it may find in a cache."""
         self.scheduled = math.inf

@@ -10,7 +10,6 @@ from typing import Any
 
 from libra_hpc.process.reaper import die_with
 
-from .kv_room import release_pages
 from .update.staging import Staging
 
 
@@ -43,11 +42,6 @@ class WorkerExtension:
     def drop_weights(self) -> None:
         assert self._weight_staging is not None
         self._weight_staging.drop()
-
-    def release_kv_pages(self, blocks: list[int]) -> int:
-        """Give the memory of KV blocks back, on a CPU; returns its bytes."""
-        caches = self.model_runner.kv_caches
-        return release_pages(caches, blocks) if caches[0].device.type == "cpu" else 0
 
 
 if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:

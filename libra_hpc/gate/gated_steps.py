@@ -1,7 +1,6 @@
 """The gate in the process of a rollout engine: before each step it reads the page and sets the tokens of the step.
 
 - The gate is closed and there is work -> no step begins, and the seconds count as paused.
-- The owner wants headroom -> the share of its KV caches that the engine may use follows the server's use (`KvShare`).
 - Closed with work for longer than its turns wait (`Pauses`) -> the engine *stands still*: they are wanted back.
 - It stood still, and the gate has been open for `REOPEN_S` -> it takes turns again.
 """
@@ -14,7 +13,6 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from libra_hpc.policies.serving.kv_share import KvShare, KvShareRule
 from libra_hpc.policies.serving.pauses import LONGEST_S, STAND_S, Pauses
 from libra_hpc.policies.serving.step_cost import StepWork
 from libra_hpc.policies.serving.step_gate import SHARE, GateLimits, Reason, StepGate
@@ -38,10 +36,6 @@ class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Limit for a first token."""
     share: Annotated[float, msgspec.Meta(gt=0, le=1)] = SHARE
     """Longest step as a share of ``ttft_s``."""
-    headroom: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
-    """Share of the server's KV caches below which the engine gives memory back; 0: it keeps what it has."""
-    thaw_s: Positive = 10.0
-    """See `KvShareRule.thaw_s`."""
     longest_s: Positive = LONGEST_S
     """Most seconds that turns wait for the gate to open."""
 
@@ -83,7 +77,6 @@ class GatedSteps:
         self._page, self._scheduler, self._batches, self._clock = Page(config.page), scheduler, batches, clock
         self._most = scheduler.max_num_scheduled_tokens
         self._gate = StepGate(GateLimits(config.ttft_s, config.share))
-        self._kv = KvShare(KvShareRule(headroom=config.headroom, thaw_s=config.thaw_s)) if config.headroom else None
         self._pauses, self._asked_at = Pauses(config.longest_s), self._clock()
         self._paused_at: float | None = None
         self._closed_at: float | None = None
@@ -110,10 +103,6 @@ class GatedSteps:
             self._scheduler.max_num_scheduled_tokens = min(tokens, self._most)
         self._watch(now, work, closed=not tokens)
         return tokens > 0
-
-    def kv_share(self) -> float:
-        """What the engine may use of its KV caches now."""
-        return 1.0 if self._kv is None else self._kv.decide(self._page.read().kv_use, self._clock())
 
     def _watch(self, now: float, work: bool, closed: bool) -> None:
         if now - self._asked_at > UNASKED_S:

@@ -22,14 +22,14 @@ from libra_hpc.errors import invalid
 from libra_hpc.files import write_atomic
 from libra_hpc.policies.serving.serving_view import ServingView
 
-MAGIC, FORMAT = b"LIBRASRV", 3
+MAGIC, FORMAT = b"LIBRASRV", 4
 PAGE_BYTES, SLOT_BYTES, SLOTS = 4096, 64, 64
 HEAD = struct.Struct("<8sIIQ")
 CLOSED_AT, STEPPED_AT = 12, 16
 """Bytes before its last two fields, which have different writers."""
-SLOT = struct.Struct("<IIQIIII")
+SLOT = struct.Struct("<IIQIII")
 """Process id (0: free), sequence (odd while it is written), `time.monotonic_ns` of the write, requests served,
-thousandths of its KV caches in use, 99 % quantiles of first tokens alone and beside the guest (microseconds)."""
+99 % quantiles of first tokens alone and beside the guest (microseconds)."""
 TRIES = 64
 """Reads of a slot until it is torn; writing one takes some microseconds."""
 ENDED_S = 2.0
@@ -65,7 +65,7 @@ class Page:
     def read(self) -> ServingView:
         """What all processes of the server do, in seconds of `time.monotonic`."""
         closed = bool(HEAD.unpack_from(self._map)[2])
-        written, served, kv_use, alone_s, beside_s = inf, 0, 0.0, 0.0, 0.0
+        written, served, alone_s, beside_s = inf, 0, 0.0, 0.0
         for offset in range(SLOT_BYTES, PAGE_BYTES, SLOT_BYTES):
             if self._map[offset : offset + 4] == b"\0\0\0\0":
                 continue
@@ -73,19 +73,18 @@ class Page:
             if slot is None:
                 continue
             written, served = min(written, slot.written), served + slot.served
-            kv_use = max(kv_use, slot.kv_use)
             # Of several processes, the one whose users wait longest beside the guest.
             alone_s, beside_s = max((alone_s, beside_s), (slot.alone_s, slot.beside_s), key=lambda one: one[::-1])
-        return ServingView(closed, written if written < inf else -inf, served, kv_use, alone_s, beside_s)
+        return ServingView(closed, written if written < inf else -inf, served, alone_s, beside_s)
 
     def _slot(self, offset: int) -> ServingView | None:
         """One process; None for one that has ended."""
         for _ in range(TRIES):
-            pid, sequence, written, served, kv_use, *micros = SLOT.unpack(self._map[offset : offset + SLOT.size])
+            pid, sequence, written, served, *micros = SLOT.unpack(self._map[offset : offset + SLOT.size])
             if not sequence % 2 and self._map[offset : offset + 8] == struct.pack("<II", pid, sequence):
                 break
         else:
             written = 0
         if not pid or (time.monotonic() - written * NS > ENDED_S and not os.path.exists(f"/proc/{pid}")):
             return None
-        return ServingView(False, written * NS, served, kv_use / 1000, *(MICRO * one for one in micros))
+        return ServingView(False, written * NS, served, *(MICRO * one for one in micros))

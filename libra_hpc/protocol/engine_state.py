@@ -52,7 +52,7 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     running: int = 0
     waiting: int = 0
     kv_use: float = 0.0
-    """Share of the KV cache that requests hold, 0..1; of a borrowed engine, of the part that it may use."""
+    """Share of the KV cache that requests hold, 0..1."""
     generated_tokens: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0
@@ -67,8 +67,6 @@ class EngineStats(msgspec.Struct, tag=True, frozen=True):
     """With work, but without room for a step beside the users of its device; not in ``busy_s``."""
     stands_still: bool = False
     """Whether that has lasted so long that its turns should go on elsewhere."""
-    kv_share: float = 1.0
-    """Part of its KV cache that the engine may use."""
     pause: str = ""
     """Why it was paused last, in the words of the gate."""
 

@@ -42,9 +42,8 @@ class OutstandingTurn(NamedTuple):
 class EngineEntry:
     """One vLLM replica.  `inflight` maps a request id to the turn it runs."""
 
-    def __init__(self, rank: int, kv_tokens: int, since: float, lender: LenderTotals | None = None) -> None:
+    def __init__(self, rank: int, since: float, lender: LenderTotals | None = None) -> None:
         self.rank, self.own = rank, not is_guest(rank)
-        self.kv_tokens = kv_tokens
         """Tokens of its whole KV cache."""
         self.inflight: dict[str, OutstandingTurn] = {}
         self.draining = self.stands_still = self.paused = False
@@ -88,7 +87,7 @@ class EngineRegistry:
             key = engine.lender, engine.lender_kind
             lender = self.lenders.setdefault(key, LenderTotals(*key))
             lender.came(engine.engine)
-        self.engines[engine.engine] = EngineEntry(engine.rank, capacity.kv_tokens, self._clock(), lender)
+        self.engines[engine.engine] = EngineEntry(engine.rank, self._clock(), lender)
         self._board.up(
             engine.engine,
             tp=capacity.tp,
@@ -239,8 +238,6 @@ class EngineRegistry:
         turned = before != (engine.stands_still, engine.paused)
         if turned:
             self._set_open(name)
-        if (room := int(stats.kv_share * engine.kv_tokens)) != self._board.engines[name].kv_capacity:
-            self._board.resize(name, room)
         if last is not None and stats.steps >= last.steps:
             if engine.lender is None:
                 self.generated += stats.generated_tokens - last.generated_tokens

@@ -145,7 +145,7 @@ def test_a_prompt_must_leave_room_for_one_token() -> None:
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3), st.integers(0, 3))))
 def test_version_spans_add_up_to_the_tokens(steps: list[tuple[list[int], int]]) -> None:
-    turn = TurnInFlight("r", arrived=1.0, most_tokens=9)
+    turn = TurnInFlight("r", arrived=1.0)
     for tokens, version in steps:
         turn.extend(tokens, [-0.5] * len(tokens), version)
     done = turn.finish("stop", now=3.0)
@@ -157,13 +157,13 @@ def test_version_spans_add_up_to_the_tokens(steps: list[tuple[list[int], int]]) 
 
 
 def test_a_turn_that_never_ran_only_queued() -> None:
-    done = TurnInFlight("r", arrived=1.0, most_tokens=9).finish("abort", now=3.0)
+    done = TurnInFlight("r", arrived=1.0).finish("abort", now=3.0)
     assert (done.queue_s, done.run_s) == (2.0, 0.0)
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
 def test_a_turn_with_a_log_probability_that_is_not_finite_is_an_error_without_tokens(logprob: float) -> None:
-    turn = TurnInFlight("r", arrived=1.0, most_tokens=9)
+    turn = TurnInFlight("r", arrived=1.0)
     turn.extend([1, 2], [-0.5, -0.1], 3)
     turn.extend([4], [logprob], 3)
     done = turn.finish("stop", now=3.0)

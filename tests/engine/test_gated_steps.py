@@ -36,7 +36,6 @@ class Server:
     def __init__(self, path: Path) -> None:
         self.path, self.page, self._writer = path, Page.create(path), PageWriter(path)
         self.served, self.silent, self._ended = 0, False, threading.Event()
-        self.kv_use = 0.0
         self._lock = threading.Lock()
         self._write()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -54,7 +53,7 @@ class Server:
         with self._lock:
             now = time.monotonic()
             if not self.silent:
-                view = ServingView(written=now, served=self.served, kv_use=self.kv_use)
+                view = ServingView(written=now, served=self.served)
                 self._writer.write(view)
 
     def _run(self) -> None:
@@ -77,7 +76,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def gated(old: Model, server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
     """One that starts while a user is served."""
     folder = tmp_path_factory.mktemp("g")
-    limits = {"ttft_s": 0.5, "longest_s": STAND_S, "headroom": 0.2, "thaw_s": 0.3}
+    limits = {"ttft_s": 0.5, "longest_s": STAND_S}
     gate = GateConfig(page=str(server.path), **limits)
     server.serve(1)
     log = str(folder / "steps.jsonl")
@@ -184,24 +183,6 @@ def test_no_step_has_more_tokens_than_the_gate_allows(gated: EngineUnderTest) ->
     # Steps grow from the prompt of the warm-up profile, which the log has not.
     for number, size in enumerate(sizes):
         assert size <= GROWTH * max([PROMPT, *sizes[:number]])
-
-
-def test_kv_memory_that_the_server_needs_is_given_back_within_a_step(gated: EngineUnderTest, server: Server) -> None:
-    """Cut to half, then frozen: no request has room, and each ends with what it has."""
-    open_and_idle(gated)
-    since = len(gated.stats)
-    server.kv_use = 0.9
-    try:
-        assert gated.wait_stats(since, lambda report: report.kv_share < 1.0).kv_share in (0.5, 0.0)
-        gated.wait_stats(since, lambda report: report.kv_share == 0.0)
-        (refused,) = gated.generate(turn("no-room", [5, 6, 7], 4))
-        assert (refused.finish, tokens_of(refused)) == ("abort", [])
-    finally:
-        since = len(gated.stats)
-        server.kv_use = 0.0
-    gated.wait_stats(since, lambda report: report.kv_share == 1.0)
-    (done,) = gated.generate(turn("room", [5, 6, 7], 4))
-    assert len(tokens_of(done)) == 4
 
 
 def test_kept_kv_serves_the_groups_of_its_weights_and_no_later_one(

@@ -36,19 +36,3 @@ def test_it_generates_batches_and_turns_and_takes_new_weights(played: dict[str, 
     assert played["batch"] == [old.greedy(CONTEXT[:n], 6) if n else [] for n in LENGTHS]
     assert played["turns"] == old.greedy(CONTEXT, 6)
     assert played["swapped"] == new.greedy(CONTEXT, 6)
-
-
-def test_requests_survive_that_their_engine_loses_its_room(played: dict[str, Any]) -> None:
-    """They go on, or end with what they have."""
-    seen = played["room"]
-    # 63 blocks of 32 tokens; a request needs up to 240 tokens, 8 blocks, and none shares its prefix.
-    assert seen["stats at 0.5"][0] == 0.5
-    assert 0 < seen["stats at 0.5"][2] <= 1
-    assert seen["forgotten"], "vLLM drops no caches while a block is out of its pool"
-    assert seen["share after it"] == [0.5, 31]
-    assert seen["ended at 0.25"], "a quarter has no room for all that run in a half"
-    assert seen["stats at 0.0"] == [0.0, 0, 0.0]
-    assert seen["refused"], "an engine without room takes no request"
-    assert seen["stats at 1.0"][0] == 1.0
-    assert seen["again"] == seen["whole"], "the tokens are those of an engine that lost nothing"
-    assert seen["use"] == 0

@@ -22,15 +22,8 @@ class PageWriter:
     def write(self, view: ServingView) -> None:
         """Write a view, but for ``closed``."""
         self._put(self._sequence + 1)
-        written, kv_use = round(view.written / NS), round(1000 * view.kv_use)
-        fields = (
-            self._sequence + 1,
-            written,
-            view.served,
-            kv_use,
-            round(view.alone_s / MICRO),
-            round(view.beside_s / MICRO),
-        )
+        micros = round(view.alone_s / MICRO), round(view.beside_s / MICRO)
+        fields = (self._sequence + 1, round(view.written / NS), view.served, *micros)
         SLOT.pack_into(self._map, self._offset, self._pid, *fields)
         self._sequence = (self._sequence + 2) % (1 << 32)
         self._put(self._sequence)

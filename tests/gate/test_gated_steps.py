@@ -49,21 +49,6 @@ class Plant:
         self.steps.stepped(seconds)
 
 
-def test_kv_memory_follows_the_use_of_the_server_where_the_owner_wants_headroom(tmp_path: Path) -> None:
-    Page.create(tmp_path / "page")
-    writer, now = PageWriter(tmp_path / "page"), [1000.0]
-    plant = Plant(tmp_path / "other")
-    for headroom, shares in ((0.0, [1.0, 1.0, 1.0, 1.0]), (0.2, [0.5, 0.0, 0.0, 0.5])):
-        config = GateConfig(page=str(tmp_path / "page"), ttft_s=0.5, headroom=headroom)
-        steps = GatedSteps(config, plant, plant, clock=lambda: now[0])
-        found = []
-        for wait, used in ((0, 0.9), (1, 0.9), (1, 0.3), (10, 0.3)):
-            now[0] += wait
-            writer.write(ServingView(written=now[0], kv_use=used))
-            found.append(steps.kv_share())
-        assert found == shares
-
-
 @pytest.fixture
 def plant(tmp_path: Path) -> Plant:
     return Plant(tmp_path / "page")

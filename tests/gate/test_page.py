@@ -34,18 +34,18 @@ def test_a_new_page_is_open_and_has_no_server(path: Path) -> None:
 
 
 def test_the_layout_is_that_of_the_middleware(path: Path) -> None:
-    PageWriter(path, 2, pid=os.getpid()).write(ServingView(False, 5.0, 3, 0.25, 0.5, 0.75))
+    PageWriter(path, 2, pid=os.getpid()).write(ServingView(False, 5.0, 3, 0.5, 0.75))
     raw = path.read_bytes()
-    assert raw[:24] == struct.pack("<8sIIQ", b"LIBRASRV", 3, 0, 0)
-    slot = (os.getpid(), 2, 5_000_000_000, 3, 250, 500_000, 750_000)
-    assert struct.unpack_from("<IIQIIII", raw, 2 * SLOT_BYTES) == slot
+    assert raw[:24] == struct.pack("<8sIIQ", b"LIBRASRV", 4, 0, 0)
+    slot = (os.getpid(), 2, 5_000_000_000, 3, 500_000, 750_000)
+    assert struct.unpack_from("<IIQIII", raw, 2 * SLOT_BYTES) == slot
 
 
 def test_processes_add_up_and_the_oldest_sign_of_life_counts(path: Path) -> None:
     now = time.monotonic()
-    PageWriter(path, 1).write(view(written=now - 1.0, served=1, kv_use=0.5, alone_s=0.25, beside_s=0.5))
-    PageWriter(path, 63).write(view(written=now, served=2, kv_use=0.25, alone_s=0.75))
-    assert Page(path).read() == pytest.approx(ServingView(False, now - 1.0, 3, 0.5, 0.25, 0.5), abs=1e-6)
+    PageWriter(path, 1).write(view(written=now - 1.0, served=1, alone_s=0.25, beside_s=0.5))
+    PageWriter(path, 63).write(view(written=now, served=2, alone_s=0.75))
+    assert Page(path).read() == pytest.approx(ServingView(False, now - 1.0, 3, 0.25, 0.5), abs=1e-6)
 
 
 def test_the_owner_closes_and_opens(path: Path) -> None:
@@ -87,7 +87,7 @@ def write_for_ever(path: str) -> None:
     writer, count = PageWriter(path), 0
     while True:
         count += 1
-        writer.write(view(served=count % 1000, kv_use=count % 1000 / 1000))
+        writer.write(view(served=count % 1000, alone_s=count % 1000 / 1000))
 
 
 def test_no_view_is_torn(path: Path) -> None:
@@ -98,7 +98,7 @@ def test_no_view_is_torn(path: Path) -> None:
         while len(seen) < 200:
             found = page.read()
             if found.written:
-                assert found.served == round(1000 * found.kv_use)
+                assert found.served == round(1000 * found.alone_s)
                 seen.add(found.served)
     finally:
         writer.kill()

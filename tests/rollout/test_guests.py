@@ -216,11 +216,3 @@ async def test_who_was_taken_back_makes_other_guests_dearer(revoked: bool) -> No
     plant.up(GUEST, FIRST_GUEST + 1)
     plant.leader.on_engine_load(GUEST, paused(0.0, still=False))
     assert of_guest(plant).leaves_per_s == pytest.approx(1.0 / LEAVES_S), "once"
-
-
-async def test_the_capacity_of_an_engine_follows_its_part_of_the_cache() -> None:
-    plant = await with_guest(eta=0, turns=1)
-    whole = of_guest(plant).kv_capacity
-    for share in (0.5, 0.25, 1.0):
-        plant.leader.on_engine_load(GUEST, EngineStats(kv_share=share))
-        assert of_guest(plant).kv_capacity == int(share * whole)

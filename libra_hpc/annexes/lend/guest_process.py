@@ -69,7 +69,7 @@ class GuestProcess:
         self.run, self.tokens, self._beats = run, 0, 0
         self._report = Path(page).with_name("report.json")
         self._report.unlink(missing_ok=True)
-        gate = GateConfig(page=page, ttft_s=terms.ttft_s, headroom=terms.headroom)
+        gate = GateConfig(page=page, ttft_s=terms.ttft_s)
         behind = Path(page).with_name("behind.json")
         behind.write_bytes(msgspec.json.encode(Behind(gate, str(self._report), lender)))
         argv = [sys.executable, "-m", "libra_hpc_cli.app", "join", str(run.path.absolute()), "--behind", str(behind)]

@@ -44,7 +44,5 @@ class LendTerms(msgspec.Struct, frozen=True):
     tp: int = 0
     """GPUs of an engine; 0: as the run has it."""
     engines: int = 1
-    headroom: float = 0.0
-    """See `GateConfig.headroom`."""
     weights_mb_s: float = 0.0
     """Most bandwidth (MB/s) for new weights; 0: no limit."""

@@ -154,11 +154,6 @@ class Board:
         view.share, view.leaves_per_s = share, leaves_per_s
         self._recost()
 
-    def resize(self, engine: str, kv_capacity: int) -> None:
-        """An engine has room for more or fewer tokens from now on."""
-        self.engines[engine].kv_capacity = kv_capacity
-        self.generation = next(_generations)
-
     def set_open(self, engine: str, is_open: bool) -> None:
         """Allow or stop new turns at an engine."""
         view = self.engines[engine]

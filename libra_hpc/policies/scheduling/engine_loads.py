@@ -43,7 +43,7 @@ class EngineWork:
         """Sums of reach ** 4, of work, and of tokens to prefill."""
         self.cache = EngineCache()
         self.placed = 0
-        self.resize()
+        self.kv_capacity = self.cache.capacity = float(max(1, view.kv_capacity))
         self.finish = 0.0
         """Seconds until all that is placed here is done."""
 
@@ -81,11 +81,6 @@ class EngineWork:
         self.work += work
         self.prefill += prefill
         self.placed += 1
-
-    def resize(self) -> None:
-        """Read the capacity of the engine."""
-        self.kv_capacity = float(max(1, self.view.kv_capacity))
-        self.cache.capacity = self.kv_capacity
 
     def remove(self, placed: Placed) -> None:
         """Remove a trajectory."""
@@ -130,7 +125,6 @@ class EngineLoads:
             load = before.get(name)
             if load is None or load.view is not view:
                 load = EngineWork(view)
-            load.resize()
             load.finish = load.finish_with(0.0, 0.0, 0.0)
             self._loads[name] = load
             alike.setdefault((view.tp, view.pace, view.borrowed), []).append(load)

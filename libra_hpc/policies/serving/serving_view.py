@@ -15,8 +15,6 @@ class ServingView(NamedTuple):
     """When the process that has been silent longest wrote last; -inf: none has written yet."""
     served: int = 0
     """Requests in flight."""
-    kv_use: float = 0.0
-    """Share of the server's KV caches in use, 0..1; 0 also where it is unknown."""
     alone_s: float = 0.0
     """99 % quantile of its latest first tokens without a guest's step, at the loads of those with one; 0: unknown."""
     beside_s: float = 0.0

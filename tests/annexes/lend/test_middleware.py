@@ -32,7 +32,7 @@ async def serve():
     libra_hpc_serving.Watch(None).begin()
     while line := await asyncio.to_thread(sys.stdin.readline):
         for number, (running, waiting, deferred, used) in enumerate(eval(line)):
-            stats, tokens = SchedulerStats(running, waiting, deferred, kv_cache_usage=used), IterationStats()
+            stats, tokens = SchedulerStats(running, waiting, deferred), IterationStats()
             tokens.time_to_first_tokens_iter += 20 * [used]
             engines[number].record(stats, tokens, engine_idx=number)
             engines[number].record(None, None, engine_idx=number)
@@ -41,7 +41,7 @@ asyncio.run(serve())
 
 
 @pytest.mark.nightly
-def test_the_page_has_what_the_engines_of_vllm_run_and_the_use_of_the_fullest(tmp_path: Path) -> None:
+def test_the_page_has_what_the_engines_of_vllm_run(tmp_path: Path) -> None:
     page = layout.Page.create(tmp_path / "page")
     beside = str(Path(serving.__file__).parent)
     environment = {**os.environ, serving.VARIABLE: str(tmp_path / "page"), "PYTHONPATH": beside}
@@ -49,9 +49,9 @@ def test_the_page_has_what_the_engines_of_vllm_run_and_the_use_of_the_fullest(tm
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True, bufsize=1) as server:
         assert server.stdin is not None
         for line, expected in (
-            ("((2, 1, 0, 0.25), (0, 0, 1, 0.625))", (4, 0.625, 0.625, 0.0)),
-            ("((0, 0, 0, 0.0), (0, 1, 0, 0.125))", (1, 0.125, 0.625, 0.0)),
-            ("((0, 0, 0, 0.0), (0, 0, 0, 0.0))", (0, 0.0, 0.625, 0.0)),
+            ("((2, 1, 0, 0.25), (0, 0, 1, 0.625))", (4, 0.625, 0.0)),
+            ("((0, 0, 0, 0.0), (0, 1, 0, 0.125))", (1, 0.625, 0.0)),
+            ("((0, 0, 0, 0.0), (0, 0, 0, 0.0))", (0, 0.625, 0.0)),
         ):
             server.stdin.write(line + "\n")
             while (view := page.read())[2:] != expected:
@@ -129,14 +129,14 @@ async def test_a_websocket_is_served_until_it_closes(page: Page) -> None:
 async def test_what_an_engine_runs_after_its_post_is_served_until_its_counts_are_old(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "ENGINES", {0: (time.monotonic(), 2, 0.5)})
+    monkeypatch.setattr(serving, "ENGINES", {0: (time.monotonic(), 2)})
     server = Server()
     request = server.begin()
     await serves(page, 2)
     await server.go.put("")
     await request
-    assert page.read()[2:4] == (2, 0.5)
-    serving.ENGINES[0] = time.monotonic() - serving.COUNTED_S, 2, 0.5
+    assert page.read().served == 2
+    serving.ENGINES[0] = time.monotonic() - serving.COUNTED_S, 2
     await serves(page, 0)
 
 
@@ -152,7 +152,7 @@ async def test_first_tokens_count_as_beside_the_guest_once_a_step_of_it_ended_am
         await server.go.put("")
         await request
         await serves(page, 0)
-    while (found := page.read()[4:]) != (0.25, 0.5):
+    while (found := page.read()[3:]) != (0.25, 0.5):
         assert found in ((0.125, 0.0), (0.125, 0.5), (0.0, 0.0))
         await asyncio.sleep(0.05)
 

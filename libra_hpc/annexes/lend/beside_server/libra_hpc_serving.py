@@ -29,11 +29,11 @@ PAGE_BYTES = 4096
 HEAD = struct.Struct("<8sIIQ")
 """Slot 0: `MAGIC`, `FORMAT`, 1 while the owner gives nothing, and `time.monotonic_ns` of the end of the guest's last
 step."""
-MAGIC, FORMAT = b"LIBRASRV", 3
+MAGIC, FORMAT = b"LIBRASRV", 4
 SLOT_BYTES, SLOTS = 64, 64
-SLOT = struct.Struct("<IIQIIII")
+SLOT = struct.Struct("<IIQIII")
 """Slots 1 to 63, one per server process: its id (0: free), sequence (odd while it is written), `time.monotonic_ns` of
-the write, requests it serves, thousandths of its KV caches in use, `FirstTokens.p99` in microseconds."""
+the write, requests it serves, `FirstTokens.p99` in microseconds."""
 BEAT_S = 0.25
 """Half: twice the wake-ups of an idle server; double: the guest stops for a server that is only slow."""
 DEAD_S = 2.0
@@ -45,8 +45,8 @@ KEPT, LEAST = 512, 20
 """First tokens that are kept, alone and beside the guest, and that a 99 % quantile needs.  Half: one burst decides it;
 double: it follows the traffic in twice the time."""
 ENGINES: dict = {}  # type: ignore[type-arg]
-"""By number of the engine behind this process: `time.monotonic` of its last step, requests that run and wait, share of
-its KV caches in use; written by `libra_hpc_serving_engines`."""
+"""By number of the engine behind this process: `time.monotonic` of its last step, requests that run and wait;
+written by `libra_hpc_serving_engines`."""
 FIRST: deque = deque(maxlen=KEPT)  # type: ignore[type-arg]
 """Seconds from a request's arrival to its first token, of those since the last beat; written by it, too."""
 
@@ -65,15 +65,15 @@ class Slot:
                 self.offset = next(free_slots(self.page), 0)
                 if not self.offset:
                     raise ValueError("all its slots are taken")
-                self.write(0, 0)
+                self.write(0)
             finally:
                 # The map has a descriptor of its own, which would hold the lock.
                 fcntl.flock(file, fcntl.LOCK_UN)
 
-    def write(self, served: int, kv_use: int, p99: tuple[float, float] = (0.0, 0.0)) -> None:
+    def write(self, served: int, p99: tuple[float, float] = (0.0, 0.0)) -> None:
         pid, now, micros = os.getpid(), time.monotonic_ns(), [int(1e6 * min(seconds, 4000.0)) for seconds in p99]
         struct.pack_into("<II", self.page, self.offset, pid, self.sequence + 1)
-        SLOT.pack_into(self.page, self.offset, pid, self.sequence + 1, now, served, kv_use, *micros)
+        SLOT.pack_into(self.page, self.offset, pid, self.sequence + 1, now, served, *micros)
         self.sequence = (self.sequence + 2) % (1 << 32)
         struct.pack_into("<I", self.page, self.offset + 4, self.sequence)
 
@@ -187,13 +187,9 @@ class Watch:
         self.open += more
         if self.slot is not None:
             self.p99 = self.p99 if more else self.first.p99()
-            kv_use = max([kv_use for _, kv_use in self.fresh()], default=0.0)
-            self.slot.write(self.served(), int(1000 * kv_use), self.p99)
-
-    def fresh(self) -> list[tuple[int, float]]:
-        """Requests and use of the KV caches of engines that have stepped lately."""
-        since = time.monotonic() - COUNTED_S
-        return [(requests, kv_use) for at, requests, kv_use in ENGINES.values() if at > since]
+            self.slot.write(self.served(), self.p99)
 
     def served(self) -> int:
-        return max(self.open, sum(requests for requests, _ in self.fresh()))
+        """Requests that came, or that engines which have stepped lately count."""
+        since = time.monotonic() - COUNTED_S
+        return max(self.open, sum(requests for at, requests in ENGINES.values() if at > since))

@@ -24,8 +24,7 @@ class EngineCounts(StatLoggerBase):
         if scheduler_stats is not None:
             # vLLM may rename what it counts: then requests are counted by the middleware alone.
             requests = sum(getattr(scheduler_stats, name, 0) for name in COUNTS)
-            kv_use = getattr(scheduler_stats, "kv_cache_usage", 0.0) or 0.0
-            ENGINES[self._engine] = time.monotonic(), requests, kv_use
+            ENGINES[self._engine] = time.monotonic(), requests
         FIRST.extend(getattr(iteration_stats, "time_to_first_tokens_iter", ()))
 
     def log_engine_initialized(self) -> None:
