@@ -1,4 +1,4 @@
-"""`libra-hpc trace`: inspect a trace, convert one of another project, or generate one."""
+"""`libra-hpc trace`: inspect a trace, or generate one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import typer
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.traces import profiles
 from libra_hpc.traces.describe import TAIL, Description, describe
-from libra_hpc.traces.foreign import FORMATS, read_foreign
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import read_trace, write_trace
 
@@ -41,25 +40,6 @@ def inspect(
         print_json({"file": str(file), "description": msgspec.to_builtins(description)})
     else:
         show_description(file, description)
-
-
-@app.command("convert")
-def convert(
-    file: Annotated[
-        Path, typer.Argument(metavar="IN", help="Trace, gzip or not; or a folder of kv-cache-tester documents.")
-    ],
-    out: OutArgument,
-    format: Annotated[str, typer.Option("--from", metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
-    json: JsonOption = False,
-) -> None:
-    """Write a public trace of another project in the format of this one."""
-    with busy("converting"):
-        found = read_foreign(file, format)
-        write_trace(out, found)
-    if json:
-        print_json({"out": str(out), "trajectories": len(found)})
-    else:
-        print_line(f"{out}: {len(found):,} trajectories from {format}")
 
 
 @app.command("generate")

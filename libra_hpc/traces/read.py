@@ -47,7 +47,7 @@ def read_trace(path: Path, skip_bad: bool = False, limit: int | None = None) -> 
         except (ValueError, RecursionError) as error:
             problem = f"line {lines[place - 1][0]}: {why(error)}"
             if not skip_bad:
-                hint = "--skip-bad goes on without such lines; `libra-hpc trace convert` reads other formats"
+                hint = "--skip-bad goes on without such lines; examples/convert_trace.py reads other formats"
                 raise UserError(f"{path}, {problem} ({hint}).") from None
             trace.bad.append(f"{problem}.")
         if len(trace.trajectories) == limit:

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from libra_hpc_cli import output
 
+from libra_hpc.protocol.trace import TurnRecord
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import read_trace
+from libra_hpc.user_file import load_file
+from tests.example_files import EXAMPLES
 
 from .conftest import Cli
 
@@ -47,15 +50,15 @@ def test_what_was_generated_as_json(tmp_path: Path, cli: Cli) -> None:
     assert printed["generated_tokens"] == sum(one.generated for one in made)
 
 
-def test_convert_writes_a_trace_of_ours(tmp_path: Path, cli: Cli) -> None:
-    source, out = tmp_path / "a.csv", tmp_path / "b.jsonl.gz"
-    source.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4808,10\n2023-11-16 18:17:04,3180,8\n"
-    )
-    done = cli("trace", "convert", str(source), str(out), "--from", "azure")
-    assert (done.code, done.out) == (0, f"{out}: 2 trajectories from azure\n")
-    assert [one.prompt_tokens for one in read_trace(out).trajectories] == [4808, 3180]
-    printed = cli("trace", "convert", str(source), str(out), "--from", "azure", "--json")
-    assert json.loads(printed.out) == {"out": str(out), "trajectories": 2}
-    table = cli("trace", "inspect", str(out))
-    assert "2 trajectories of 2 prompts (no siblings)" in table.out
+def test_the_script_in_examples_converts_rows_and_sessions(tmp_path: Path) -> None:
+    script = load_file(EXAMPLES / "convert_trace.py")
+    rows, session = tmp_path / "a.csv", tmp_path / "s.json"
+    rows.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,4808,10\n")
+    assert [(one.prompt_tokens, one.turns) for one in script.of_rows(rows)] == [(4808, (TurnRecord(0, 10),))]
+    sizes = ((0, 1000, 50, 4.0), (9, 1200, 80, None), (90, 1300, 0, None), (99, 1300, 7, None), (200, 900, 5, None))
+    calls = [dict(zip(("t", "in", "out", "api_time"), values, strict=True)) for values in sizes]
+    session.write_text(json.dumps({"requests": [*calls, {"type": "subagent", "requests": calls}]}))
+    long, short = script.of_session(session)
+    turns = (TurnRecord(0, 50, "tool", tool_s=5.0), TurnRecord(150, 80, "tool", tool_s=60.0), TurnRecord(20, 7))
+    assert (long.prompt_tokens, long.turns) == (1000, turns)
+    assert (short.prompt_tokens, short.turns) == (900, (TurnRecord(0, 5),))

@@ -28,7 +28,6 @@ from libra_hpc.protocol.engine import to_engine
 from libra_hpc.rollout.recovery.history import records
 from libra_hpc.slurm.queue.job_record import read_job
 from libra_hpc.tasks.tool_outcome import classify
-from libra_hpc.traces.foreign import read_foreign
 from libra_hpc.traces.read import read_trace
 
 DEPTHS = (1000, 100_000)
@@ -67,8 +66,6 @@ FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "step log": ("steps.jsonl", read_steps),
     "job": ("job.json", lambda path: read_job(RunDir(path.parent))),
     "trace": ("trace.jsonl", read_trace),
-    "trace of kv-cache-tester": ("session.json", lambda path: read_foreign(path, "kv-cache-tester")),
-    "trace of mooncake": ("mooncake.jsonl", lambda path: read_foreign(path, "mooncake")),
 }
 
 
