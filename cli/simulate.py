@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -18,9 +18,10 @@ from rich.text import Text
 
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.shapes import KV_ELEMENT_BYTES
+from libra_hpc.pictures.study_charts import draw_simulations
 from libra_hpc.policies.scheduling.registry import policy_class, policy_names
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.simulator.compare import FIELD, Compared, compare_at_once
+from libra_hpc.simulator.compare import FIELD, Compared, compare
 from libra_hpc.simulator.engine.simulated_engines import build_engines
 from libra_hpc.simulator.settings import SimulationSettings
 from libra_hpc.traces.cut import cut_at
@@ -31,6 +32,7 @@ from .runs import JsonOption
 from .trace import FileArgument, LimitOption, SkipOption, load
 
 DEFAULTS = SimulationSettings()
+POLICIES = f"Of {', '.join(policy_names())} and {FORM}."
 FIRST_LINE_S, LINE_S = 1.0, 10.0
 """Seconds before the first line of progress, and between lines, where stderr is no terminal."""
 LEGEND = """p50, p95, p99: from a trajectory's start to its end; moves: turns on another
@@ -41,76 +43,30 @@ time; x best: makespan over the shortest one"""
 
 def simulate(
     file: FileArgument,
-    gpus: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="GPUs; the buckets are repeated as often as fits.  0: those of the buckets."
-        ),
-    ] = 0,
+    gpus: Annotated[int, typer.Option(min=0, metavar="N", help="Buckets are repeated; 0: the buckets' own.")] = 0,
     device: Annotated[str, typer.Option(metavar="NAME", help="GPU, e.g. a800, h200.")] = "a800",
-    model: Annotated[
-        str, typer.Option(metavar="NAME|FOLDER", help="Known model, e.g. qwen3-14b, or a folder with config.json.")
-    ] = "qwen3-14b",
+    model: Annotated[str, typer.Option(metavar="NAME|FOLDER", help="Known model, or its folder.")] = "qwen3-14b",
     buckets: Annotated[str, typer.Option(metavar="LIST", help="Engines by TP degree.")] = "4xTP1,2xTP2,2xTP4",
-    policy: Annotated[
-        str, typer.Option(metavar="LIST", help=f"Of {', '.join(policy_names())} and {FORM}.")
-    ] = "cmlfq,least_loaded,sticky",
-    batch_groups: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Groups per training step; 0: one batch of everything.")
-    ] = 0,
+    policy: Annotated[str, typer.Option(metavar="LIST", help=POLICIES)] = "cmlfq,least_loaded,sticky",
+    batch_groups: Annotated[int, typer.Option(min=0, metavar="N", help="Groups of a training step; 0: all.")] = 0,
     eta: Annotated[int, typer.Option(min=0, metavar="N", help="Staleness bound, with --batch-groups.")] = 0,
-    train_s: Annotated[float, typer.Option("--train-s", min=0, metavar="S", help="Seconds of a training step.")] = 0.0,
-    sync_s: Annotated[
-        float, typer.Option("--sync-s", min=0, metavar="S", help="Pause of an engine for a weight update.")
-    ] = 0.0,
-    max_num_seqs: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Most sequences an engine runs at once.")
-    ] = DEFAULTS.max_num_seqs,
-    max_inflight: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Most turns in flight at an engine.")
-    ] = DEFAULTS.max_inflight,
-    seats: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Most trajectories at once, as on environment nodes; 0: all.")
-    ] = 0,
-    max_context: Annotated[
-        int, typer.Option(min=0, metavar="TOKENS", help="Context at which trajectories end; 0: as in the trace.")
-    ] = 0,
-    kv_dtype: Annotated[
-        str, typer.Option("--kv-dtype", metavar="TYPE", help=f"KV caches: {' or '.join(KV_ELEMENT_BYTES)}.")
-    ] = "auto",
-    async_steps: Annotated[
-        bool, typer.Option("--async-steps", help="The host forms a step while the GPU computes the one before.")
-    ] = False,
-    calibration: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measured step times instead of the tables.")
-    ] = None,
+    train_s: Annotated[float, typer.Option(min=0, metavar="S", help="Seconds of a training step.")] = 0.0,
+    sync_s: Annotated[float, typer.Option(min=0, metavar="S", help="Pause of an engine for new weights.")] = 0.0,
+    max_num_seqs: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences of a step.")] = DEFAULTS.max_num_seqs,
+    max_inflight: Annotated[int, typer.Option(min=1, metavar="N", help="Turns of an engine.")] = DEFAULTS.max_inflight,
+    seats: Annotated[int, typer.Option(min=0, metavar="N", help="Most trajectories at once; 0: all.")] = 0,
+    max_context: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Where trajectories end; 0: no cut.")] = 0,
+    kv_dtype: Annotated[str, typer.Option(metavar="TYPE", help=f"Of {', '.join(KV_ELEMENT_BYTES)}.")] = "auto",
+    async_steps: Annotated[bool, typer.Option("--async-steps", help="A step is formed during the one before.")] = False,
+    calibration: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured step times.")] = None,
     devices: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file with further devices.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Order of the groups; 0: as in the trace.")] = 0,
     skip_bad: SkipOption = False,
     limit: LimitOption = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="SVG", callback=picture_file, help="Draw completions and engines.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="SVG", callback=picture_file, help="Draw the runs.")] = None,
     json: JsonOption = False,
 ) -> None:
     names = named_policies(policy)
-    if eta and not batch_groups:
-        raise UserError(f"--eta = {eta}: without --batch-groups there are no training steps to be stale against.")
-    for option, value in (("--train-s", train_s), ("--sync-s", sync_s)):
-        if not math.isfinite(value):
-            raise invalid(option, value, "not a finite number", "a number >= 0")
-    fleet = build_engines(
-        buckets,
-        gpus,
-        device,
-        model,
-        calibration=calibration,
-        devices_file=devices,
-        kv_dtype=kv_dtype,
-        longest=max_context,
-        async_steps=async_steps,
-    )
-    work = within(load(file, skip_bad, limit), max_context)
     settings = SimulationSettings(
         max_num_seqs=max_num_seqs,
         max_inflight=max_inflight,
@@ -123,49 +79,69 @@ def simulate(
         seed=seed,
         max_model_len=max_context,
     )
-    note_slots(len(fleet.engines), most_at_once(work, settings), max_num_seqs)
+    check_steps(settings)
+    built = build_engines(
+        buckets,
+        gpus,
+        device,
+        model,
+        calibration=calibration,
+        devices_file=devices,
+        kv_dtype=kv_dtype,
+        longest=max_context,
+        async_steps=async_steps,
+    )
+    work = within(load(file, skip_bad, limit), max_context)
+    note_slots(len(built.engines), most_at_once(work, settings), max_num_seqs)
     with busy("simulating") as status:
-        done = compare_at_once(work, fleet.engines, names, settings, Shown(status, len(names) * len(work)))
-    if seats:
-        note_seats(done, seats)
-    shortest = min(one.result.makespan_s for one in done.values())
+        done = compare(work, built.engines, names, settings, Shown(status, len(names) * len(work)))
+    note_empty(done, seats, built.empty, gpus)
+    what = f"{built.gpus} x {device}, {model}"
     if plot is not None:
-        from libra_hpc.pictures.study_charts import draw_simulations
-
-        title = f"{file.name}: {fleet.gpus} x {device}, {model}"
-        draw_simulations({label(name): one.result for name, one in done.items()}, title, plot)
-    if fleet.empty:
-        print_note(f"{fleet.empty} of {gpus} GPUs stay empty: they do not fill another {buckets}")
+        draw_simulations({label(name): one.result for name, one in done.items()}, f"{file.name}: {what}", plot)
     if json:
-        rows = {
-            name: {
-                **msgspec.to_builtins(one.result),
-                "computed_s": one.computed_s,
-                "ratio_to_best": one.result.makespan_s / shortest,
-            }
-            for name, one in done.items()
-        }
-        print_json(
-            {
-                "trace": str(file),
-                "gpus": fleet.gpus,
-                "device": device,
-                "model": model,
-                "buckets": buckets,
-                "source": fleet.source,
-                "policies": rows,
-            }
+        facts = {"trace": str(file), "gpus": built.gpus, "device": device, "model": model, "buckets": buckets}
+        print_json({**facts, "source": built.source, "policies": as_json(done)})
+    else:
+        show_work(file, work)
+        show(Text(f"{what}: {len(built.engines)} engines ({buckets}); step times: {built.source}"))
+        show(table(done))
+        print_line(LEGEND)
+
+
+def check_steps(settings: SimulationSettings) -> None:
+    """Raise `UserError` for options of training steps that have no meaning."""
+    if settings.eta and not settings.batch_groups:
+        raise UserError(
+            f"--eta = {settings.eta}: without --batch-groups there are no training steps to be stale against."
         )
-        return
-    print_line(
-        f"{file}: {len(work):,} trajectories, {sum(len(one.turns) for one in work):,} turns,"
-        f" {sum(one.generated for one in work):,} generated tokens"
-    )
-    show(
-        Text(f"{fleet.gpus} x {device}, {model}: {len(fleet.engines)} engines ({buckets}); step times: {fleet.source}")
-    )
-    show(table(done, shortest))
-    print_line(LEGEND)
+    for option, value in (("--train-s", settings.train_s), ("--sync-s", settings.sync_s)):
+        if not math.isfinite(value):
+            raise invalid(option, value, "not a finite number", "a number >= 0")
+
+
+def show_work(file: Path, work: Sequence[TrajectoryRecord]) -> None:
+    """Print how much there is to generate."""
+    turns, generated = sum(len(one.turns) for one in work), sum(one.generated for one in work)
+    print_line(f"{file}: {len(work):,} trajectories, {turns:,} turns, {generated:,} generated tokens")
+
+
+def as_json(done: dict[str, Compared]) -> dict[str, dict[str, Any]]:
+    """The results, and each makespan over the shortest one."""
+    shortest = shortest_s(done)
+    return {
+        name: {
+            **msgspec.to_builtins(one.result),
+            "computed_s": one.computed_s,
+            "ratio_to_best": one.result.makespan_s / shortest,
+        }
+        for name, one in done.items()
+    }
+
+
+def shortest_s(done: dict[str, Compared]) -> float:
+    """The shortest makespan."""
+    return min(one.result.makespan_s for one in done.values())
 
 
 def note_slots(engines: int, most: int, each: int) -> None:
@@ -177,10 +153,12 @@ def note_slots(engines: int, most: int, each: int) -> None:
         )
 
 
-def note_seats(done: dict[str, Compared], seats: int) -> None:
-    """Note the wait for a seat under each policy."""
-    for name, one in done.items():
+def note_empty(done: dict[str, Compared], seats: int, empty: int, gpus: int) -> None:
+    """Note the wait for a seat under each policy, and GPUs without an engine."""
+    for name, one in done.items() if seats else ():
         print_note(f"{label(name)}: a trajectory waits {one.result.seat_wait_s:,.1f} s for one of {seats:,} seats")
+    if empty:
+        print_note(f"{empty} of {gpus} GPUs stay empty: they do not fill another pattern of engines")
 
 
 class Shown:
@@ -236,8 +214,9 @@ def most_at_once(work: Sequence[TrajectoryRecord], settings: SimulationSettings)
     return sum(sizes[: (settings.eta + 1) * settings.batch_groups] if settings.batch_groups else sizes)
 
 
-def table(done: dict[str, Compared], shortest: float) -> Table:
-    """One row a policy; that of the ``shortest`` makespan is marked."""
+def table(done: dict[str, Compared]) -> Table:
+    """One row a policy; that of the shortest makespan is marked."""
+    shortest = shortest_s(done)
     # Headings of two lines and one space between columns: ten columns in 80.
     out = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0), show_edge=False)
     out.add_column("policy", no_wrap=True, vertical="bottom")

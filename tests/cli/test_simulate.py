@@ -51,16 +51,6 @@ def test_json_has_every_policy_against_the_best(trace: Path, capsys: pytest.Capt
         assert len(row["finish_s"]) == row["trajectories"] == 32
 
 
-def test_a_policy_whose_process_ends_is_named(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module = tmp_path / "ends.py"
-    module.write_text(
-        "import os\nfrom libra_hpc.policies.scheduling.rules import LeastLoaded\n"
-        "class Ends(LeastLoaded):\n    def key(self, turn, now):\n        os._exit(3)\n"
-    )
-    assert simulate(str(trace), *FLEET, "--policy", f"cmlfq,{module}:Ends") == 1
-    assert f"The simulation of {module}:Ends ended without a result." in capsys.readouterr().err
-
-
 def test_table_fits_and_picture_is_written(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "out.svg"
     assert simulate(str(trace), *FLEET, "--policy", f"sticky,{ROBIN}", "--plot", str(picture)) == 0
