@@ -38,23 +38,6 @@ def test_a_run_is_queued_looked_at_and_resumed(site: Path, queue: Queue, cli: Cl
     assert RunDir(job.path).resolved()["run"]["steps"] == 300
 
 
-def test_a_run_file_is_checked(site: Path) -> None:
-    assert api.check("run.toml", ["run.steps=200"]) == []
-    with pytest.raises(UserError, match=r"run\.steps = 0: "):
-        api.check("run.toml", {"run.steps": 0})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"), [(("run.toml", ["run.steps=0"]), "run.steps = 0: "), (("no.toml",), "no.toml")]
-)
-def test_a_mistake_is_one_sentence_and_queues_nothing(
-    site: Path, queue: Queue, arguments: tuple[object, ...], why: str
-) -> None:
-    with pytest.raises(UserError, match=why):
-        api.submit(*arguments)  # type: ignore[arg-type]
-    assert queue.submitted == []
-
-
 def test_metrics_are_the_lines_of_the_steps(tmp_path: Path) -> None:
     run = synthetic.make_run(tmp_path)
     found = api.find(run.path).metrics()
@@ -102,3 +85,11 @@ def test_a_plan_is_what_the_verb_prints(gpus: int, words: tuple[str, ...], site:
     made = api.plan("run.toml", options, gpus=gpus, quick=True, best=2)
     assert len(made["plans"]) == 2
     assert json.loads(json.dumps(made)) == printed
+
+
+@pytest.mark.parametrize("verb", [api.check, api.submit])
+def test_a_mistake_is_one_sentence_and_queues_nothing(verb: Callable[..., object], site: Path, queue: Queue) -> None:
+    assert api.check("run.toml", ["run.steps=200"]) == []
+    with pytest.raises(UserError, match=r"run\.steps = 0: "):
+        verb("run.toml", {"run.steps": 0})
+    assert queue.submitted == []

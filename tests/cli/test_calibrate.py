@@ -115,8 +115,6 @@ def test_plan_takes_the_measured_degrees(recorded: Path, tmp_path: Path, capsys:
         assert run([*plan, *more]) == 0
         batches.append(json.loads(capsys.readouterr().out)["plans"][0])
     assert batches[0] != batches[1]
-    assert run([*plan, "--calibration", str(tmp_path / "none.json")]) == 2
-    assert "calibration file" in capsys.readouterr().err
 
 
 def test_mistakes_in_files(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

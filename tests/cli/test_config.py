@@ -31,7 +31,6 @@ def test_show_prints_a_run_file_that_gives_the_same_configuration(site: Path, pr
     assert load_run_file(site / "again.toml").as_data() == shown
     assert shown["slurm"]["account"] == "rl"
     assert cli("config", "show", "run.toml", "--json").out == cli("config", "show", "run.toml").out
-    assert cli("config", "show", "run.toml", "--json", "--toml").code == 2
 
 
 def test_show_prints_the_configuration_of_a_run(site: Path, profile: Path, queue: Queue, cli: Cli) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from libra_hpc_envs import install
 
-from .conftest import Cli, one_line
+from .conftest import Cli
 from .test_install import wheel
 
 
@@ -31,16 +31,3 @@ def test_an_environment_is_made_from_a_folder_of_wheels(cli: Cli, pinned: Path, 
     assert outcome.out.splitlines()[0] == f"installing 2 packages into {made}"
     assert f"{made}/bin/python has verifiers after " in outcome.out
     subprocess.run([made / "bin/python", "-I", "-c", "import zz_verifiers, zz_taskset"], check=True)
-
-
-@pytest.mark.nightly
-def test_mistakes_are_one_sentence(cli: Cli, pinned: Path, tmp_path: Path) -> None:
-    given = ("env", "install", "verifiers", str(tmp_path / "vf"), "--wheels")
-    assert one_line(cli("env", "install", "verifier", "x")).endswith("valid: verifiers (did you mean 'verifiers'?).")
-    assert "--wheels = '/none': no such folder" in one_line(cli(*given, "/none"))
-    (pinned / "zz_verifiers-0.4.0-py3-none-any.whl").unlink()
-    found = cli(*given, str(pinned))
-    assert (found.code, found.err.count("\n")) == (1, 1)
-    assert "No matching distribution found for zz_verifiers==0.4.0." in found.err
-    wheel(pinned, "zz_verifiers", "0.4.0").rename(pinned / "x.zip")
-    assert "is no virtual environment" in cli("env", "install", "verifiers", str(pinned), "--wheels", str(pinned)).err

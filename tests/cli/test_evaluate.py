@@ -95,9 +95,6 @@ def test_a_job_that_slurm_refuses_leaves_no_folder(run: RunDir, cli: Cli, monkey
         (("quick-002", "--task", "hld"), "--task = 'hld': no such [[task.eval]]; valid: held (did you mean 'held'?)."),
         (("quick-002", "--task", "held", "--step", "30"), "has no policy of that step; valid: last, best, "),
         (("quick-001", "--task", "held"), "--step = 'last': quick-001 has no checkpoint and no exported policy;"),
-        (("model", "--task", "held"), "model is a model folder: --file RUN.toml names the task and the engines."),
-        (("model", "--task", "held", "--step", "2"), "--step = '2': model is a model folder; valid: a run, or no"),
-        (("none", "--task", "held"), "RUN = 'none': no run of that name, folder or job id below runs/;"),
     ],
 )
 def test_what_is_missing_is_one_sentence(words: tuple[str, ...], sentence: str, run: RunDir, cli: Cli) -> None:

@@ -16,7 +16,7 @@ from libra_hpc_cli import app
 from libra_hpc import compiled
 from libra_hpc.facts.rundir import RunDir
 
-from .conftest import Cli, Outcome, write_status
+from .conftest import Cli, Outcome
 from .test_install import names
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -73,23 +73,6 @@ def test_other_words_are_completed_too(words: str, offered: str, submitted: RunD
     assert offered in completions("bash", words).split() or completions("bash", words).strip() == offered
 
 
-@pytest.mark.parametrize(("shell", "place"), [("bash", ".bashrc"), ("zsh", ".zshrc"), ("fish", ".config/fish")])
-def test_completion_is_installed_below_the_home_folder(shell: str, place: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    shown = subprocess.run(
-        [*PROGRAM, "--show-completion", shell], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert f"{app.COMPLETING}=complete_{shell}" in shown.stdout
-    done = subprocess.run(
-        [*PROGRAM, "--install-completion", shell], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / place).exists()
-    if shell == "bash":
-        written = next(tmp_path.rglob("libra-hpc.sh"))
-        assert subprocess.run(["bash", "-n", str(written)], timeout=60).returncode == 0
-
-
 GROUPS = {
     "calibrate": "engine train",
     "config": "show explain",
@@ -97,7 +80,7 @@ GROUPS = {
     "env": "install probe",
     "lend": "serve list revoke",
     "task": "try",
-    "trace": "inspect convert generate",
+    "trace": "inspect generate",
 }
 VERBS = [name for name in app.VERBS if name not in GROUPS]
 
@@ -139,12 +122,6 @@ def test_the_help_of_a_verb_ends_with_an_example_that_parses_and_its_page(
     assert f"{parsed[0]} ".startswith(f"libra-hpc {name} ")
 
 
-def test_login_node_verbs_never_import_an_engine() -> None:
-    engines = "{'torch', 'vllm', 'mpi4py', 'megatron', 'transformers'}"
-    code = f"import sys, libra_hpc_cli.app; print(sorted({engines} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
 def test_a_login_node_has_every_verb_but_those_of_nodes(tmp_path: Path) -> None:
     """What is not installed there is hidden, and the help of every verb asked for."""
     login = {*names("login"), "libra-hpc"}
@@ -184,26 +161,6 @@ def test_the_help_imports_no_verb_and_little_else() -> None:
 def test_the_version_is_that_of_the_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(compiled.INTERPRETED, "1")
     assert cli("--version") == Outcome(0, f"libra-hpc {metadata.version('libra-hpc')} (scheduler interpreted)\n", "")
-
-
-def test_the_console_script_prints_errors_without_a_traceback(site: Path) -> None:
-    command = [*PROGRAM, "submit", "run.toml", "-o", "algorithm.eta=-1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: algorithm.eta = -1: out of range; valid: an integer >= 0.\n"
-
-
-def test_a_terminal_without_unicode_is_no_traceback(submitted: RunDir) -> None:
-    write_status(submitted)
-    done = subprocess.run(
-        [*PROGRAM, "status", str(submitted.path)],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step" in done.stdout
 
 
 def test_a_verb_without_streams_does_its_work() -> None:

@@ -180,6 +180,8 @@ def test_a_mistake_in_a_resume(
         ("failed", "41 -o model.dtype=float32", "model.dtype = 'float32': the checkpoint of step 40 has model.dtype ="),
         ("failed", "41 -o run.seed=7", "run.seed = 7: the checkpoint of step 40 has run.seed = 0; valid: 0, or --from"),
         ("failed", "41 -o lora.rank=8 -o run.seed=7 --from-step 0", ""),
+        ("failed", "41 --from-step 30", "--from-step = 30: quick-001 has no checkpoint of that step; valid: 0, 40."),
+        ("failed", "40 --from-step 40", "run.steps = 40 leaves nothing to train"),
     ],
 )
 def test_a_run_is_not_resumed_for_steps_that_it_has_trained_or_with_other_keys_than_its_state(

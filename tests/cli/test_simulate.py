@@ -26,11 +26,6 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def line(prompt_tokens: int) -> str:
-    turns = [{"new_tokens": 0, "gen_tokens": 5, "tool": None}]
-    return json.dumps({"prompt_id": "a", "sample": 0, "prompt_tokens": prompt_tokens, "turns": turns}) + "\n"
-
-
 def simulate(*arguments: str) -> int:
     return run(["simulate", *arguments])
 
@@ -75,48 +70,19 @@ def test_every_policys_row_is_whole_and_no_line_is_too_long(
         assert any(len(line.split()) == 10 and line.split()[0] == name for line in out.splitlines()), name
 
 
-def test_steps_under_a_staleness_bound(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(trace), *FLEET, "--policy", "least_loaded", "--batch-groups", "2", "--train-s", "5", "--json"]
-    assert simulate(*arguments, "--eta", "0") == 0
-    together = json.loads(capsys.readouterr().out)["policies"]["least_loaded"]
-    assert simulate(*arguments, "--eta", "1") == 0
-    overlapped = json.loads(capsys.readouterr().out)["policies"]["least_loaded"]
-    assert len(together["steps"]) == len(overlapped["steps"]) == 2
-    assert overlapped["makespan_s"] < together["makespan_s"]
-
-
-def test_trajectories_end_at_the_longest_context(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(trace), *FLEET, "--policy", "least_loaded", "--json"]
-    assert simulate(*arguments) == 0
-    whole = json.loads(capsys.readouterr().out)["policies"]["least_loaded"]
-    assert simulate(*arguments, "--max-context", "6000") == 0
-    out = capsys.readouterr()
-    cut = json.loads(out.out)["policies"]["least_loaded"]
-    assert cut["trajectories"] == whole["trajectories"] == 32
-    assert cut["generated_tokens"] < whole["generated_tokens"]
-    (note,) = out.err.splitlines()
-    assert " of 32 trajectories end at --max-context 6,000" in note
-
-
-def test_fewer_seats_than_trajectories_are_noted(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(trace), *FLEET, "--policy", "least_loaded", "--max-num-seqs", "8"]
-    assert simulate(*arguments) == 0
-    assert "3 engines run at most 24 of 32 trajectories at once" in capsys.readouterr().err
-    assert simulate(*arguments, "--batch-groups", "2", "--eta", "1") == 0
-    assert "at once" in capsys.readouterr().err
-    assert simulate(*arguments, "--batch-groups", "2") == 0
-    assert "at once" not in capsys.readouterr().err
-
-
-def test_the_wait_for_a_seat_is_noted(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(str(trace), *FLEET, "--policy", "least_loaded", "--seats", "4") == 0
-    assert re.search(r"least_loaded: a trajectory waits [1-9][\d,.]* s for one of 4 seats", capsys.readouterr().err)
-
-
-def test_bad_lines_are_passed_over_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(line(9) + "{oops\n")
-    assert simulate(str(path), *FLEET) == 2
-    assert "line 2" in capsys.readouterr().err
-    assert simulate(str(path), *FLEET, "--skip-bad") == 0
-    assert "1 bad lines" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ("--max-num-seqs 8", "3 engines run at most 24 of 32 trajectories at once"),
+        ("--max-num-seqs 8 --batch-groups 2 --eta 1", "at once"),
+        ("--max-num-seqs 8 --batch-groups 2", ""),
+        ("--max-context 6000", r"^\d+ of 32 trajectories end at --max-context 6,000"),
+        ("--seats 4", r"least_loaded: a trajectory waits [1-9][\d,.]* s for one of 4 seats"),
+    ],
+)
+def test_what_limits_the_engines_is_noted(
+    options: str, note: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(str(trace), *FLEET, "--policy", "least_loaded", *options.split()) == 0
+    found = capsys.readouterr().err
+    assert re.search(note, found) if note else not found

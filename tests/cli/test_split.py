@@ -16,7 +16,7 @@ from tests.example_files import KEYCHAIN_TASK
 from tests.preflight.test_checks import write_model
 from tests.slurm.test_examples import model_folder
 
-from .conftest import Cli, Queue, one_line
+from .conftest import Cli, Queue
 from .mistake_rows import overrides
 
 RUN = f"""
@@ -101,23 +101,6 @@ def test_check_and_plan_print_what_submit_would_choose(auto: Path, cli: Cli) -> 
         assert (outcome.code, outcome.err) == (0, "")
         assert outcome.out.split("chosen: ")[1].startswith(chosen.strip())
     assert "chosen: " not in cli("plan", "run.toml", "-o", "components.split=explicit").out
-
-
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("components.split=best", "components.split = 'best': unknown value; valid: explicit, auto"),
-        ("train.tp=2", "train.tp = 2: components.split = 'auto' chooses it"),
-        ("components.hybrid.gpu_type=h100", "hybrid.gpu_type = 'h100': where the planner divides the nodes"),
-        ("components.rollout.nodes=9", "nodes = "),
-    ],
-)
-def test_a_mistake_is_one_sentence_and_touches_nothing(
-    override: str, sentence: str, auto: Path, queue: Queue, cli: Cli
-) -> None:
-    assert sentence in one_line(cli("submit", "run.toml", "-o", override))
-    assert queue.submitted == []
-    assert not (auto / "runs").exists()
 
 
 def test_a_resumed_run_keeps_its_split(auto: Path, queue: Queue, cli: Cli) -> None:

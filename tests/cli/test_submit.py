@@ -381,3 +381,17 @@ def test_options_of_sbatch_may_follow_a_run_that_is_resumed(submitted: RunDir, q
     assert cli("submit", "--resume", "quick-001", "--", "--exclude", "a800-3", "-Q").code == 0
     assert queue.submitted[-1] == ("quick-001", 2)
     assert submitted.read_json(submitted.config)["slurm"]["extra"] == ["--exclude", "a800-3", "-Q"]
+
+
+@pytest.mark.parametrize("step", ["0", "20"])
+def test_the_step_of_a_start_is_an_argument_of_the_agents_and_no_key_of_the_run(
+    submitted: RunDir, queue: Queue, cli: Cli, step: str
+) -> None:
+    queue.answer = JobInfo("4711", JobState.FAILED)
+    submitted.checkpoint(20).mkdir(parents=True)
+    (submitted.checkpoint(20) / "state.json").write_text("{}")
+    before, resume = submitted.config.read_text(), ("submit", "--resume", "quick-001")
+    assert f"--attempt 2 --from-step {step}" in cli(*resume, "--from-step", step, "--dry-run").out
+    assert "--from-step" not in cli(*resume, "--dry-run").out
+    assert cli(*resume, "--from-step", step).code == 0
+    assert submitted.config.read_text() == before

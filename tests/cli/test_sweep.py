@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from libra_hpc_cli import jobs, sweep
+from libra_hpc_cli import jobs
 
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir
@@ -102,7 +102,3 @@ def test_most_runs_at_a_time_is_a_chain_of_jobs(
     assert ["#SBATCH --dependency=afterany:4711\n" in script for script in scripts] == [False, False, False, True]
     refused = cli("sweep", "run.toml", *OVER, "--most", "3", "--executor", "local", "--name", "x")
     assert (refused.code, "--most = 3: the local executor has no queue" in refused.err) == (2, True)
-
-
-def test_the_most_runs_without_yes_are_named_in_the_help(cli: Cli) -> None:
-    assert str(sweep.MOST_RUNS) in cli("sweep", "--help").out

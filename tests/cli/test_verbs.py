@@ -28,6 +28,14 @@ def logs(site: Path, queue: Queue) -> Path:
     return folder
 
 
+@pytest.fixture
+def running(submitted: RunDir, queue: Queue) -> RunDir:
+    """A run that is under way."""
+    write_status(submitted, "running")
+    queue.answer = JobInfo("4711", JobState.RUNNING)
+    return submitted
+
+
 @pytest.mark.parametrize("content", ['{"run": {"na', "[]", "[" * 100_000])
 def test_a_damaged_configuration_is_named_by_verbs_that_need_it(
     content: str, submitted: RunDir, queue: Queue, cli: Cli
