@@ -161,7 +161,7 @@ VERBS = {
         "configuration",
     ),
     "env": Verb(
-        "Environments: the Python of verifiers, whose tasksets are tasks, and boxes of a node.",
+        "Boxes of environments: which kind works on this machine, and on a node.",
         "env_verbs.app",
         "probe run.toml --partition cpu",
         "agents",

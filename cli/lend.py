@@ -46,7 +46,6 @@ app = typer.Typer(no_args_is_help=True)
 def serve(
     command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND...", help="The server's command.")] = None,
     slo: Annotated[str, typer.Option("--slo", metavar="LIMITS", help="Such as ttft=500ms.")] = "",
-    give: Annotated[str, typer.Option("--give", hidden=True)] = "",
     hours: Annotated[str, typer.Option("--hours", metavar="FROM-TO", help="Such as 20-08; default: always.")] = "",
     memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="Of each GPU, such as 30GiB.")] = "",
     tp: Annotated[int, typer.Option("--tp", min=0, metavar="N", help="GPUs of an engine; default: the run's.")] = 0,
@@ -55,8 +54,6 @@ def serve(
     runs: Annotated[Path | None, typer.Option("--runs", metavar="DIR", help="Folder of runs that may borrow.")] = None,
 ) -> None:
     ttft_s = first_token_s(slo)
-    if give:
-        raise invalid("--give", give, "a guest steps only while nobody is served", "lend serve without --give")
     Hours.parse(hours)
     terms = LendTerms(ttft_s, hours, memory_mib(memory), tp, engines, weights_mb_s)
     if runs is None or not runs.is_dir():

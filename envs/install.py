@@ -15,7 +15,6 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -99,27 +98,20 @@ def make_venv(folder: Path) -> Path:
     return python
 
 
-def pip(python: Path, *arguments: str, progress: Callable[[str], None] | None = None) -> None:
-    """Run ``pip install``; ``progress`` gets the lines that it prints. Raises `InstallError` with the reason."""
+def pip(python: Path, *arguments: str) -> None:
+    """Run ``pip install``; raises `InstallError` with the reason."""
     options = ["--no-input", "--disable-pip-version-check", "--no-warn-script-location", "--progress-bar=off"]
-    command = [str(python), "-m", "pip", "install", *([] if progress else ["--quiet"]), *options, *arguments]
-    output = ""
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True
-    ) as process:
-        for line in process.stdout or ():
-            output += line
-            if progress:
-                progress(line)
-    if process.returncode == 0:
+    command = [str(python), "-m", "pip", "install", "--quiet", *options, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode == 0:
         return
     # pip reports an unreachable index as "no matching distribution", below the connection errors.
-    if any(sign in output for sign in _NETWORK_SIGNS):
+    if any(sign in done.stdout for sign in _NETWORK_SIGNS):
         raise InstallError(
             "no package index could be reached: check the network, or point pip at a mirror (pip config set"
             " global.index-url URL)."
         )
-    lines = output.strip().splitlines() or ["pip failed without a message"]
+    lines = done.stdout.strip().splitlines() or ["pip failed without a message"]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")] or lines
     raise InstallError(f"pip could not install the packages: {errors[-1]}")
 

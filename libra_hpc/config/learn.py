@@ -74,7 +74,7 @@ class TaskTable(Section, frozen=True):
     """The agent is this coroutine, ``path/to/file.py:function``: ``async def run(row, endpoint, box)``."""
     verifiers: Annotated[dict[str, Any], Names("taskset")] = {}
     """Instead of data, reward and agent, a taskset of verifiers: ``taskset`` (installed, or its file), ``python`` (of
-    ``libra-hpc env install verifiers``), and verifiers' own tables ``env`` and ``select``."""
+    ``envs/verifiers.txt``), and verifiers' own tables ``env`` and ``select``."""
     options: dict[str, Any] = {}
     """Arguments of the task's constructor, by name."""
 

@@ -33,7 +33,7 @@ def mistake(asked: dict[str, Any]) -> tuple[str, str, str] | None:
     """Key, reason and valid values of what is found without an import of verifiers, which takes seconds."""
     package = importlib.util.find_spec("verifiers")
     if package is None:
-        return "python", "its environment has no verifiers", "that of libra-hpc env install verifiers FOLDER"
+        return "python", "its environment has no verifiers", "an environment with envs/verifiers.txt"
     own = [
         one.name
         for one in pkgutil.iter_modules([f"{path}/v1/tasksets" for path in package.submodule_search_locations or ()])

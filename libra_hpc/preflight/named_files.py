@@ -177,7 +177,7 @@ def _check_data(section: str, name: str, task: TaskTable) -> None:
             raise invalid(f"{section or 'task'}.{field}", given, "not given", form)
     python = str(task.verifiers.get("python", ""))
     if name == VERIFIERS and not os.access(python, os.X_OK):
-        why, valid = "no such program" if python else "not given", "that of libra-hpc env install verifiers FOLDER"
+        why, valid = "no such program" if python else "not given", "an environment with envs/verifiers.txt"
         raise invalid(f"{section or 'task'}.verifiers.python", python, why, valid)
     if task.data and not Path(task.data).exists():
         raise invalid(f"{section}.data", task.data, "no such file or folder", DATA_FORM)

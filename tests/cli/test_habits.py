@@ -77,7 +77,7 @@ GROUPS = {
     "calibrate": "engine train",
     "config": "show explain",
     "cluster": "up env down status",
-    "env": "install probe",
+    "env": "probe",
     "lend": "serve list revoke",
     "task": "try",
     "trace": "inspect generate",

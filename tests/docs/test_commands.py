@@ -12,7 +12,7 @@ from .blocks import BLOCK, PAGES, make_folder, output
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 PROGRAM = re.compile(r"(\S*/)?(libra-hpc|make|python3?|srun|scp|ss|curl|pip|apptainer|bash|tail|grep|ls|du) ")
 ELSEWHERE = {
-    r"make |\S*python3? (envs|-m bench)|bash|apptainer|pip|libra-hpc env ": "builds, installs or measures",
+    r"make |\S*python3? (envs|-m (bench|venv))|bash|apptainer|\S*pip|libra-hpc env ": "builds, installs or measures",
     r"srun|scp|ss |curl|\S*libra-hpc (init|doctor|lend|join)": "needs a site, another cluster or a running job",
     r"\S*libra-hpc (cluster|make-policy|cancel|calibrate|eval|sweep)": "tests/cluster has it, in jobs",
     r"libra-hpc (submit --resume|compare --sweep|show|plan run.toml --train-speed)": "tests/cli has it, with such runs",
