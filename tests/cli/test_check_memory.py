@@ -36,9 +36,3 @@ def test_terms_are_bytes_in_json_and_add_up(cli: Cli, arguments: tuple[str, ...]
     for record in records:
         assert record["needs"] == pytest.approx(sum(record["terms"].values()))
         assert record["has"] is None or record["has"] > 0
-
-
-def test_cpu_runs_have_no_table(cli: Cli, site: Path) -> None:
-    outcome = cli("check", "run.toml", "--json")
-    assert json.loads(outcome.out)["memory"] == []
-    assert "memory, GB" not in cli("check", "run.toml").out

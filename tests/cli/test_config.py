@@ -59,11 +59,6 @@ def test_explain_names_valid_values_default_meaning_places_and_the_present_value
     assert {"components.split", "components.hybrid.nodes"} <= {record["key"] for record in records}
 
 
-def test_explain_fits_a_terminal_of_80_columns(site: Path, cli: Cli) -> None:
-    text = cli("config", "explain", "--run", "run.toml").out
-    assert max(len(line) for line in text.splitlines()) <= 80
-
-
 FILES = [one["key"] for one in as_records(tables()) if one["valid"] == "a path" and not one["key"].startswith("task.")]
 
 
@@ -88,13 +83,3 @@ def test_a_dry_run_takes_the_short_name_of_a_model(site: Path, cli: Cli) -> None
     dry = ("-o", "run.engine=simulated", "-o", "model.path=qwen3-4b", "-o", f"run.dir={site}")
     (site / "examples").symlink_to(EXAMPLES)
     assert cli("check", str(EXAMPLES / "a800-8.toml"), *dry).out.splitlines()[-1].endswith("a800-8.toml is good")
-
-
-def test_keys_in_common_are_described_once_and_no_regular_expression_is_shown(cli: Cli) -> None:
-    text = cli("config", "explain").out
-    assert text.count("- `constraint`: ") == 1
-    assert "`constraint`, `reservation`, `account`, `qos`, `extra`: as in `[components.planner]`." in " ".join(
-        text.split()
-    )
-    assert "- `constraint`: " in cli("config", "explain", "components.hybrid").out
-    assert [one["key"] for one in as_records(tables()) if set("^$\\+") & set(one["valid"].replace("$VAR", ""))] == []

@@ -13,14 +13,11 @@ from libra_hpc_cli.follow import LONGEST_POLL_S, LOST_S, Follower
 
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.facts import status
-from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.summary import summarise
 from libra_hpc.facts.sweep_record import SweepMember, write_member
 from libra_hpc.slurm.queue import query
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import SILENT_S, NoAnswer
-from tests.facts import synthetic
 
 from .conftest import Cli, Queue, one_line, write_status
 
@@ -225,34 +222,6 @@ def test_json_has_the_state_its_reason_and_the_cluster(site: Path, queue: Queue,
         facts = [printed[key] for key in ("job_id", "cluster", "state", "reason", "since", "over")]
         assert facts == ["4711", "libra", "time_limit", "step 41 is saved", 2.0, True]
     assert "quick-001: job 4711 on libra is stopped by its time limit (step 41 is saved)" in cli("status").out
-
-
-def test_the_first_reward_stays_once_a_fifth_of_the_run_is_trained_and_is_the_same_in_list_and_summary(
-    site: Path, queue: Queue, cli: Cli
-) -> None:
-    run = make_run(site / "runs")
-    firsts = []
-    with_metrics = LineLog(run.metrics)
-    for step in range(1, synthetic.STEPS + 1):
-        with_metrics.write({"step": step, "reward": step / 100.0, "t": float(step)})
-        if step % 12 == 0:
-            write_status(run, step=step)
-            listed = json.loads(cli("list", "--json").out)[0]["reward_first"]
-            assert listed == summarise(run).reward_first
-            firsts.append(listed)
-    assert firsts == [pytest.approx(sum(range(1, 13)) / 1200.0)] * 5
-
-
-def test_the_reasons_of_a_list_fit_80_columns(
-    site: Path, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("libra_hpc_cli.output.WIDTH", 80)
-    run = make_run(site / "runs")
-    run.write_json(run.result, {"state": "failed", "message": "node 1: " + "a reason " * 20, "attempt": 1, "t": 2.0})
-    lines = cli("list").out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[-1].startswith(" quick-001: node 1: a reason a reason")
-    assert lines[-1].endswith("…")
 
 
 def test_the_line_of_a_run_that_is_over_has_no_present_speeds(site: Path, queue: Queue) -> None:

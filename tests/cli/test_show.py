@@ -60,17 +60,6 @@ def test_an_evaluation_and_what_failed(submitted: RunDir, cli: Cli) -> None:
     assert "== step 2, toy-7, sample 0: reward 0.25, " in cli("show", "--task", "held").out
 
 
-def test_a_file_that_was_cut_off_is_shown_to_its_last_whole_trajectory(submitted: RunDir, cli: Cli) -> None:
-    group = _group([0.5, -1.0, 2.0])
-    TranscriptWriter(submitted.transcripts, 10**6).write(4, group.done, [group.to_group(MEAN)])
-    (path,) = submitted.transcripts.iterdir()
-    path.write_bytes(path.read_bytes()[:-9])
-    shown = cli("show", "--best", "1")
-    assert "reward 0.5" in shown.out
-    told = "step-000004.jsonl.zst is damaged behind 2 whole trajectories (the last one was cut off)"
-    assert told in " ".join(shown.err.split())
-
-
 def test_mistakes_are_one_sentence(submitted: RunDir, cli: Cli) -> None:
     assert "has no transcripts" in one_line(cli("show"))
     group = _group([0.0])

@@ -81,17 +81,6 @@ def test_nodes_that_do_not_answer_are_said_with_their_logs(
     assert "FAILED" in last["found"]
 
 
-def test_variables_in_the_folder_of_runs_are_those_of_the_shell(
-    cluster: ClusterInfo, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "site.toml").write_text('[run]\ndir = "$LIBRA_TEST/runs"\n')
-    monkeypatch.setenv("LIBRA_HPC_SITE", str(tmp_path / "site.toml"))
-    monkeypatch.setenv("LIBRA_TEST", str(tmp_path))
-    findings = json.loads(cli("doctor", "--json").out)["findings"]
-    (found,) = [finding["found"] for finding in findings if finding["subject"] == "run.dir"]
-    assert str(tmp_path) in found
-
-
 def test_boxes_are_tried_on_a_node_of_each_partition(
     cluster: ClusterInfo, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,17 +68,6 @@ def test_submit_shows_the_plan_queues_it_and_keeps_why(auto: Path, queue: Queue,
     assert read_toml(run.toml)["components"]["split"] == "auto", "the run file stays as written"
 
 
-@pytest.mark.slow
-def test_json_and_parsable_print_nothing_else(auto: Path, queue: Queue, cli: Cli) -> None:
-    assert cli("submit", "run.toml", "--parsable").out == "4711\n"
-    split = json.loads(cli("submit", "run.toml", "--json").out)["split"]
-    replica = split["train.tp"] * split["train.pp"] * split.get("train.cp", 1)
-    assert 8 * split["components.train.nodes"] % replica == 0
-    explicit = ("-o", "components.split=explicit", "-o", "components.rollout.nodes=1", "-o", "train.tp=8")
-    assert json.loads(cli("submit", "run.toml", *explicit, "--json").out)["split"] is None
-    assert not RunDir(auto / "runs" / "quick-003").plan.exists()
-
-
 def test_dry_run_prints_the_script_of_the_chosen_split_and_writes_nothing(auto: Path, queue: Queue, cli: Cli) -> None:
     outcome = cli("submit", "run.toml", "--dry-run", "--until-done", "--", "--exclusive")
     assert outcome.code == 0

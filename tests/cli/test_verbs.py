@@ -153,13 +153,6 @@ def test_marks_between_processes_are_no_logs(logs: Path, queue: Queue, cli: Cli)
     assert shown == ["agent-0.log <==", "slurm.out <=="]
 
 
-def test_following_logs_ends_with_the_run_and_misses_nothing(logs: Path, queue: Queue, cli: Cli) -> None:
-    (logs / "agent-0.log").write_text("hello\n")
-    outcome = cli("logs", "--follow")
-    assert "hello" in outcome.out
-    assert "quick-001: job 4711 is completed" in outcome.err
-
-
 def test_a_run_that_never_wrote_a_status_ends_logs_when_its_job_has(
     submitted: RunDir, queue: Queue, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
