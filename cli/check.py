@@ -23,7 +23,7 @@ from libra_hpc.preflight.named_files import check_planner_files
 from libra_hpc.slurm.submit import expected_start as job_start
 
 from .config_show import OverrideOption, RunFileArgument
-from .output import busy, narrow_table, playing, print_json, print_line, print_note, show
+from .output import busy, gigabytes, narrow_table, playing, print_json, print_line, print_note, show
 from .runs import JsonOption
 
 COLUMNS = 80
@@ -70,18 +70,14 @@ def memory_table(found: Sequence[MemoryNeed]) -> Table:
     table = narrow_table("memory, GB~", "needs>~", "has>~", "terms~", width=COLUMNS)
     for row in found:
         largest = sorted(row.terms.items(), key=lambda term: -term[1])
-        terms = ", ".join(f"{name} {_gb(size)}" for name, size in largest if size)
-        table.add_row(row.where, _gb(row.needs), "?" if row.has is None else _gb(row.has), terms)
+        terms = ", ".join(f"{name} {gigabytes(size)}" for name, size in largest if size)
+        table.add_row(row.where, gigabytes(row.needs), "?" if row.has is None else gigabytes(row.has), terms)
     return table
 
 
 def as_records(found: Sequence[MemoryNeed]) -> list[dict[str, Any]]:
     """Plain data, in bytes."""
     return [{"where": row.where, "needs": row.needs, "has": row.has, "terms": dict(row.terms)} for row in found]
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:,.0f}" if size >= 100e9 else f"{size / 1e9:.1f}"
 
 
 def expected_start(checked: CheckedRun) -> float | None:

@@ -80,6 +80,11 @@ def narrow_table(*columns: str, **options: Any) -> Table:
     return table(*columns, padding=(0, 1, 0, 0), **options)
 
 
+def gigabytes(size: float) -> str:
+    """Bytes as gigabytes: whole ones from 100 on, below one two digits."""
+    return f"{size / 1e9:,.0f}" if size >= 100e9 else f"{size / 1e9:.1f}" if size >= 1e9 else f"{size / 1e9:.2g}"
+
+
 def picture_file(path: Path | None) -> Path | None:
     """A file that an option names for a picture; raises `UserError` for one that is no SVG."""
     if path is not None and path.suffix != ".svg":

@@ -19,7 +19,7 @@ from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.planning.request import PlanRequest, PlanResult, RunPlan
 from libra_hpc.planning.scaling_curve import ScalingPoint
 
-from .output import WIDTH, PlainConsole, busy, console, narrow_table, playing, print_line, show
+from .output import WIDTH, PlainConsole, busy, console, gigabytes, narrow_table, playing, print_line, show
 
 NEAREST = 3
 """Excluded choices that are printed without ``--explain``."""
@@ -211,8 +211,8 @@ def memory(asked: PlanRequest, result: PlanResult) -> Table:
     needs, usable = best.train.memory, USABLE * asked.pools[best.pool].device.memory_bytes
     table = narrow_table("memory of a training GPU~", "GB>~")
     for name, size in needs.terms().items():
-        table.add_row(name, _gb(size))
-    table.add_row(f"all, of {usable / 1e9:.0f} usable", _gb(needs.total), style="bold")
+        table.add_row(name, gigabytes(size))
+    table.add_row(f"all, of {usable / 1e9:.0f} usable", gigabytes(needs.total), style="bold")
     return table
 
 
@@ -276,11 +276,6 @@ def short_s(seconds: float) -> str:
     if seconds >= 0.9995:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.0f} ms" if seconds >= 0.0095 else f"{seconds * 1e3:.2g} ms"
-
-
-def _gb(size: float) -> str:
-    """Gigabytes with one digit after the point, or with two significant digits."""
-    return f"{size / 1e9:.1f}" if size >= 1e9 else f"{size / 1e9:.2g}"
 
 
 def planned(config: RunConfig, rooms: Mapping[str, HostRoom], quick: bool = False) -> InitialPlan:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.facts.status import short_count
 from libra_hpc.models.shapes import KV_ELEMENT_BYTES
 from libra_hpc.pictures.study_charts import draw_simulations
 from libra_hpc.policies.scheduling.registry import policy_class, policy_names
@@ -231,17 +232,9 @@ def table(done: dict[str, Compared]) -> Table:
             f"{result.tokens_per_s:,.0f}",
             *(f"{q:,.1f}" if q < 1000 else f"{q:,.0f}" for q in (ends.p50, ends.p95, ends.p99)),
             f"{result.moves:,}",
-            short(result.reprefilled_tokens),
+            short_count(result.reprefilled_tokens),
             f"{result.idle_share:.0%}",
             f"{result.makespan_s / shortest:.3f}",
             style="green" if result.makespan_s == shortest else "",
         )
     return out
-
-
-def short(tokens: int) -> str:
-    """A count of tokens in at most five characters."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if tokens >= size:
-            return f"{tokens / size:.1f}{unit}" if tokens < 100 * size else f"{tokens / size:.0f}{unit}"
-    return str(tokens)

@@ -41,6 +41,7 @@ def test_every_key_of_a_run_is_in_the_reference_with_its_default() -> None:
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["key"])
 def test_every_key_is_described_in_sentences_of_at_most_25_words(record: dict[str, str]) -> None:
     assert record["description"].endswith(".")
+    assert not set("^$\\+") & set(record["valid"].replace("$VAR", "")), "a regular expression"
     for sentence in re.split(r"[.;:] ", record["description"]):
         assert len(sentence.split()) <= LONGEST, sentence
 
