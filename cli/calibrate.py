@@ -69,9 +69,8 @@ def calibrate(
     max_model_len: Annotated[int, typer.Option(min=64, metavar="TOKENS", help="Longest context.")] = 4096,
     max_num_seqs: Annotated[int, typer.Option(min=1, metavar="N", help="Most sequences of a step.")] = 64,
     kv_cache_mb: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="MIB", help=f"KV cache per device; default: {CPU_KV_MB} on the CPU, else vLLM's."),
-    ] = None,
+        int, typer.Option(min=0, metavar="MIB", help=f"KV cache per device; 0: {CPU_KV_MB} on the CPU, else vLLM's.")
+    ] = 0,
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="CPU threads of an engine.")] = 1,
     devices: Annotated[
         Path | None,
@@ -87,42 +86,43 @@ def calibrate(
     if (model is None) == (run is None):
         given = f"{model or '-'}, {run or '-'}"
         raise invalid("--model, --run", given, "the source of the steps must be given once", "one of the two")
-    if device not in DEVICES:
-        raise invalid("--device", device, "unknown value", DEVICES)
-    if dtype not in DTYPES:
-        raise invalid("--dtype", dtype, "unknown value", DTYPES)
-    if not out.absolute().parent.is_dir():
-        raise invalid("OUT", str(out), "no such folder", "a file in a folder that exists")
+    check_options(out, device, dtype)
     called = name or device
     if devices is not None:
         hardware = listed_device(called, devices if devices.exists() else None)
-        if model is not None:
-            model_shape(model)
-    if run is not None:
-        found = recorded(find_run(run, runs), called)
+    if model is None:
+        found = recorded(find_run(str(run), runs), called)
         old = earlier(out, found.device, found.model)
     else:
-        assert model is not None
-        shown = model.resolve().name
-        old = earlier(out, called, shown)
-        cache = kv_cache_mb if kv_cache_mb is not None else CPU_KV_MB if device == "cpu" else 0
-        sizes = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "kv_cache_mb": cache, "threads": threads}
+        old = earlier(out, called, model.resolve().name)
+        sizes = {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs, "threads": threads}
+        sizes["kv_cache_mb"] = kv_cache_mb or (CPU_KV_MB if device == "cpu" else 0)
         config = alone(str(model.absolute()), device, dtype=dtype, rollout=sizes, tp=tp)
         check_config(config)
-        found = measured(config, called, shown) if here else queued(config, called, shown)
+        found = (measured if here else queued)(config, called, model.resolve().name)
     if devices is not None:
         write_host_cost(with_host_cost(hardware, model_shape(model or found.model), found.points), devices)
     save(merged(old, found), out)
-    fits = {
-        degree: fit_steps([point for point in found.points if point.tp == degree])
-        for degree in sorted(found.kv_capacity)
-    }
+    fits = fits_of(found)
     if json:
         print_fits(out, found, fits)
-        return
-    show_fits(out, found, fits)
-    if devices is not None:
-        print_line(f"host work per step: {devices}, used with --devices {devices} --device {found.device}")
+    else:
+        show_fits(out, found, fits)
+
+
+def check_options(out: Path, device: str, dtype: str) -> None:
+    """Raise `UserError` for an unknown word, or a file that cannot be written."""
+    for option, value, valid in (("--device", device, DEVICES), ("--dtype", dtype, DTYPES)):
+        if value not in valid:
+            raise invalid(option, value, "unknown value", valid)
+    if not out.absolute().parent.is_dir():
+        raise invalid("OUT", str(out), "no such folder", "a file in a folder that exists")
+
+
+def fits_of(found: Calibration) -> dict[int, Fit]:
+    """The fitted step times of each degree."""
+    degrees = sorted(found.kv_capacity)
+    return {degree: fit_steps([point for point in found.points if point.tp == degree]) for degree in degrees}
 
 
 def queued(config: EngineConfig, device: str, model: str) -> Calibration:
