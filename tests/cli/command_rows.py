@@ -138,8 +138,6 @@ COMMANDS = [
     ("make-policy /proc/x --task good.py:Task", "/proc/.x.job: no folder can be made there (No such file or directo"),
     ("make-policy new --task data", "task.data = '': not given; valid: a JSONL or Parquet file, or a folder of one s"),
     ("cancel --nwo", "No such option: --nwo (Possible options: --now)."),
-    ("eval model --task held", "model is a model folder: --file RUN.toml names the task and the engines."),
     ("eval model --task held --step 2", "--step = '2': model is a model folder; valid: a run, or no"),
     ("eval none --task held", "RUN = 'none': no run of that name, folder or job id below runs/;"),
-    ("task try keychain --policy model --script x", "unknown task"),
 ]

@@ -94,6 +94,7 @@ def test_a_job_that_slurm_refuses_leaves_no_folder(run: RunDir, cli: Cli, monkey
     [
         (("quick-002", "--task", "hld"), "--task = 'hld': no such [[task.eval]]; valid: held (did you mean 'held'?)."),
         (("quick-002", "--task", "held", "--step", "30"), "has no policy of that step; valid: last, best, "),
+        (("model", "--task", "held"), "model is a model folder: --file RUN.toml names the task and the engines."),
         (("quick-001", "--task", "held"), "--step = 'last': quick-001 has no checkpoint and no exported policy;"),
     ],
 )

@@ -61,6 +61,7 @@ def test_mistakes_are_one_sentence_and_a_broken_task_an_error(cli: Cli, policy: 
     turns = script(tmp_path, "101")
     assert "--policy = '': not given" in one_line(cli("task", "try", GUESS, "--script", turns))
     given = ("--policy", policy, "--script", turns)
+    assert "unknown task" in one_line(cli("task", "try", "keychain", *given))
     outcome = cli("task", "try", GUESS, *given)
     assert (outcome.code, outcome.err) == (1, "error: The script has no further turn, and the episode goes on.\n")
     assert "cannot be read" in one_line(cli("task", "try", GUESS, "--policy", policy, "--script", "/none.txt"))
