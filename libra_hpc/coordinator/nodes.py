@@ -15,7 +15,7 @@ import msgspec
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
-from libra_hpc.policies.pool.readmission import SILENT_S, Readmission
+from libra_hpc.policies.pool.readmission import Readmission
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineKind
 from libra_hpc.protocol.layout import Layout, StopTraining
@@ -225,12 +225,6 @@ class NodePool:
                 self.lose(node, now)
             if new or (node.down and node.rank not in layout.vital):
                 found.append(node)
-        heard = [now - node.seen < SILENT_S for rank, node in self.contacts.items() if rank != self._context.rank]
-        # A network that is away for most nodes is no fault of each.
-        for rank, silent_s in self.silent_s(now).items() if 2 * sum(heard) >= len(heard) else ():
-            if why := self._readmission.silent(rank, now - silent_s, now):
-                found.append(LostNode(rank, why, silent_s))
-                self.quarantine(found[-1], now)
         return found
 
     def on_guest(self, rank: int, message: Any) -> None:

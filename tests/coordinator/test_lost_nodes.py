@@ -15,7 +15,6 @@ from libra_hpc.config.load import validate
 from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, NodeContact, discount, lost_nodes
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
-from libra_hpc.policies.pool.readmission import SILENCES
 from libra_hpc.protocol.agents import Fatal, Heartbeat, Log, StopAgent, TrainReport
 from libra_hpc.protocol.engine_state import EngineKind, EngineState, StateName
 from libra_hpc.protocol.layout import Layout, StopTraining
@@ -137,16 +136,6 @@ def test_all_ranks_restart_when_a_further_node_of_the_core_is_lost(tmp_path: Pat
     assert not scene.stop, "nobody has the whole state to save"
     assert scene.end.why == "lost"
     assert scene.end.sentence.startswith("node 2, which has a part of the trainers, was lost (no heartbeat for")
-
-
-def test_silences_of_most_nodes_at_once_cost_none_of_them(now: list[float], scene: Scene) -> None:
-    for _ in range(2 * SILENCES):
-        now[0] += HEARTBEAT_LOST_S - 1.0
-        scene.coordinator._check(now[0])
-        scene.deliver(*((rank, Heartbeat(rank, "", {}, {}, -1)) for rank in range(4)))
-        scene.coordinator._check(now[0])
-    assert not scene.asked(RankLost)
-    assert not scene.coordinator.nodes.quarantined
 
 
 def test_time_in_which_rank_0_was_stopped_is_no_silence_of_others() -> None:

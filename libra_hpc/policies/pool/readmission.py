@@ -3,7 +3,6 @@
 - Lost for the first time within `MEMORY_S` -> taken back at its next heartbeat.
 - Lost again -> only after `PROVE_S` of heartbeats without a gap, from the third loss on twice as long.
 - Lost `MOST` times within `MEMORY_S` -> quarantined: this start of the ranks goes on without it.
-- Silent for `SILENT_S`, `SILENCES` times within `WITHIN_S`, and never long enough to be lost -> quarantined, too.
 """
 
 from __future__ import annotations
@@ -19,10 +18,6 @@ MOST = 5
 """Losses; with the proofs a node that flaps is quarantined after some five minutes at the earliest."""
 GAP_S = 5.0
 """Between two heartbeats, which come every second."""
-SILENT_S = 10.0
-"""Half of the silence that loses a node.  Half: long pauses of a loaded machine count; double: only losses would."""
-SILENCES, WITHIN_S = 6, 600.0
-"""Half: a node pays for one bad minute.  Double: 12 s off and 5 s on cost its turns three minutes longer."""
 
 Answer = Literal["wait", "take", "quarantine"]
 
@@ -32,24 +27,12 @@ class Readmission:
         self._losses: dict[int, list[float]] = {}
         self._seen: dict[int, tuple[float, float]] = {}
         """First and last heartbeat of a lost node, without a gap between them."""
-        self._silences: dict[int, list[float]] = {}
-        """When each silence of a node that was not lost reached `SILENT_S`."""
         self.out: dict[int, str] = {}
         """Nodes in quarantine, and why."""
 
     def sentences(self) -> list[str]:
         """The nodes in quarantine."""
         return [self.out[rank] for rank in sorted(self.out)]
-
-    def silent(self, rank: int, since: float, now: float) -> str:
-        """Note the silence of a node that is not lost; returns why it is to be quarantined, else nothing."""
-        times = self._silences.setdefault(rank, [])
-        if now - since < SILENT_S or (times and times[-1] >= since):
-            return ""
-        self._silences[rank] = times = [*(at for at in times if now - at < WITHIN_S), now]
-        if len(times) < SILENCES:
-            return ""
-        return f"silent for more than {SILENT_S:.0f} s, {SILENCES} times within {now - times[0]:.0f} s"
 
     def lost(self, rank: int, now: float) -> None:
         recent = [at for at in self._losses.get(rank, []) if now - at < MEMORY_S]
