@@ -35,7 +35,7 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 TRACE = {"algorithm.eta": 1, "rollout.max_model_len": 32768}
 """Of a row with a recorded trace."""
-COLUMNS = ("row", "layouts", "choice", "s", "best", "s", "regret", "predicted", "quick", "CPU s", "quick")
+COLUMNS = ("row", "layouts", "choice", "s", "best", "s", "regret", "predicted", "CPU s")
 
 
 def question(changes: dict[str, Any]) -> PlanRequest:
@@ -49,29 +49,25 @@ def question(changes: dict[str, Any]) -> PlanRequest:
 
 def judged(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     asked = question(changes)
-    space, took, chosen = LayoutSpace(asked), {}, {}
-    for quick in (False, True):
-        begin = time.process_time()
-        chosen[quick] = best_plans(asked, quick=quick).plans[0]
-        took[quick] = time.process_time() - begin
-    truth = {}
+    space, begin = LayoutSpace(asked), time.process_time()
+    chosen = best_plans(asked).plans[0]
+    took, truth = time.process_time() - begin, {}
     for plan in space.plans([pool.nodes for pool in asked.pools], 0):
         engines, settings = scene(asked, space, plan)
         work = asked.work.batch(batches_of(JUDGED, settings) * asked.settings.batch_groups, SEED)
         truth[plan.nodes, plan.engines] = play(work, engines, asked.policy, settings).batch_s
         progress(f"{name}: {len(truth)} layouts")
     best = min(truth, key=truth.__getitem__)
-    real = {quick: truth[plan.nodes, plan.engines] for quick, plan in chosen.items()}
+    real = truth[chosen.nodes, chosen.engines]
     return {
         "row": name,
         "layouts": len(truth),
-        "choice": words(chosen[False].nodes, chosen[False].engines),
+        "choice": words(chosen.nodes, chosen.engines),
         "best": words(*best),
-        "seconds": (real[False], truth[best]),
-        "regret": real[False] / truth[best] - 1.0,
-        "predicted": chosen[False].seconds / real[False],
-        "quick": real[True] / truth[best] - 1.0,
-        "cpu_s": (took[False], took[True]),
+        "seconds": (real, truth[best]),
+        "regret": real / truth[best] - 1.0,
+        "predicted": chosen.seconds / real,
+        "cpu_s": took,
     }
 
 
@@ -92,8 +88,7 @@ def main() -> None:
             f"{one['seconds'][1]:.0f}",
             f"{one['regret']:.1%}",
             f"{one['predicted']:.2f}",
-            f"{one['quick']:.1%}",
-            *(f"{seconds:.1f}" for seconds in one["cpu_s"]),
+            f"{one['cpu_s']:.1f}",
         )
         for one in done
     ]

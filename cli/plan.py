@@ -24,7 +24,7 @@ from libra_hpc.planning.best_plan import best_plans
 from libra_hpc.planning.in_turn import asked_in_turn
 from libra_hpc.planning.initial import hybrid_of, planned_pools
 from libra_hpc.planning.measured_train_speed import with_train_speed
-from libra_hpc.planning.request import PlanRequest, PlanResult, RunPlan, as_planned, check_gpus, request
+from libra_hpc.planning.request import PlanRequest, PlanResult, as_planned, check_gpus, request
 from libra_hpc.planning.scaling_curve import ScalingPoint, knee, steps, sweep
 from libra_hpc.planning.work import Assumed
 from libra_hpc.preflight.checked_run import known_rooms
@@ -69,9 +69,6 @@ TrainSpeedOption = Annotated[
     Path | None,
     typer.Option("--train-speed", metavar="FILE|RUN", help="Measured training speed: of calibrate train, or of a run."),
 ]
-QuickOption = Annotated[
-    bool, typer.Option("--quick", help="One batch of a few plans is played, of others only a bound is known.")
-]
 ExplainOption = Annotated[
     bool, typer.Option("--explain", help="Also every term of the best plan, and all that was excluded.")
 ]
@@ -114,7 +111,6 @@ def plan(
     ] = None,
     calibration: CalibrationOption = None,
     train_speed: TrainSpeedOption = None,
-    quick: QuickOption = False,
     keep: Annotated[int, typer.Option("--best", min=1, metavar="N", help="Plans to show.")] = 5,
     explain: ExplainOption = False,
     json: JsonOption = False,
@@ -143,22 +139,17 @@ def plan(
     if low != high:
         show_sweep(asked, times, low, high, json=json, plot=plot)
         return
-    made = plan_tables.planned(given.over(config), rooms, quick=quick) if config.components.split == "auto" else None
-    # With a split to fill in, its plans are those that are searched.
-    result, slow = best(asked, keep, times, quick=quick or made is not None)
+    result = best(asked, keep, times)
     if plot is not None:
         from libra_hpc.pictures.study_charts import draw_splits
 
         draw_splits(result.plans, plan_tables.title(asked), plot)
-    chosen = (asked, result) if made is None else (made.asked, made.result)
     if target is not None:
-        write_row(target, run_file=run_file, overrides=override, config=config, options=given, chosen=chosen)
+        write_row(target, run_file=run_file, overrides=override, config=config, options=given, chosen=(asked, result))
     if json:
-        print_json(plan_facts(asked, result, slow))
+        print_json(plan_facts(asked, result))
     else:
-        show_plans(asked, result, slow, explain)
-        if made is not None:
-            plan_tables.show_split(made)
+        show_plans(asked, result, explain)
 
 
 def question(
@@ -172,24 +163,20 @@ def question(
     return asked_in_turn(asked, config, switch_s)
 
 
-def best(
-    asked: PlanRequest, keep: int, steps: StepLookup = lookup, *, quick: bool
-) -> tuple[PlanResult, RunPlan | None]:
-    """The best plans, and the best one at half of an assumed training speed; None where it is measured."""
+def best(asked: PlanRequest, keep: int, steps: StepLookup = lookup) -> PlanResult:
+    """The best plans, with a spinner."""
     with busy("searching") as status:
-        result = best_plans(asked, steps, quick=quick, progress=lambda plays: playing(status, plays))
-        slower = msgspec.structs.replace(asked, train_factor=2.0, in_turn=())
-        slow = None if asked.train_speed else best_plans(slower, steps, quick=True).plans[0]
-    return msgspec.structs.replace(result, plans=result.plans[:keep]), slow
+        result = best_plans(asked, steps, progress=lambda plays: playing(status, plays))
+    return msgspec.structs.replace(result, plans=result.plans[:keep])
 
 
-def show_plans(asked: PlanRequest, result: PlanResult, slow: RunPlan | None, explain: bool) -> None:
+def show_plans(asked: PlanRequest, result: PlanResult, explain: bool) -> None:
     """Print the tables of one search."""
     plan_tables.header(asked)
     show(plan_tables.plans(asked, result))
     plan_tables.remarks(asked, result)
     plan_tables.shared(asked, result)
-    plan_tables.speed(asked, result, slow)
+    plan_tables.speed(asked, result)
     if explain:
         for table in (
             plan_tables.terms(result),
@@ -267,6 +254,6 @@ def facts(asked: PlanRequest) -> dict[str, object]:
     return {**asked.facts(), **speed, "notes": list(asked.notes)}
 
 
-def plan_facts(asked: PlanRequest, result: PlanResult, slow: RunPlan | None) -> dict[str, Any]:
+def plan_facts(asked: PlanRequest, result: PlanResult) -> dict[str, Any]:
     """The plans as plain data."""
-    return {"request": facts(asked), **msgspec.to_builtins(result), "half_mfu": msgspec.to_builtins(slow)}
+    return {"request": facts(asked), **msgspec.to_builtins(result)}

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from libra_hpc.config.run import RunConfig
 from libra_hpc.config.run_file_text import toml_value
-from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.models.memory import USABLE
 from libra_hpc.planning.in_turn import in_turn_of, keys
-from libra_hpc.planning.initial import InitialPlan, initial_plan
+from libra_hpc.planning.initial import InitialPlan
 from libra_hpc.planning.request import PlanRequest, PlanResult, RunPlan
 from libra_hpc.planning.scaling_curve import ScalingPoint
 
-from .output import WIDTH, PlainConsole, busy, console, gigabytes, narrow_table, playing, print_line, show
+from .output import WIDTH, PlainConsole, console, gigabytes, narrow_table, print_line, show
 
 NEAREST = 3
 """Excluded choices that are printed without ``--explain``."""
@@ -167,18 +165,10 @@ def _plays(best: RunPlan) -> str:
     return f"rollout, batch: played in the simulator, {times} of the first row"
 
 
-def speed(asked: PlanRequest, result: PlanResult, slow: RunPlan | None) -> None:
-    """Print the source of the training speed; without one, what the best plan becomes at half of the assumed MFU."""
-    if slow is None:
-        show(Text(f"training speed: {asked.train_speed}"))
-        return
+def speed(asked: PlanRequest, result: PlanResult) -> None:
+    """Print the source of the training speed."""
     mfu = result.plans[0].train.time.mfu
-    show(
-        Text(
-            f"training speed is assumed ({mfu:.0%} MFU; measured: --train-speed); at half of it: {_nodes(asked, slow)},"
-            f" {short_s(slow.seconds)} a batch"
-        )
-    )
+    show(Text(f"training speed: {asked.train_speed or f'assumed, {mfu:.0%} MFU (measured ones: planner.train_speed)'}"))
 
 
 def nearest(result: PlanResult) -> None:
@@ -276,12 +266,6 @@ def short_s(seconds: float) -> str:
     if seconds >= 0.9995:
         return f"{seconds:.1f} s"
     return f"{seconds * 1e3:.0f} ms" if seconds >= 0.0095 else f"{seconds * 1e3:.2g} ms"
-
-
-def planned(config: RunConfig, rooms: Mapping[str, HostRoom], quick: bool = False) -> InitialPlan:
-    """The plan of a run file with ``components.split = "auto"``, with a spinner; raises `UserError`."""
-    with busy("planning") as status:
-        return initial_plan(config, quick=quick, progress=lambda plays: playing(status, plays), rooms=rooms)
 
 
 def show_split(made: InitialPlan, *, stderr: bool = False) -> None:

@@ -110,16 +110,14 @@ def check(run_file: str | Path, overrides: Overrides = ()) -> list[str]:
     return check_all(load(Path(run_file), _texts(overrides)), slurm_required=False).warnings
 
 
-def plan(
-    run_file: str | Path, overrides: Overrides = (), *, gpus: int = 0, quick: bool = False, best: int = 5
-) -> dict[str, Any]:
+def plan(run_file: str | Path, overrides: Overrides = (), *, gpus: int = 0, best: int = 5) -> dict[str, Any]:
     """The best splits of the nodes, as `libra-hpc plan RUN.toml --json` prints them.
 
-    ``gpus``: to plan for, 0: those of the run file; ``quick``: one batch of a few plans is played.
+    ``gpus``: to plan for, 0: those of the run file.
     """
     config = load(Path(run_file), _texts(overrides))
     asked = plan_verb.question(config, Options(gpus=gpus), Assumed(), rooms=known_rooms(config))
-    return plan_verb.plan_facts(asked, *plan_verb.best(asked, best, quick=quick))
+    return plan_verb.plan_facts(asked, plan_verb.best(asked, best))
 
 
 def submit(

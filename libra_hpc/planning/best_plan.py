@@ -5,7 +5,6 @@
   best is stopped.
 - The best ones get a second, longer play.
 - More than `PLAYED_GPUS`, or large batches -> a part of the fleet is played, with the same part of the batch.
-- ``quick``: the plans of least bound, of each pool and way in turn one at least, played once.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ STOP = 1.1
 FINAL_ROUNDS, FINALISTS, CLOSE = 2, 3, 1.05
 """Times that all open batches are renewed in the second play (once in the first), and of how many plans at most: those
 within this ratio of the best one."""
-QUICK, QUICK_TURNS = 3, 1000
-"""Least plans that are played with ``quick``, and turns of their batch."""
 PLAYED_GPUS = 256
 """Beyond them a part stands for the whole: its engines have the same load, and there are enough to choose from."""
 PLAYED_TURNS = 20_000
@@ -58,7 +55,6 @@ def best_plans(
     asked: PlanRequest,
     steps: StepLookup = lookup,
     *,
-    quick: bool = False,
     nodes: Sequence[int] | None = None,
     trainers: Sequence[int] | None = None,
     progress: Progress = lambda plays: None,
@@ -75,12 +71,12 @@ def best_plans(
     if sum(have) < 2:
         raise UserError(f"nodes = {sum(have)}: each stage needs a node of its own; valid: at least 2 nodes.")
     if cache is None or steps is not lookup:
-        return _searched(asked, LayoutSpace(asked, steps), have, trainers, quick=quick, progress=progress)
+        return _searched(asked, LayoutSpace(asked, steps), have, trainers, progress)
     policy = Path(asked.policy.rpartition(":")[0])
-    file = cache / "plans" / f"{digest((asked, quick, have, trainers), [policy])}.json"
+    file = cache / "plans" / f"{digest((asked, have, trainers), [policy])}.json"
     known = read_or_none(file, _result)
     if known is None:
-        known = _searched(asked, LayoutSpace(asked), have, trainers, quick=quick, progress=progress)
+        known = _searched(asked, LayoutSpace(asked), have, trainers, progress)
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(file, msgspec.json.encode(known))
@@ -88,19 +84,13 @@ def best_plans(
 
 
 def _searched(
-    asked: PlanRequest,
-    space: LayoutSpace,
-    have: Sequence[int],
-    trainers: Sequence[int] | None,
-    *,
-    quick: bool,
-    progress: Progress,
+    asked: PlanRequest, space: LayoutSpace, have: Sequence[int], trainers: Sequence[int] | None, progress: Progress
 ) -> PlanResult:
     plans = [plan for pool in trainers or range(len(have)) for plan in space.plans(have, pool)]
     if not plans:
         raise space.impossible(have)
-    search = _Search(asked, space, progress, QUICK_TURNS if quick else PLAYED_TURNS)
-    ordered = search.quick(plans) if quick else search.best(plans)
+    search = _Search(asked, space, progress)
+    ordered = search.best(plans)
     return PlanResult(
         plans=tuple(ordered),
         excluded=tuple(space.excluded(ordered[0])),
@@ -110,11 +100,11 @@ def _searched(
 
 
 class _Search:
-    def __init__(self, asked: PlanRequest, space: LayoutSpace, progress: Progress, turns: int) -> None:
+    def __init__(self, asked: PlanRequest, space: LayoutSpace, progress: Progress) -> None:
         self._asked, self._space, self._progress = asked, space, progress
         self._groups, limits = asked.settings.batch_groups, asked.settings
         some = self._batches(BOUND_BATCHES, 0)
-        self._share = min(1.0, turns * BOUND_BATCHES / sum(len(record.turns) for record in some))
+        self._share = min(1.0, PLAYED_TURNS * BOUND_BATCHES / sum(len(record.turns) for record in some))
         self._bound = Bound(some, asked.trajectories, min(limits.max_inflight, limits.max_num_seqs))
         self._plays = 0
 
@@ -133,13 +123,6 @@ class _Search:
         last = [plan for plan in found[:FINALISTS] if plan.seconds <= CLOSE * found[0].seconds]
         found[: len(last)] = [self._timed(plan, FINAL_ROUNDS, math.inf) for plan in last]
         return sorted(found, key=_rank)
-
-    def quick(self, plans: Sequence[RunPlan]) -> list[RunPlan]:
-        """Return those of least bound, and of each pool and way in turn one at least, fastest first."""
-        ordered = sorted(plans, key=self.bound_s)
-        firsts = {_family(plan)[:3]: plan for plan in reversed(ordered)}
-        chosen = {id(plan): plan for plan in (*ordered[:QUICK], *firsts.values())}
-        return sorted((self._timed(plan, 1, math.inf) for plan in chosen.values()), key=_rank)
 
     def _downhill(self, family: Sequence[RunPlan], order: dict[int, float], found: list[RunPlan]) -> None:
         """Play plans of a family from its least bound on, as long as they become faster; not stopped -> ``found``."""

@@ -86,14 +86,13 @@ class InitialPlan(msgspec.Struct, frozen=True):
 def initial_plan(
     config: RunConfig,
     *,
-    quick: bool = False,
     progress: Progress = lambda plays: None,
     cache: Path | None = None,
     rooms: Mapping[str, HostRoom] = MappingProxyType({}),
 ) -> InitialPlan:
     """Fill in the split of a run file with ``components.split = "auto"``.
 
-    ``quick`` and ``cache``: see `best_plans`. ``rooms``: see `request`.
+    ``cache``: see `best_plans`. ``rooms``: see `request`.
 
     Raises `UserError` for unknown hardware or models, for nodes that cannot be divided, for keys that the plan chooses,
     and when nothing fits.
@@ -110,7 +109,7 @@ def initial_plan(
     asked = replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
     if planned.planner.time_sharing == "auto":
         asked = in_turn.asked_in_turn(asked, config)
-    result = best_plans(asked, quick=quick, trainers=(0,), progress=progress, cache=cache)
+    result = best_plans(asked, trainers=(0,), progress=progress, cache=cache)
     result = replace(result, plans=result.plans[:CANDIDATES])
     chosen = run_file_values(config, asked.pools, result.plans[0], alike)
     return InitialPlan(with_values(config, {**chosen, "components.split": "explicit"}), asked, result, chosen)

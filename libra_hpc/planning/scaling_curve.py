@@ -17,7 +17,7 @@ from libra_hpc.models.step_times.lookup import StepLookup
 from .best_plan import best_plans
 from .request import PlanRequest, RunPlan
 
-POINTS = 16
+POINTS = 8
 """Most numbers of nodes in one sweep."""
 BENT = 0.05
 """Least height above the line, as a share of the range; a flatter curve has no knee."""
@@ -35,13 +35,13 @@ class ScalingPoint(msgspec.Struct, frozen=True):
 
 
 def sweep(asked: PlanRequest, steps: StepLookup, nodes: Sequence[int]) -> list[ScalingPoint]:
-    """The best plan of the only pool at each number of nodes, by a quick search."""
+    """The best plan of the only pool at each number of nodes."""
     asked = replace(asked, in_turn=())
     node_devices = asked.pools[0].node_devices
     points = []
     for n in nodes:
         try:
-            points.append(ScalingPoint(n * node_devices, best_plans(asked, steps, quick=True, nodes=[n]).plans[0]))
+            points.append(ScalingPoint(n * node_devices, best_plans(asked, steps, nodes=[n]).plans[0]))
         except UserError as error:
             points.append(ScalingPoint(n * node_devices, None, str(error)))
     return points

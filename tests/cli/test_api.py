@@ -81,8 +81,8 @@ def test_a_sweep_returns_its_jobs_and_the_same_call_queues_none_twice(site: Path
 def test_a_plan_is_what_the_verb_prints(gpus: int, words: tuple[str, ...], site: Path, queue: Queue, cli: Cli) -> None:
     options = {"planner.model": "qwen3-14b", "planner.device": "a800", "components.train.nodes": 2}
     overrides = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
-    printed = json.loads(cli("plan", "run.toml", *overrides, *words, "--quick", "--best", "2", "--json").out)
-    made = api.plan("run.toml", options, gpus=gpus, quick=True, best=2)
+    printed = json.loads(cli("plan", "run.toml", *overrides, *words, "--best", "2", "--json").out)
+    made = api.plan("run.toml", options, gpus=gpus, best=2)
     assert len(made["plans"]) == 2
     assert json.loads(json.dumps(made)) == printed
 

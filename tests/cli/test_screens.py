@@ -33,7 +33,7 @@ from .conftest import Cli, Queue, Sleep, write_status
 COLUMNS = 80
 SCREENS = [
     "check run.toml",
-    "plan RUN.toml --quick --explain",
+    "plan RUN.toml --explain",
     "plan RUN.toml --gpus 16..32",
     "trace inspect t.jsonl",
     "simulate t.jsonl",

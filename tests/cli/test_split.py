@@ -83,13 +83,11 @@ def test_dry_run_prints_the_script_of_the_chosen_split_and_writes_nothing(auto: 
 
 
 @pytest.mark.slow
-def test_check_and_plan_print_what_submit_would_choose(auto: Path, cli: Cli) -> None:
+def test_check_prints_what_submit_would_choose(auto: Path, cli: Cli) -> None:
     chosen = cli("submit", "run.toml", "--dry-run").err.split("chosen: ")[1]
-    for verb in ("check", "plan"):
-        outcome = cli(verb, "run.toml")
-        assert (outcome.code, outcome.err) == (0, "")
-        assert outcome.out.split("chosen: ")[1].startswith(chosen.strip())
-    assert "chosen: " not in cli("plan", "run.toml", "-o", "components.split=explicit").out
+    outcome = cli("check", "run.toml")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.split("chosen: ")[1].startswith(chosen.strip())
 
 
 def test_a_resumed_run_keeps_its_split(auto: Path, queue: Queue, cli: Cli) -> None:

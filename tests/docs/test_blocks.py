@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def row(block: Block) -> Any:
     """A whole plan takes half a minute, in `check` too."""
-    long = re.match("libra-hpc (plan|check)", block.command) and "--quick" not in block.command
+    long = re.match("libra-hpc (plan|check)", block.command)
     return pytest.param(block, id=f"{block.page.stem}: {block.command[:60]}", marks=pytest.mark.nightly if long else ())
 
 

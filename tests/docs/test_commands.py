@@ -24,7 +24,6 @@ ELSEWHERE = {
 STAND_INS = {
     r"^\.venv/bin/|  +#.*$| --(wait|watch|follow)\b| \[.*": "",
     r"\bsubmit\b": "submit --dry-run",
-    r"\bplan\b": "plan --quick",
     r"(?<=-C runs )RUN": "quickstart-001",
     r"\$RUN\b|\bRUN\.toml\b": "run.toml",
     r"\bRUN\b": "runs/quickstart-001",

@@ -37,7 +37,7 @@ class Call:
         self._capsys = capsys
 
     def _run(self, *arguments: str) -> tuple[int, str, str]:
-        code = app.run(("plan", "run.toml", "--quick", *arguments))
+        code = app.run(("plan", "run.toml", *arguments))
         captured = self._capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -59,10 +59,9 @@ class Call:
 
 @pytest.fixture(autouse=True)
 def small_plays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How good a choice is, `test_best_plan` asks; other tests play a tenth."""
+    """How good a choice is, `test_best_plan` asks; other tests play a little."""
     if request.module.__name__.rpartition(".")[2] != "test_best_plan":
-        for name in ("QUICK_TURNS", "PLAYED_TURNS"):
-            monkeypatch.setattr(best_plan, name, getattr(best_plan, name) // 10)
+        monkeypatch.setattr(best_plan, "PLAYED_TURNS", 100)
 
 
 @pytest.fixture(scope="session")

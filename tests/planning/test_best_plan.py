@@ -12,7 +12,7 @@ from libra_hpc.config.load import validate
 from libra_hpc.errors import UserError
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.planning import best_plan
-from libra_hpc.planning.best_plan import FINAL_ROUNDS, FINALISTS, QUICK, Bound, best_plans, scene
+from libra_hpc.planning.best_plan import FINAL_ROUNDS, FINALISTS, Bound, best_plans, scene
 from libra_hpc.planning.layout_space import LayoutSpace
 from libra_hpc.planning.request import PlanRequest, RunPlan, request
 from libra_hpc.planning.work import Assumed
@@ -81,11 +81,11 @@ def test_no_play_is_faster_than_its_bound(eta: int) -> None:
         assert max(work_s, alone_s / (eta + 1)) < 1.05 * seconds(asked, plan, rounds=8).batch_s
 
 
-def test_quick_plays_a_few_and_a_search_plays_the_best_ones_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, told = question(), list[int]()
-    quick = best_plans(asked, quick=True, progress=told.append).plans
-    assert (len(quick), told) == (QUICK, [1, 2, 3])
-    played = [plan.played for plan in best_plans(asked).plans]
+def test_the_best_ones_are_played_longest_and_each_play_is_told() -> None:
+    told = list[int]()
+    played = [plan.played for plan in best_plans(question(), progress=told.append).plans]
+    assert told == list(range(1, len(told) + 1))
+    assert len(told) > len(played)
     assert played == sorted(played, reverse=True)
     assert 1 <= played.count(2 * FINAL_ROUNDS) <= FINALISTS
 
@@ -117,13 +117,13 @@ def test_a_batch_of_a_few_trajectories_is_planned_too(prompts: int) -> None:
 
 def test_answers_are_remembered_to_the_last_digit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = question()
-    first = best_plans(asked, quick=True, cache=tmp_path)
+    first = best_plans(asked, cache=tmp_path)
     monkeypatch.setattr(best_plan, "play", lambda *a, **k: pytest.fail("played again"))
-    assert best_plans(asked, quick=True, cache=tmp_path) == first
+    assert best_plans(asked, cache=tmp_path) == first
     others = [(replace(asked, policy="sticky"), lookup), (asked, lambda *a: lookup(*a))]
     for other, steps in others:
         with pytest.raises(pytest.fail.Exception):
-            best_plans(other, steps, quick=True, cache=tmp_path)
+            best_plans(other, steps, cache=tmp_path)
 
 
 def test_each_stage_needs_a_node() -> None:

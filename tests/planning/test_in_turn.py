@@ -53,13 +53,13 @@ def test_a_batch_in_turn_takes_both_stages_and_a_pair_of_switches(eta: int) -> N
 
 
 def test_cheap_switches_choose_nodes_in_turn_and_dear_ones_today_s_split() -> None:
-    chosen = [best_plans(asked(switch_s=s), quick=True).plans[0] for s in (1.0, 1_000.0)]
+    chosen = [best_plans(asked(switch_s=s)).plans[0] for s in (1.0, 1_000.0)]
     assert [plan.in_turn is not None for plan in chosen] == [True, False]
 
 
 def test_a_core_rolls_out_on_gpus_where_its_state_is_in_host_memory() -> None:
     assert [way.core_rolls for way in asked(host=False).in_turn] == [False]
-    result = best_plans(asked(eta=1, switch_s=0.0), quick=True)
+    result = best_plans(asked(eta=1, switch_s=0.0))
     ((plan, even_s),) = in_turn_of(result)
     assert plan.in_turn.core_rolls
     assert in_turn_of(msgspec.structs.replace(result, plans=(plan,))) == [(plan, float("inf"))]
@@ -68,7 +68,7 @@ def test_a_core_rolls_out_on_gpus_where_its_state_is_in_host_memory() -> None:
 
 def test_groups_that_are_complete_are_trained_beside_rollout() -> None:
     made = asked(switch_s=1_000.0)
-    plan = best_plans(made, quick=True).plans[0]
+    plan = best_plans(made).plans[0]
     assert 0 < LayoutSpace(made).portion(plan) <= 8
     assert 0.2 * plan.train.time.total < plan.hidden_s < plan.train.time.total
     # Also the seconds in which the update is made.
@@ -79,14 +79,14 @@ def test_groups_that_are_complete_are_trained_beside_rollout() -> None:
 def test_nothing_is_hidden_where_batches_are_trained_whole(changes: dict[str, Any]) -> None:
     algorithm = {"prompts_per_step": 16, "eta": 0, **changes}
     made = request(validate(run_file((2, 0, 2), algorithm=algorithm)), assumed=LONG)
-    assert best_plans(made, quick=True).plans[0].hidden_s == 0.0
+    assert best_plans(made).plans[0].hidden_s == 0.0
 
 
 def filled(switch_s: float, monkeypatch: pytest.MonkeyPatch) -> InitialPlan:
     monkeypatch.setattr(in_turn, "ASSUMED_S", switch_s)
     planner = {"time_sharing": "auto"}
     data = run_file((2, 0, 3), algorithm={"prompts_per_step": 64, "eta": 0, "minibatches": 2}, planner=planner)
-    return initial_plan(validate({**data, "components": {"split": "auto", **data["components"]}}), quick=True)
+    return initial_plan(validate({**data, "components": {"split": "auto", **data["components"]}}))
 
 
 def test_a_split_that_is_filled_in_has_the_hybrid_nodes_of_a_plan_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

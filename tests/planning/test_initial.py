@@ -29,7 +29,7 @@ def auto(nodes: tuple[int, int, int] = (2, 2, 2), **sections: Any) -> dict[str, 
 
 
 def planned(data: dict[str, Any]) -> InitialPlan:
-    return initial_plan(validate(data), quick=True)
+    return initial_plan(validate(data))
 
 
 def node_lists(config: RunConfig) -> tuple[list[int], list[int]]:
@@ -107,6 +107,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"rollout": {"tp": 1}}, f"rollout.tp = 1: {AUTO} chooses it"),
     ({"planner": {"hybrid_start": "train"}}, f"planner.hybrid_start = 'train': {AUTO} chooses it"),
     ({"planner": {"device": "a80"}}, "device = 'a80': unknown device"),
+    ({"model": {"path": "mixtral-8x7b"}}, f"{AUTO}: this version cannot train mixtral-8x7b"),
     ({"model": {"path": "qwen3-15b"}}, "model = 'qwen3-15b': neither a known short name nor"),
     ({"model": {"path": "llama-3.1-70b"}, "components": TWO_NODES}, "No training layout fits"),
     ({"planner": {"trace": "/nowhere.jsonl"}}, "/nowhere.jsonl"),

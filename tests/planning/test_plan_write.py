@@ -79,9 +79,9 @@ def test_every_plan_fits_in_the_memory_of_real_nodes(model: str, memory_gb: int)
     asked = request(config, rooms=rooms)
     if rooms["train"].limit(node_memory(shape, NodeWork(core_nodes=5))) is not None:
         with pytest.raises(UserError, match=r"GB of .* a node, most for weight (image|offers)"):
-            best_plans(asked, quick=True)
+            best_plans(asked)
         return
-    result = best_plans(asked, quick=True)
+    result = best_plans(asked)
     for plan in result.plans:
         written = with_values(config, row_values(config, asked.pools, plan))
         assert check_hosts(host_needs(written, shape, known)) == []
@@ -90,7 +90,7 @@ def test_every_plan_fits_in_the_memory_of_real_nodes(model: str, memory_gb: int)
             kept = written.changed(train={"snapshot_every": 4})
             assert rooms["train"].limit(node_memory(shape, NodeWork(snapshots=True, core_nodes=plan.nodes))) is not None
             with pytest.raises(UserError):
-                best_plans(request(kept, rooms=rooms), quick=True, trainers=(0,), nodes=[plan.nodes + 1])
+                best_plans(request(kept, rooms=rooms), trainers=(0,), nodes=[plan.nodes + 1])
 
 
 def test_a_plan_whose_nodes_lack_room_for_snapshots_has_none(
@@ -192,6 +192,6 @@ def test_a_plan_counts_the_reference_policys_memory_and_its_pass() -> None:
     (pool,) = before.pools
     core = msgspec.structs.replace(before.hosts.core, snapshots=False, core_nodes=pool.nodes - 1)
     rooms = dict.fromkeys(("train", "hybrid", "rollout"), HostRoom(node_memory(shape, core).total))
-    assert best_plans(request(plain, rooms=rooms), quick=True).plans[0].nodes == pool.nodes - 1
+    assert best_plans(request(plain, rooms=rooms)).plans[0].nodes == pool.nodes - 1
     with pytest.raises(UserError, match="of host memory a node"):
-        best_plans(request(config, rooms=rooms), quick=True)
+        best_plans(request(config, rooms=rooms))
