@@ -120,7 +120,7 @@ VERBS = {
     "plan": Verb(
         "Show the best plans for a run: split, parallelism, stage times, memory; needs no GPU.",
         "plan.plan",
-        "run.toml --trace RUN/trajectories.jsonl",
+        "run.toml -o planner.trace=RUN",
         "plan",
     ),
     "simulate": Verb(

@@ -76,7 +76,7 @@ def calibrate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Also write the host's work per step into this device file, for plan and simulate --devices.",
+            help="Also write the host's work per step into this device file, for planner.devices and simulate.",
         ),
     ] = None,
     here: Annotated[bool, typer.Option("--here", help="Measure on this machine instead of in a job.")] = False,

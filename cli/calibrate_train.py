@@ -1,4 +1,4 @@
-"""`libra-hpc calibrate train`: measure training steps of one replica, for `plan --train-speed`."""
+"""`libra-hpc calibrate train`: measure training steps of one replica, for `planner.train_speed`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def show_speed(out: Path, speed: TrainSpeed) -> None:
         made.add_row(f"{s.trajectories:,}", f"{s.context:,}", str(s.steps), *cells)
     show(made)
     print_line(f"{speed.tokens_s:,.0f} tokens/s, {speed.mfu:.2%} MFU, factor {speed.factor:.3g}")
-    print_line(f"use it with: libra-hpc plan RUN.toml --train-speed {out}")
+    print_line(f"use it with: libra-hpc plan RUN.toml -o planner.train_speed={out}")
 
 
 def _configured(model: Path, tp: int, pp: int, micro_tokens: int | None) -> RunConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,6 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.devices import Device
-from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.measured import load
@@ -32,7 +30,7 @@ from libra_hpc.preflight.checked_run import known_rooms
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
 from .output import busy, picture_file, playing, print_json, print_line, show
-from .plan_write import Options, Target, check_target, write_row
+from .plan_write import Target, check_target, write_row
 from .runs import JsonOption
 
 RANGE = re.compile(r"^(\d+)(?:\.\.(\d+))?$")
@@ -40,61 +38,14 @@ ASSUMED = Assumed()
 MOST_GPUS = 65_536
 """Limit of the exact search, which takes half a minute for a dense model."""
 
-GpusOption = Annotated[
-    str,
-    typer.Option(
-        "--gpus", metavar="N|A..B", help="GPUs to plan for, or a range to sweep; default: those of the run file."
-    ),
-]
-DeviceOption = Annotated[
-    str, typer.Option("--device", metavar="NAME", help="GPU, e.g. a800; default: gpu_type of the run file.")
-]
-DevicesFileOption = Annotated[
-    Path | None, typer.Option("--devices", metavar="FILE", help="TOML file with further devices.")
-]
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        "--model", metavar="NAME|FOLDER", help="Known model, e.g. qwen3-14b, or a folder; default: model.path."
-    ),
-]
-TraceOption = Annotated[
-    Path | None, typer.Option("--trace", metavar="FILE", help="Finished trajectories whose lengths to plan for.")
-]
-CalibrationOption = Annotated[
-    Path | None,
-    typer.Option("--calibration", metavar="FILE", help="Measured step times of engines, for the degrees the file has."),
-]
-TrainSpeedOption = Annotated[
-    Path | None,
-    typer.Option("--train-speed", metavar="FILE|RUN", help="Measured training speed: of calibrate train, or of a run."),
-]
-ExplainOption = Annotated[
-    bool, typer.Option("--explain", help="Also every term of the best plan, and all that was excluded.")
-]
-PlotOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--plot", metavar="SVG", callback=picture_file, help="Draw the plans, or the scaling curve of a sweep."
-    ),
-]
-WriteOption = Annotated[
-    Path | None,
-    typer.Option("--write", metavar="FILE", help="Write the run file with the keys of a row, the best one by default."),
-]
-
 
 def plan(
     run_file: RunFileArgument,
     override: OverrideOption = [],  # noqa: B006
-    gpus: GpusOption = "",
-    device: DeviceOption = "",
-    devices: DevicesFileOption = None,
-    model: ModelOption = "",
-    trace: TraceOption = None,
+    gpus: Annotated[str, typer.Option(metavar="N|A..B", help="GPUs, or a range; default: the run file's.")] = "",
     generated: Annotated[
         float | None,
-        typer.Option(metavar="N", help="Without --trace: mean generated tokens; default: 1/8 of max_model_len."),
+        typer.Option(metavar="N", help="Without planner.trace: mean generated tokens; default: 1/8 of max_model_len."),
     ] = None,
     sigma: Annotated[float, typer.Option(metavar="X", help="Shape of their log-normal distribution.")] = ASSUMED.sigma,
     prompt: Annotated[
@@ -109,16 +60,15 @@ def plan(
         float | None,
         typer.Option("--switch-s", min=0, metavar="S", help="A pair of switches between the stages; default: assumed."),
     ] = None,
-    calibration: CalibrationOption = None,
-    train_speed: TrainSpeedOption = None,
+    calibration: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured step times of engines.")] = None,
     keep: Annotated[int, typer.Option("--best", min=1, metavar="N", help="Plans to show.")] = 5,
-    explain: ExplainOption = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Also every term, and all that was excluded.")] = False,
     json: JsonOption = False,
-    plot: PlotOption = None,
-    write: WriteOption = None,
-    choose: Annotated[
-        int, typer.Option(min=1, metavar="K", help="With --write: the row of the last table, from 1.")
-    ] = 1,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="SVG", callback=picture_file, help="Draw plans or curve.")
+    ] = None,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the run file with a row's keys.")] = None,
+    choose: Annotated[int, typer.Option(min=1, metavar="K", help="With --write: the row, from 1.")] = 1,
     force: Annotated[bool, typer.Option("--force", help="With --write: replace an existing file.")] = False,
 ) -> None:
     low, high = gpu_range(gpus)
@@ -126,16 +76,11 @@ def plan(
     if target is not None:
         check_target(target, swept=low != high)
     config = with_absolute_paths(load_run_file(run_file, override, site_profile()))
-    files = {
-        key: str(file or "") for key, file in (("devices", devices), ("trace", trace), ("train_speed", train_speed))
-    }
-    given = Options(gpus=high, device=device, model=model, **files)
     assumed = Assumed(
         generated=generated, sigma=sigma, prompt=prompt, turns=turns, new_tokens=new_tokens, tool_s=tool_s
     )
     times = measured_steps(calibration)
-    rooms = known_rooms(config)
-    asked = question(config, given, assumed, rooms=rooms, switch_s=switch_s)
+    asked = question(config, assumed, gpus=high, switch_s=switch_s)
     if low != high:
         show_sweep(asked, times, low, high, json=json, plot=plot)
         return
@@ -145,20 +90,18 @@ def plan(
 
         draw_splits(result.plans, plan_tables.title(asked), plot)
     if target is not None:
-        write_row(target, run_file=run_file, overrides=override, config=config, options=given, chosen=(asked, result))
+        write_row(target, run_file=run_file, overrides=override, config=config, gpus=high, chosen=(asked, result))
     if json:
         print_json(plan_facts(asked, result))
     else:
         show_plans(asked, result, explain)
 
 
-def question(
-    config: RunConfig, given: Options, assumed: Assumed, *, rooms: Mapping[str, HostRoom], switch_s: float | None = None
-) -> PlanRequest:
-    """What to search, with the pools that a run file can divide."""
-    config = given.over(as_planned(config))
-    asked = with_train_speed(request(config, gpus=given.gpus, assumed=assumed, rooms=rooms), config.planner.train_speed)
-    pools = asked.pools if given.gpus else planned_pools(config, asked.pools)
+def question(config: RunConfig, assumed: Assumed, *, gpus: int = 0, switch_s: float | None = None) -> PlanRequest:
+    """What to search, with the pools that a run file can divide; ``gpus``: instead of its nodes."""
+    rooms, config = known_rooms(config), as_planned(config)
+    asked = with_train_speed(request(config, gpus=gpus, assumed=assumed, rooms=rooms), config.planner.train_speed)
+    pools = asked.pools if gpus else planned_pools(config, asked.pools)
     asked = msgspec.structs.replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
     return asked_in_turn(asked, config, switch_s)
 

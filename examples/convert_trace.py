@@ -1,4 +1,4 @@
-"""Writes what another project recorded as a trace: lengths for `plan --trace`, `simulate` and dry runs.
+"""Writes what another project recorded as a trace: lengths for `planner.trace`, `simulate` and dry runs.
 
     python examples/convert_trace.py AzureLLMInferenceTrace_code.csv azure.jsonl.gz
     python examples/convert_trace.py session.json session.jsonl.gz

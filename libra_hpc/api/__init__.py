@@ -26,7 +26,6 @@ from libra_hpc_cli import submit as submit_verb
 from libra_hpc_cli.cancel import end_all
 from libra_hpc_cli.check import check_all, load, warn
 from libra_hpc_cli.follow import wait_silently
-from libra_hpc_cli.plan_write import Options
 from libra_hpc_cli.runs import RUNS, attempt, find_run
 from libra_hpc_cli.sweep import swept
 
@@ -36,7 +35,6 @@ from libra_hpc.errors import OperationError
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.planning.work import Assumed
-from libra_hpc.preflight.checked_run import known_rooms
 from libra_hpc.slurm.queue.run_state import RunState
 
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -116,7 +114,7 @@ def plan(run_file: str | Path, overrides: Overrides = (), *, gpus: int = 0, best
     ``gpus``: to plan for, 0: those of the run file.
     """
     config = load(Path(run_file), _texts(overrides))
-    asked = plan_verb.question(config, Options(gpus=gpus), Assumed(), rooms=known_rooms(config))
+    asked = plan_verb.question(config, Assumed(), gpus=gpus)
     return plan_verb.plan_facts(asked, plan_verb.best(asked, best))
 
 

@@ -236,7 +236,7 @@ def request(
             "model.path",
             "",
             "not given",
-            "a model folder in the run file, or --model with a folder or a known name such as qwen3-14b",
+            "a model folder in the run file, or planner.model with a folder or a known name such as qwen3-14b",
         )
     dtype_bytes = DTYPE_BYTES[config.model.dtype]
     shape = msgspec.structs.replace(model_shape(own.model or config.model.path), dtype_bytes=dtype_bytes)
@@ -304,7 +304,7 @@ def _given_gpus(config: RunConfig, devices_file: Path | None, gpus: int, room: H
     if not name or not gpus:
         raise UserError(
             "components.train.gpus = 0: no GPUs to plan for; valid: a number of GPUs and a gpu_type, or --gpus and"
-            " --device."
+            " planner.device."
         )
     found = _device(name, devices_file, "device" if own else "components.train.gpu_type")
     per_node = found.devices_per_node
@@ -322,11 +322,11 @@ def _pools(config: RunConfig, devices_file: Path | None, rooms: Mapping[str, Hos
         field = f"components.{name}"
         if not part.gpus:
             raise invalid(
-                f"{field}.gpus", 0, "the other components have GPUs", "an integer >= 1, or --gpus and --device"
+                f"{field}.gpus", 0, "the other components have GPUs", "an integer >= 1, or --gpus and planner.device"
             )
         if not (own or part.gpu_type):
             why = "the planner has to know the GPU"
-            raise invalid(f"{field}.gpu_type", "", why, "a device it knows, such as a800, or --device")
+            raise invalid(f"{field}.gpu_type", "", why, "a device it knows, such as a800, or planner.device")
         found = _device(own or part.gpu_type, devices_file, "device" if own else f"{field}.gpu_type")
         key = (found.name, part.gpus)
         before = merged.get(key, DevicePool(found, 0, part.gpus))
@@ -368,4 +368,4 @@ def _trace_file(path: str) -> Path:
 def _source(recorded: Sequence[TrajectoryRecord], trace: Path | None, assumed: Assumed) -> str:
     if trace is not None:
         return f"{len(recorded):,} trajectories of {trace.name}"
-    return f"assumed log-normal, shape {assumed.sigma:g} (measured ones: --trace FILE)"
+    return f"assumed log-normal, shape {assumed.sigma:g} (measured ones: planner.trace)"

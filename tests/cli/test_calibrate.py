@@ -106,7 +106,7 @@ def test_plan_takes_the_measured_degrees(recorded: Path, tmp_path: Path, capsys:
     out, file = tmp_path / "steps.json", tmp_path / "run.toml"
     assert calibrate(out, "--run", recorded, "--name", "a800") == 0
     file.write_text("[rollout]\nmax_model_len = 16384\n")
-    options = "--model qwen3-8b --device a800 --gpus 32 --best 1 --json"
+    options = "-o planner.model=qwen3-8b -o planner.device=a800 --gpus 32 --best 1 --json"
     plan = ["plan", str(file), *options.split()]
     capsys.readouterr()
     batches = []

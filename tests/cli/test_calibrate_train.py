@@ -52,7 +52,7 @@ def test_a_replica_without_weights_is_measured_here(cli: Cli, model: Path, tmp_p
     assert (speed.device, speed.model, speed.layout) == ("a800", "tiny", "TP2·PP1·DP1")
     assert [sample.context for sample in speed.samples] == [16, 64, 128]
     assert speed.factor > 1.0, "a CPU is slower than the device it is compared with"
-    assert f"--train-speed {out}" in " ".join(done.out.split())
+    assert f"planner.train_speed={out}" in " ".join(done.out.split())
 
 
 @pytest.mark.nightly

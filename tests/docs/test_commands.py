@@ -15,7 +15,7 @@ ELSEWHERE = {
     r"make |\S*python3? (envs|-m (bench|venv))|bash|apptainer|\S*pip|libra-hpc env ": "builds, installs or measures",
     r"srun|scp|ss |curl|\S*libra-hpc (init|doctor|lend|join)": "needs a site, another cluster or a running job",
     r"\S*libra-hpc (cluster|make-policy|cancel|calibrate|eval|sweep)": "tests/cluster has it, in jobs",
-    r"libra-hpc (submit --resume|compare --sweep|show|plan run.toml --train-speed)": "tests/cli has it, with such runs",
+    r"libra-hpc (submit --resume|show|plan run.toml -o planner.train)": "tests/cli has it, with such runs",
     r"\.venv/bin/libra-hpc submit examples": "plans for minutes: tests/cluster/test_two_environments",
     r"libra-hpc (check|submit) examples/quickstart.toml": "needs its policy: tests/cluster",
     r"python examples/convert_trace": "needs a file of Azure's",

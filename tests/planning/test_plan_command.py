@@ -55,7 +55,7 @@ def test_the_default_shows_split_limits_and_sources(call: Call) -> None:
     [
         (("-o", "rollout.max_num_seqs=8"), "of a batch's 128 trajectories at once (rollout.max_num_seqs = 8)"),
         (("--tool-s", "600"), "rollout waits for its longest trajectory"),
-        (("--model", "llama-3.1-70b"), "fits on hybrid nodes too, so it has none"),
+        (("-o", "planner.model=llama-3.1-70b"), "fits on hybrid nodes too, so it has none"),
     ],
 )
 def test_few_seats_and_hybrid_nodes_that_are_left_out_are_noted(call: Call, more: tuple[str, ...], note: str) -> None:
@@ -75,7 +75,7 @@ def test_small_figures_keep_two_digits_and_an_empty_exclusion_list_is_stated(cal
     heads = {"heads": 2, "kv_heads": 2, "head_dim": 32}
     tiny = {"layers": 2, "hidden": 64, "intermediate": 128, "vocab": 256, **heads}
     model_folder(tmp_path / "tiny", msgspec.structs.replace(model_shape("qwen3-4b"), **tiny))
-    out = call.shown("--model", "tiny", "--explain")
+    out = call.shown("-o", "planner.model=tiny", "--explain")
     assert re.search(r"products of layers +\d[.\d]* ms +\d+%", out)
     assert re.search(r"weights +0\.000\d+ ", out)
     assert "nothing was excluded" in out
@@ -113,29 +113,29 @@ def test_a_sweep_is_a_curve_with_its_knee(call: Call, tmp_path: Path) -> None:
 def test_lengths_of_a_trace(call: Call, tmp_path: Path) -> None:
     turns = (TurnRecord(new_tokens=0, gen_tokens=500),)
     write_trace(tmp_path / "trace.jsonl", [TrajectoryRecord(f"p{i}", 0, 100, turns) for i in range(20)])
-    out = call.shown("--trace", "trace.jsonl")
+    out = call.shown("-o", "planner.trace=trace.jsonl")
     assert "lengths: 20 trajectories of trace.jsonl" in out
     assert "generated 500 tokens, longest 500; context up to 600" in out
 
 
 def test_a_device_of_the_users_own(call: Call, tmp_path: Path) -> None:
     device_file(tmp_path / "more.toml", memory_bytes=96e9)
-    out = call.shown("--devices", "more.toml", "--device", "mi250x", "--gpus", "32")
+    out = call.shown("-o", "planner.devices=more.toml", "-o", "planner.device=mi250x", "--gpus", "32")
     assert "rollout steps: roofline of qwen3-14b on mi250x" in out
 
 
 MISTAKES: dict[tuple[str, ...], str] = {
-    ("--devices", "absent"): "device file = 'absent': No such file or directory; valid: ",
+    ("-o", "planner.devices=absent"): "/absent': No such file or directory; valid: ",
     ("--gpus", "99999999"): "--gpus = '99999999': too many to search through; valid: at most 65536.",
-    ("--device", "a80"): "device = 'a80': unknown device; valid: ",
+    ("-o", "planner.device=a80"): "device = 'a80': unknown device; valid: ",
     ("-o", "components.train.gpu_type=a80"): "components.train.gpu_type = 'a80': unknown device; valid: ",
-    ("--model", "qwen3-14"): "(did you mean 'qwen3-14b'?)",
+    ("-o", "planner.model=qwen3-14"): "(did you mean 'qwen3-14b'?)",
     ("-o", "model.path="): "model.path = '': not given; valid: a model folder",
     ("--gpus", "20"): "gpus = 20: nodes have 8 of them and each stage needs a node; valid: a multiple of 8 from 16.",
     ("--gpus", "8..64"): "gpus = 8: nodes have 8",
     ("--gpus", "64..16"): "--gpus = '64..16': an empty range",
     ("--gpus", "many"): "--gpus = 'many': malformed; valid: a number such as 48 or a range such as 16..128.",
-    ("--trace", "absent.jsonl"): "absent.jsonl cannot be read",
+    ("-o", "planner.trace=absent.jsonl"): "absent.jsonl cannot be read",
     ("--sigma", "50"): "sigma = 50",
     ("--generated", "100000"): "room for 30,720",
     ("--generated", "0"): "generated = 0.0: out of range; valid: a number >= 1.",
@@ -162,7 +162,7 @@ def test_a_dry_run_is_planned_for_what_it_simulates(call: Call, tmp_path: Path) 
 def test_a_model_that_cannot_be_trained_is_planned_for_study(call: Call) -> None:
     cannot = "this version cannot train mixtral-8x7b (a mixture of experts"
     note = f"{cannot} of another kind than Qwen3's); the plan is for study"
-    study = ("--model", "mixtral-8x7b")
+    study = ("-o", "planner.model=mixtral-8x7b")
     assert note in " ".join(call.shown(*study).split())
     assert note in call.json(*study)["request"]["notes"]
     assert "cannot train" not in call.shown()
@@ -170,8 +170,10 @@ def test_a_model_that_cannot_be_trained_is_planned_for_study(call: Call) -> None
 
 def test_no_gpus_anywhere(call: Call, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[model]\npath = "qwen3-14b"\n')
-    assert "no GPUs to plan for; valid: a number of GPUs and a gpu_type, or --gpus and --device." in call.refused()
-    assert "16 x a800" in call.shown("--gpus", "16", "--device", "a800")
+    assert (
+        "no GPUs to plan for; valid: a number of GPUs and a gpu_type, or --gpus and planner.device." in call.refused()
+    )
+    assert "16 x a800" in call.shown("--gpus", "16", "-o", "planner.device=a800")
 
 
 def test_nothing_heavy_is_imported() -> None:
@@ -213,10 +215,10 @@ def test_a_measured_training_speed_replaces_the_assumed_one(call: Call, tmp_path
     assert re.search(
         r"training speed: assumed, \d+% MFU \(measured ones: planner.train_speed\)", call.shown("--best", "1")
     )
-    plain, measured = call.json(), call.json("--train-speed", "speed.json")
+    plain, measured = call.json(), call.json("-o", "planner.train_speed=speed.json")
     assert measured["request"]["train_factor"] == 2.0
     assert measured["plans"][0]["train"]["time"]["mfu"] < plain["plans"][0]["train"]["time"]["mfu"]
-    assert "measured on h200; valid: one of a800" in call.refused("--train-speed", "other.json")
+    assert "measured on h200; valid: one of a800" in call.refused("-o", "planner.train_speed=other.json")
 
 
 def test_a_run_says_how_fast_its_training_was_and_what_new_weights_took(call: Call, tmp_path: Path) -> None:
@@ -228,10 +230,10 @@ def test_a_run_says_how_fast_its_training_was_and_what_new_weights_took(call: Ca
     update = {"diff_s": 0.25, "wire_s": 0.5, "image_s": 0.25, "stage_s": 1.0, "pause_s": 0.125}
     line = {"trained_tokens": 512_000, "train_s": 60.0, "replicas": 1, **update}
     run.metrics.write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in (1, 2, 3)))
-    out = call.shown("--train-speed", "earlier")
+    out = call.shown("-o", "planner.train_speed=earlier")
     assert "(2 steps of earlier)" in out
     assert re.search(r"new weights \(measured\): [\d.]+ s until engines at TP\d have them, pause [\d.]+ s", out)
-    found = call.json("--train-speed", "earlier")["plans"][0]
+    found = call.json("-o", "planner.train_speed=earlier")["plans"][0]
     assert found["update"]["wire_s"] == 0.75
     assert found["update"]["diff_s"] == pytest.approx(0.25 * 2 / found["nodes"]), "of two nodes"
     assert "new weights (assumed, 3% changed): " in call.shown()
