@@ -77,6 +77,7 @@ def test_a_sweep_returns_its_jobs_and_the_same_call_queues_none_twice(site: Path
         api.sweep("run.toml", {"algorithm.eta": [0, -1]})
 
 
+@pytest.mark.usefixtures("few_batches")
 @pytest.mark.parametrize(("gpus", "words"), [(0, ()), (48, ("--gpus", "48"))])
 def test_a_plan_is_what_the_verb_prints(gpus: int, words: tuple[str, ...], site: Path, queue: Queue, cli: Cli) -> None:
     options = {"planner.model": "qwen3-14b", "planner.device": "a800", "components.train.nodes": 2}

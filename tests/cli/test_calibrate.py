@@ -101,6 +101,7 @@ def test_other_degrees_stay_and_a_long_run_is_thinned(
     assert sum(point.tp < 4 for point in found.points) == 1200
 
 
+@pytest.mark.usefixtures("few_batches")
 def test_plan_takes_the_measured_degrees(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (recorded / "config.json").write_text(json.dumps({"model": {"path": "/models/qwen3-8b"}}))
     out, file = tmp_path / "steps.json", tmp_path / "run.toml"

@@ -30,6 +30,8 @@ from tests.slurm.test_examples import EXAMPLES, model_folder
 
 from .conftest import Cli, Queue, Sleep, write_status
 
+pytestmark = pytest.mark.usefixtures("few_batches")
+
 COLUMNS = 80
 SCREENS = [
     "check run.toml",

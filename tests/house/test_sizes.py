@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .sizes import CHECKS, PRODUCT, statements, user_pages, words
 
-MOST_PRODUCT, MOST_CHECKS, MOST_WORDS = 39_604, 34_248, 28_233
+MOST_PRODUCT, MOST_CHECKS, MOST_WORDS = 39_546, 34_236, 28_199
 """A commit may only lower them, to what is there."""
 
 
