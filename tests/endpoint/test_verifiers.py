@@ -125,7 +125,10 @@ def test_a_wrong_taskset_is_found_before_the_queue(
     with pytest.raises(UserError, match=r"task.verifiers.taskset = 'toyz': .*did you mean 'toys'"):
         tried(config)
     assert not tried(config.changed(task={"verifiers": {**task["verifiers"], "taskset": "toys"}})).warnings
-    with pytest.raises(UserError, match=r"task.verifiers.python = '/none': no such program; valid: that of"):
+    with pytest.raises(
+        UserError,
+        match=r"task.verifiers.python = '/none': no such program; valid: an environment with envs/verifiers.txt",
+    ):
         check_tasks(validate({"task": {"verifiers": {"taskset": "toys", "python": "/none"}}}).task)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.config.load import validate
+from libra_hpc.facts.columns import TRAINING
 from libra_hpc.protocol import agents
 from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, ToReplica, TrainReport
@@ -64,7 +65,9 @@ class Replica:
                 assert step == len(self.history) + 1
                 self.history.append(f"step{step}")
                 self.world.trained.append((self.rank, step, sorted(s.uid for m in minibatches for s in m), totals))
-                numbers = {"skipped": self.skipped, "trained_tokens": 8, "train_s": 0.1, "reduce_s": 0.0}
+                # There is no reference policy.
+                numbers = {one.name: 0.0 for one in TRAINING if one.name != "reference_kl"}
+                numbers |= {"skipped": self.skipped, "trained_tokens": 8, "train_s": 0.1}
                 self.world.reply(self.rank, wire.StepDone(step, generation, numbers))
             case wire.TrainPortion(step=step, generation=generation, portion=portion, samples=samples):
                 self.world.ahead.append((self.rank, portion, sorted(s.uid for s in samples)))
