@@ -45,6 +45,7 @@ STEPS = {
     "training": ("training", 150.0),
     "switch": ("switch", 220.0),
     "tests": ("steps", 400.0),
+    "pieces": ("pieces", 240.0),
 }
 """Module of this folder with the function, imported in the step's process because torch and vLLM take seconds; and the
 limit in seconds, several times what the step should take."""
@@ -132,6 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     texts = {"model": "", "gpu": "", "devices": "", "figures": ""}
     device = ("cuda", "cpu")
     given = options("gpu", __doc__, rows=STEPS, arguments=arguments, device=device, seconds=BUDGET_S, **texts)
+    # There is no time for it beside the others.
+    given.rows = [step for step in given.rows if step != "pieces"] or given.rows
     setting, outcomes = msgspec.convert(vars(given), Setting), list[Outcome]()
     if given.figures:
         return measure(given.rows[0], setting, Figures(Path(given.figures)))

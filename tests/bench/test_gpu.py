@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from msgspec.json import encode
 from msgspec.structs import replace
 
 import bench.gpu.__main__ as check
+import bench.gpu.pieces as pieces
 from bench.gpu.setting import SMALLER, TINY, Figure, Figures, Setting, core_memory, listed_name
 from bench.gpu.steps import LARGEST_GAP, show
 from libra_hpc.errors import OperationError, UserError
@@ -104,3 +106,32 @@ def test_a_run_is_right_only_with_all_steps_close_probabilities_and_new_weights(
     ):
         with pytest.raises(OperationError, match=why):
             show(wrong, seen, 3, figures)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...cutlass::bfloat16_t...>", "attention"),
+        ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NTN", "products"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "elementwise"),
+        ("Memset (Device)", "elementwise"),
+    ],
+)
+def test_a_kernels_name_has_its_kind(kernel: str, kind: str) -> None:
+    assert next(one for one, name in pieces.KERNELS.items() if name.search(kernel)) == kind
+
+
+def test_each_lever_has_a_row_beside_its_plain_form(tmp_path: Path) -> None:
+    figures = Figures(tmp_path / "f")
+    bench = pieces.Bench(pieces.choose_device("cpu", 0, 1), SETTING.hardware(), figures)
+    dense, mixture = pieces.GRIDS["cpu"][0]
+    pieces.experts(bench, mixture, 64)
+    pieces.head(bench, dense, 32)
+    pieces.attention(bench, replace(dense, layers=1), [32, 32])
+    pieces.elementwise(bench, dense, 64)
+    assert all(figure.measured > 0 and figure.predicted > 0 for figure in figures.read())
+    plain = re.compile("plain|one by one|padded blocks|added afterwards")
+    names = {figure.what for figure in figures.read()}
+    levers = [name for name in names if plain.search(name)]
+    assert {plain.sub("the trainer's choice", name) for name in levers} <= names
+    assert len(levers) == 3 + 2 + 2 + 1

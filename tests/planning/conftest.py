@@ -59,8 +59,8 @@ class Call:
 
 @pytest.fixture(autouse=True)
 def small_plays(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How good a choice is, `test_best_plan` asks; other tests play a little."""
-    if request.module.__name__.rpartition(".")[2] != "test_best_plan":
+    """How good a choice is, two modules ask; other tests play a little."""
+    if request.module.__name__.rpartition(".")[2] not in ("test_best_plan", "test_in_turn"):
         request.getfixturevalue("few_batches")
         monkeypatch.setattr(best_plan, "PLAYED_TURNS", 50)
 

@@ -103,7 +103,7 @@ def test_the_command_says_what_it_takes_and_needs(call: Call) -> None:
     many = ("-o", "algorithm.eta=0", "-o", "algorithm.minibatches=2")
     out = " ".join(call.shown(*many, "--switch-s", "0", "--write", "chosen.toml", "--force").split())
     assert "nodes serve both stages" in out
-    assert "0 ms of switches (given); the best split is as fast at" in out
+    assert "0 ms of switches (given); the best split is as fast" in out
     assert 'needs planner.time_sharing = "auto"' in out
-    assert "(assumed: --switch-s); the best split is as fast" in " ".join(call.shown(*many).split())
-    assert call.json(*many, "--switch-s", "0")["plans"][0]["in_turn"]["switch_s"] == 0.0
+    plans = call.json(*many, "--switch-s", "0")["plans"]
+    assert {plan["in_turn"]["switch_s"] for plan in plans if plan["in_turn"]} == {0.0}
