@@ -71,25 +71,21 @@ class EndPatience:
     """How long ranks may outlive others of their start; times are monotonic seconds."""
 
     def __init__(self) -> None:
-        self._over_at = self._early_at = self._end_at = math.inf
-        """Since rank 0 is over, since one ended before all had met, and since the newest end."""
-        self._ended = self.first = 0
-        """How many have ended; and the rank that ended before all had met; else rank 0."""
+        self._over_at = self._early_at = math.inf
+        self.first = 0
+        """The rank that ended before all had met; else rank 0."""
 
     def ends(self, ranks: Ranks, recorded: bool, now: float) -> bool:
         """Whether the ranks that live are to be killed; ``recorded``: rank 0 has left why it ends."""
         ended = ranks.links.ended
-        if len(ended) > self._ended:
-            self._ended, self._end_at = len(ended), now
-        if recorded and 0 in ended and now - self._end_at > LAST_S:
-            return True
+        last = recorded and 0 in ended and now - max(ranks.links.gone.values(), default=now) > LAST_S
         if recorded or 0 in ended or len(ended) >= ranks.size - 1 > 0:
             self._over_at = min(now, self._over_at)
         if ranks.links.met:
             self._early_at, self.first = math.inf, 0
         elif ended and not recorded and self._early_at == math.inf:
             self._early_at, self.first = now, min(ended)
-        return now - self._over_at > STRAGGLERS_S or now - self._early_at > EARLY_S
+        return last or now - self._over_at > STRAGGLERS_S or now - self._early_at > EARLY_S
 
 
 class RunOwner:

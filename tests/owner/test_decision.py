@@ -11,6 +11,7 @@ from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.owner.decision import START_TRIES, RanksEnded, SoFar, decide
 from libra_hpc.owner.owner import LAST_S, STRAGGLERS_S, EndPatience
+from libra_hpc.owner.rank_links import RankLinks
 from libra_hpc.protocol.ranks_stop import RanksStop, Why
 
 LIMITS = validate({"slurm": {"restarts": 3, "requeues": 5, "preempted": "stop"}})
@@ -163,8 +164,9 @@ def test_a_run_that_is_not_queued_again_says_what_is_saved() -> None:
 
 @pytest.mark.parametrize(("recorded", "limit_s"), [(True, LAST_S), (False, STRAGGLERS_S)])
 def test_ranks_that_outlive_the_others_are_killed_sooner_where_rank_0_has_saved(recorded: bool, limit_s: float) -> None:
-    patience, ranks = EndPatience(), SimpleNamespace(links=SimpleNamespace(met=True, ended={1}), size=4)
+    patience, ranks = EndPatience(), SimpleNamespace(links=RankLinks(), size=4)
+    ranks.links.met, ranks.links.gone[1] = True, 0.0
     assert not any(patience.ends(ranks, False, float(at)) for at in range(200))  # type: ignore[arg-type]
-    ranks.links.ended |= {0}
+    ranks.links.gone[0] = 200.0
     killed = (at for at in range(200, 400) if patience.ends(ranks, recorded, float(at)))  # type: ignore[arg-type]
     assert next(killed) - 200 == limit_s + 1
