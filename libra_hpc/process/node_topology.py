@@ -11,6 +11,7 @@ And the addresses of a node, with sockets that listen there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import random
 import re
@@ -128,6 +129,10 @@ def listen(addresses: Sequence[str], backlog: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in address or both else socket.AF_INET
     serve = partial(socket.create_server, family=family, backlog=backlog, dualstack_ipv6=both)
     for port in random.sample(PORTS, len(PORTS)):
-        with contextlib.suppress(OSError):
+        try:
             return serve((address, port))
+        except OSError as error:
+            # An address that is not there, or no descriptor: another port changes nothing.
+            if error.errno != errno.EADDRINUSE:
+                raise
     return serve((address, 0))
