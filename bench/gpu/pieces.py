@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.model import write_config
 from bench.gpu.setting import Figures, Setting, core_layout
-from bench.gpu.training import GB, TIMED
+from bench.gpu.training import GB, TIMED, timed
 from libra_hpc.config.run import RunConfig
 from libra_hpc.models.architecture import Architecture, read_shape
 from libra_hpc.models.devices import Device
@@ -83,17 +82,6 @@ GRIDS = {
 
 MIXED = (0.4, 0.25, 0.15, 0.1, 0.06, 0.03)
 """Lengths of mixed trajectories as shares of a pack: like those of agents, few are long."""
-
-
-def timed(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds of ``work``, with the device synchronized before and after."""
-    begin = 0.0
-    for act in (lambda: None, work):
-        begin = time.monotonic()
-        act()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return time.monotonic() - begin
 
 
 class Bench(NamedTuple):

@@ -6,6 +6,7 @@ A Megatron-Core core of one rank with random weights runs GRPO steps over random
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -75,8 +76,14 @@ def training(setting: Setting, figures: Figures) -> None:
 
 def step_s(engine: TrainEngine, trainer: GrpoTrainer, samples: tuple[Sample, ...]) -> float:
     """Seconds of a step."""
+    order = TrainStep(engine.state.step + 1, 0, (samples,), (sum(map(loss_tokens_of, samples)),))
+    return timed(engine.device, lambda: trainer.step(order))
+
+
+def timed(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds of ``work`` until the device has done it; it must have nothing else to do."""
     begin = time.monotonic()
-    trainer.step(TrainStep(engine.state.step + 1, 0, (samples,), (sum(map(loss_tokens_of, samples)),)))
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize(engine.device)
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.monotonic() - begin
