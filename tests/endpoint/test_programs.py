@@ -103,7 +103,9 @@ def environment_of(program: Program) -> Path:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("program", TABLE, ids=[one.name for one in TABLE])
+@pytest.mark.parametrize(
+    "program", [pytest.param(one, id=one.name, marks=pytest.mark.xdist_group(one.environment)) for one in TABLE]
+)
 async def test_a_program_is_right_or_is_refused_by_name(
     tokenizer: TaskTokenizer, tmp_path: Path, program: Program
 ) -> None:
