@@ -25,6 +25,8 @@ from libra_hpc.errors import OperationError
 from libra_hpc.files import cache_folder
 
 PACKAGE = "chromium-headless-shell"
+WHOLE = (PACKAGE, "chromium-common", "fonts-dejavu-core")
+"""Fetched even where the machine has them: the browser looks for its files beside itself."""
 FONTS = "usr/share/fonts"
 SERIES = "bookworm"
 """Its security updates replace each other on the mirrors, so that no version of the browser can be pinned."""
@@ -128,8 +130,10 @@ def _unpack(root: Path) -> None:
         status.write_text(installed + Path("/var/lib/dpkg/status").read_text())
         environment = apt_environment(work, status)
         _call(["apt-get", "update", "-qq"], environment)
-        wanted = ["install", "-qq", "-y", "--download-only", "--no-install-recommends", PACKAGE, "fonts-dejavu-core"]
-        _call(["apt-get", *wanted], environment)
+        _call(
+            ["apt-get", "install", *"-qq -y --download-only --no-install-recommends --reinstall".split(), *WHOLE],
+            environment,
+        )
         unpacked = work / "root"
         for deb in sorted((work / "apt/cache/archives").glob("*.deb")):
             _call(["dpkg-deb", "-x", str(deb), str(unpacked)], environment)
