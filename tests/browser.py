@@ -131,7 +131,7 @@ def _unpack(root: Path) -> None:
         environment = apt_environment(work, status)
         _call(["apt-get", "update", "-qq"], environment)
         _call(
-            ["apt-get", "install", *"-qq -y --download-only --no-install-recommends --reinstall".split(), *WHOLE],
+            ["apt-get", "install", "-qq", "-y", "--download-only", "--no-install-recommends", "--reinstall", *WHOLE],
             environment,
         )
         unpacked = work / "root"
