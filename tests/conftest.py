@@ -9,7 +9,8 @@ import gc
 import inspect
 import os
 import re
-import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,13 @@ os.environ["LIBRA_HPC_SITE"] = "none"
 
 ENGINES = pytest.StashKey[IO[str] | None]()
 """The lock of the worker that has vLLM engines, where two of them would fill the memory."""
+END_OF_CLUSTER = """
+import pathlib, shutil, sys
+from libra_hpc.annexes.devcluster.cluster import Cluster
+sys.stdin.read()
+Cluster(pathlib.Path(sys.argv[1])).down()
+shutil.rmtree(sys.argv[1])
+"""
 ROOM_FOR_TWO = 14 * 2**30
 """Bytes of memory in which two workers may have engines: a run of two engines and a trainer takes 4 GB, an engine of
 two processes 3 GB, the workers themselves 3 GB."""
@@ -167,15 +175,16 @@ def cluster(slurm_packages: None) -> Iterator[ClusterInfo]:
     home = Path(tempfile.mkdtemp(prefix="libra-", dir="/tmp"))
     before = os.environ.get("LIBRA_HPC_CLUSTER")
     os.environ["LIBRA_HPC_CLUSTER"] = str(home)
+    # Another process ends the cluster, since this one may be killed.
+    end = subprocess.Popen([sys.executable, "-c", END_OF_CLUSTER, home], stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield Cluster(home).up()
     finally:
-        Cluster(home).down()
+        end.communicate()
         if before is None:
             del os.environ["LIBRA_HPC_CLUSTER"]
         else:
             os.environ["LIBRA_HPC_CLUSTER"] = before
-        shutil.rmtree(home)
 
 
 @pytest.fixture(scope="session")
