@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.series import duration
 from libra_hpc.facts.status import Status, because
@@ -88,8 +89,8 @@ class Follower:
     def screen(self, terminal: Console) -> RenderableType:
         """The panel of the present state; the short one where the terminal is too low."""
         if self.status is not None:
-            status, known = with_state(self.status, self.state), rewards(self.run)
-            shown = partial(status_screen, status, now=jobs.clock(self.run, self._clock()), rewards=known)
+            status, known = with_state(self.status, self.state), series.steps(self.run)
+            shown = partial(status_screen, status, now=jobs.clock(self.run, self._clock()), steps=known)
             return shown(short=len(terminal.render_lines(shown())) > terminal.height)
         return Panel(Text(self.waiting()), title=Text(self.run.name, style="bold"), title_align="left", width=WIDTH)
 
@@ -102,7 +103,7 @@ class Follower:
         if status.step == 0 and not self.state.over:
             engines = [state for node in status.nodes for name, state in node.engines.items() if name[0] == "r"]
             return f"{elapsed:>8}  {self.state.words}  {engines.count('ready')} of {len(engines)} engines ready"
-        now = f"train {status.train.tokens_per_s:,.0f} tok/s, rollout {status.rollout.tokens_per_s:,.0f} tok/s  "
+        now = f"train {status.train.tokens_per_s:,.0f} generated/s, rollout {status.rollout.tokens_per_s:,.0f}  "
         # Of the last seconds, in which a run that ends rolls out nothing; its summary has the speeds of its steps.
         speeds = "" if self.state.over else now
         nodes = f"nodes {status.train.nodes}+{status.rollout.nodes}"
@@ -151,8 +152,11 @@ def message_of(status: Status | None) -> str:
 
 def _panel(follower: Follower) -> RunState:
     state = follower.refresh()
+    if state.over:
+        return state
     terminal = console()
-    with Live(follower.screen(terminal), console=terminal, auto_refresh=False) as live:
+    # Whoever asked shows how the run ended, in the place of its last screen.
+    with Live(follower.screen(terminal), console=terminal, auto_refresh=False, transient=True) as live:
         while not state.over:
             time.sleep(REFRESH_S)
             state = follower.refresh()

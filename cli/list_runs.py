@@ -49,7 +49,6 @@ def row(run: RunDir, state: RunState) -> dict[str, Any]:
     """Facts of one run: its state, and from its folder how far it is."""
     # Also of an earlier attempt: a resume that never started takes nothing back.
     status, member = read_status(run, 0), read_member(run)
-    first, last = (None, None) if status is None else first_and_last(rewards(run), status.steps)
     return {
         **identity(run, state),
         "sweep": "" if member is None else member.sweep,
@@ -57,8 +56,7 @@ def row(run: RunDir, state: RunState) -> dict[str, Any]:
         "step": None if status is None else status.step,
         "steps": None if status is None else status.steps,
         "speedup": 1.0 if status is None else status.speedup,
-        "reward_first": first,
-        "reward": last,
+        "reward": None if status is None else first_and_last(rewards(run))[1],
         "updated_at": None if status is None else status.updated_at,
     }
 
@@ -102,6 +100,6 @@ def cells_of(fact: dict[str, Any], now: float) -> dict[str, str | Text]:
         "state": Text.assemble(state_text(fact["state"]), dry_run(fact["speedup"])),
         "attempt": str(fact["attempt"]) if fact["attempt"] > 1 else "-",
         "step": "-" if fact["step"] is None else f"{fact['step']}/{fact['steps']}",
-        "reward": "-" if fact["reward"] is None else f"{fact['reward_first']:.3f} → {fact['reward']:.3f}",
+        "reward": "-" if fact["reward"] is None else f"{fact['reward']:.3f}",
         "updated": "-" if fact["updated_at"] is None else f"{short_duration(now - fact['updated_at'])} ago",
     }

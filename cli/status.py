@@ -20,18 +20,7 @@ from libra_hpc.slurm.queue.run_state import RunState
 from . import jobs
 from .follow import follow, job_line
 from .output import busy, print_json, print_line, print_note, show
-from .runs import (
-    RUNS,
-    JsonOption,
-    RunArgument,
-    RunsOption,
-    find_run,
-    identity,
-    job_id,
-    read_status,
-    rewards,
-    with_state,
-)
+from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run, identity, job_id, read_status, with_state
 
 
 def facts(run: RunDir) -> dict[str, Any]:
@@ -70,7 +59,7 @@ def show_run(run: RunDir, state: RunState) -> None:
         return
     snapshot = read_status(run) if trains else None
     if snapshot is not None:
-        show(status_screen(with_state(snapshot, state), now=jobs.clock(run, time.time()), rewards=rewards(run)))
+        show(status_screen(with_state(snapshot, state), now=jobs.clock(run, time.time()), steps=series.steps(run)))
     if state.state == "never_queued":
         print_line(f"{run.name}: was never queued; files in {run.path}")
     elif snapshot is None or state.state != "running":

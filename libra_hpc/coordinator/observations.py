@@ -161,10 +161,11 @@ class Observations:
         )
 
     def train_speed(self) -> tuple[float, float, float]:
-        """(tokens per second of the stage's own time, seconds per global batch, busy share) over the last steps."""
-        recent = list(self.steps)[-16:]
-        seconds, tokens = sum(s.seconds - s.diff_s for s in recent), sum(s.tokens for s in recent)
-        wall = sum(line["step_s"] for line in list(self.lines)[-16:])
+        """(generated tokens trained per second of the stage's own time, seconds per global batch, busy share) over the
+        last steps."""
+        recent, lines = list(self.steps)[-16:], list(self.lines)[-16:]
+        seconds, tokens = sum(s.seconds - s.diff_s for s in recent), sum(line["gen_tokens"] for line in lines)
+        wall = sum(line["step_s"] for line in lines)
         return (
             tokens / seconds if seconds else 0.0,
             seconds / len(recent) if recent else 0.0,

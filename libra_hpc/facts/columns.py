@@ -182,7 +182,7 @@ TRAINING = (
     Number("train_wall_s", "s", "From the complete batch's dispatch to its commit"),
     Number("reduce_s", "s", "Time in the reduction of gradients", merge=min),
     Number("train_tokens_per_s", "tokens/s", "`tokens` over `train_s`").shown(
-        ENDED, mean, "train speed: {:,.0f} tokens/s"
+        ENDED, mean, "train speed: {:,.0f} tokens/s with contexts"
     ),
 )
 """From the train leader, of the replicas' answers; a step that was found committed lacks them."""
@@ -225,7 +225,7 @@ COORDINATOR = (
         "rollout_tokens_per_s",
         "tokens/s",
         "Generated tokens per second of the step, or of the last 10 s; else the batch's own",
-    ).shown(ENDED, mean, "rollout speed: {:,.0f} tokens/s"),
+    ).shown(ENDED, mean, "rollout speed: {:,.0f} generated tokens/s"),
     Number("expected_s", "s", "`step_s` as the planner expected it; null without an estimate of the present split"),
 )
 """From rank 0, which writes the line."""

@@ -26,6 +26,9 @@ TOGETHER_S = 0.5
 """Moves of one decision start within milliseconds; two decisions are at least ``planner.interval_s`` apart."""
 SMOOTHING = 0.2
 """Weight of the newest step in the smoothed reward; averages over about five steps."""
+EVALUATED = "eval/"
+PART_REWARD = "/reward"
+"""Behind the name of a task of a mixture: the column of its mean reward."""
 FIRST_AND_LAST = 0.2
 """Share of the steps averaged for first and last reward: one step is too noisy, a quarter hides a short warm-up."""
 
@@ -117,7 +120,7 @@ def _times(text: str, factor: float) -> str:
 def steps(run: RunDir) -> list[Record]:
     """Metrics in order of step; of a step that was trained twice, the last line.
 
-    The mean of an evaluation stands in the step of its weights, as ``eval/NAME``.
+    The mean of an evaluation stands in the step of its weights, as ``NAME`` behind `EVALUATED`.
     """
     latest: dict[int, Record] = {}
     for record in read_lines(run.metrics):
@@ -126,7 +129,7 @@ def steps(run: RunDir) -> list[Record]:
             latest[step] = record
     for line in read_lines(run.evaluations):
         if line.get("step") in latest and "mean" in line:
-            latest[line["step"]] = {**latest[line["step"]], f"eval/{line['task']}": line["mean"]}
+            latest[line["step"]] = {**latest[line["step"]], f"{EVALUATED}{line['task']}": line["mean"]}
     return [latest[step] for step in sorted(latest)]
 
 
@@ -272,6 +275,29 @@ def first_and_last(values: Sequence[float], planned: int = 0) -> tuple[float | N
     share = max(1, round(len(finite) * FIRST_AND_LAST))
     first = max(share, round(planned * FIRST_AND_LAST))
     return mean(finite[:first]), mean(finite[-share:])
+
+
+class RewardChange(msgspec.Struct, frozen=True):
+    """Mean rewards of the first and of the last fifth of some steps; None without any."""
+
+    of: str
+    """A task of a mixture, a phase of the task mix; empty: the run."""
+    first: float | None
+    last: float | None
+
+
+def reward_changes(rows: Sequence[Record], planned: int = 0) -> list[RewardChange]:
+    """One for each task of a mixture, else for each phase, else for the run: no mean is over different work.
+
+    ``planned``: see `first_and_last`.
+    """
+    names = {key for row in rows for key in row if key.endswith(PART_REWARD) and not key.startswith(EVALUATED)}
+    parts = {name.removesuffix(PART_REWARD): column(rows, name) for name in sorted(names)}
+    if not parts:
+        for row in rows:
+            parts.setdefault(phase(row), []).append(number(row, "reward"))
+        planned = planned if len(parts) == 1 else 0
+    return [RewardChange(of, *first_and_last(values, planned)) for of, values in (parts or {"": []}).items()]
 
 
 def planned_steps(run: RunDir) -> int:

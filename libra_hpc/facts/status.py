@@ -55,6 +55,7 @@ class StageStatus(msgspec.Struct, frozen=True):
     """One stage's speed over the last steps."""
 
     tokens_per_s: float
+    """Generated tokens; those trained are without their contexts."""
     step_s: float
     """Seconds of this stage's own work per global batch."""
     busy: float

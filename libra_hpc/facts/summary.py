@@ -22,7 +22,7 @@ from .columns import Value, declared, rows_of, values_of
 from .estimate import StepAccuracy, accuracy_line, step_accuracy
 from .failed import FailedAttempts, failed_in, failed_line
 from .rundir import RunDir, read_lines
-from .series import duration, first_and_last, planned_steps
+from .series import duration, planned_steps
 from .status import because, dry_run
 
 STATE_STYLES = {"completed": "green", "running": "cyan", "failed": "red", "silent": "red"}
@@ -119,8 +119,8 @@ class Summary(msgspec.Struct, frozen=True):
     wall_s: float
     """By the clock; all other seconds of a dry run are simulated ones."""
     steps: int
-    reward_first: float | None
-    reward_last: float | None
+    rewards: list[series.RewardChange]
+    """Of each task of a mixture, or each phase; else of the run."""
     speedup: float
     """How many times faster than the clock it passed: 1.0 but for a dry run."""
     numbers: dict[str, Value]
@@ -143,13 +143,11 @@ def summarise(run: RunDir) -> Summary:
     """Summarise a run directory, of a running run or an ended one."""
     recorded = series.read(run)
     steps, log, start, end, speedup = recorded
-    first, last = first_and_last(series.column(steps, "reward"), planned_steps(run))
     return Summary(
         attempts=max(len({e.get("attempt") for e in log if e["kind"] == "job_started"}), 1),
         wall_s=(end - start) / speedup,
         steps=len(steps),
-        reward_first=first,
-        reward_last=last,
+        rewards=series.reward_changes(steps, planned_steps(run)),
         speedup=speedup,
         numbers=values_of(declared("ended"), steps, log),
         accuracy=step_accuracy(steps),
@@ -211,7 +209,8 @@ def render_summary(run: RunDir, summary: Summary, state: str, reason: str = "") 
     facts = label_grid()
     if reason and state != "completed":
         facts.add_row("message", Text(reason, style="yellow"))
-    facts.add_row("reward", _change(summary.reward_first, summary.reward_last))
+    for change in summary.rewards:
+        facts.add_row("reward", reward_text(change))
     attempts = f", {summary.attempts} attempts" if summary.attempts > 1 else ""
     facts.add_row("steps", f"{summary.steps} in {_elapsed(summary)}{attempts}")
     for label, cells in rows_of("ended", summary.numbers).items():
@@ -289,8 +288,11 @@ def seconds_text(value: float | None) -> str:
 
 
 def _moves_table(moves: Sequence[MoveSummary]) -> RenderableType:
+    rows = move_rows(moves)
+    # Where the work changed with every move, nothing was measured.
+    heads = MOVE_HEADS if any(row[-1] != "-" for row in rows) else MOVE_HEADS[:-1]
     table = Table(
-        *MOVE_HEADS,
+        *heads,
         box=box.SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
@@ -298,17 +300,18 @@ def _moves_table(moves: Sequence[MoveSummary]) -> RenderableType:
         title_justify="left",
         title_style="dim",
     )
-    for head, column in zip(MOVE_HEADS, table.columns, strict=True):
+    for head, column in zip(heads, table.columns, strict=True):
         column.no_wrap = head in MOVE_NUMBERS
     reasons = label_grid()
-    for move, row in zip(moves, move_rows(moves), strict=True):
-        table.add_row(*row)
+    for move, row in zip(moves, rows, strict=True):
+        table.add_row(*row[: len(heads)])
         reasons.add_row(f"node {move.rank}", because(move.reason, f"to_{move.to}"))
     return Group(table, reasons)
 
 
-def _change(first: float | None, last: float | None) -> Text:
-    if first is None or last is None:
+def reward_text(change: series.RewardChange) -> Text:
+    """``0.410 → 0.728  before drift``"""
+    if change.first is None or change.last is None:
         return Text("-")
-    style = "green" if last > first else "yellow"
-    return Text.assemble(f"{first:.3f} → ", (f"{last:.3f}", f"bold {style}"), (f"  ({last - first:+.3f})", style))
+    style = "green" if change.last > change.first else "yellow"
+    return Text.assemble(f"{change.first:.3f} → ", (f"{change.last:.3f}", f"bold {style}"), f"  {change.of}".rstrip())

@@ -21,12 +21,13 @@ from rich.text import Text
 
 from libra_hpc.protocol.agents import LenderReport
 
+from . import series
 from .columns import rows_of
 from .estimate import accuracy_line, estimate_line
 from .failed import failed_line
-from .series import duration, first_and_last
+from .series import Record, duration, reward_changes
 from .status import LENDER_HEADS, LENDER_NUMBERS, STALE_S, NodeStatus, Status, because, dry_run, lender_rows
-from .summary import label_grid, state_text
+from .summary import label_grid, reward_text, state_text
 
 WIDTH = 100
 """Columns the screen is designed for; wider terminals are not stretched."""
@@ -48,8 +49,8 @@ ROLE_STYLES = {
 ENGINE_STYLES = {"ready": "green", "starting": "yellow", "standby": "dim", "lost": "bold red"}
 
 
-def status_screen(status: Status, *, now: float, rewards: Sequence[float] = (), short: bool = False) -> Panel:
-    """A snapshot at ``now``, epoch seconds; ``rewards``: of each step of all attempts.
+def status_screen(status: Status, *, now: float, steps: Sequence[Record] = (), short: bool = False) -> Panel:
+    """A snapshot at ``now``, epoch seconds; ``steps``: metrics of each step of all attempts.
 
     ``short``: without blank lines, lenders, estimates and counts, one row a role, and one line for the decision.
     """
@@ -60,7 +61,7 @@ def status_screen(status: Status, *, now: float, rewards: Sequence[float] = (), 
         rows["step time"] = accuracy_line(status.accuracy)
     parts: list[RenderableType] = [
         _progress(status, now),
-        _learning(status, rewards, rows.pop("staleness", "-")),
+        _learning(status, steps, rows.pop("staleness", "-")),
         _stages(status) if short else _side_by_side(_stages(status), _buckets(status)),
         _roles(status.nodes) if short else _nodes(status.nodes),
         *([_lenders(status.lenders)] if status.lenders and not short else []),
@@ -124,21 +125,17 @@ def _side_by_side(*parts: RenderableType) -> Columns:
     return Columns(parts, padding=(0, 2), expand=True)
 
 
-def _learning(status: Status, rewards: Sequence[float], staleness: str) -> Columns:
-    first, last = first_and_last(rewards, status.steps)
-    reward = Text.assemble(("reward ", "dim"))
-    if first is None or last is None:
-        reward.append("-")
-    else:
-        reward.append(f"{first:.3f} → ").append(f"{last:.3f}", style="bold green" if last > first else "bold")
-    if rewards:
-        reward.append("   ").append(sparkline(rewards), style="green")
+def _learning(status: Status, steps: Sequence[Record], staleness: str) -> Columns:
+    changes = Text("   ").join(reward_text(change) for change in reward_changes(steps, status.steps))
+    reward = Text.assemble(("reward ", "dim"), changes)
+    if steps:
+        reward.append("   ").append(sparkline(series.column(steps, "reward")), style="green")
     limits = Text.assemble(("weights ", "dim"), f"v{status.version}   ", ("staleness ", "dim"), staleness)
     return _side_by_side(reward, limits)
 
 
 def _stages(status: Status) -> Table:
-    stages = _table("stage", ("nodes", "right"), ("tokens/s", "right"), ("s/batch", "right"), "busy")
+    stages = _table("stage", ("nodes", "right"), ("generated/s", "right"), ("s/batch", "right"), "busy")
     for name, stage in (("train", status.train), ("rollout", status.rollout)):
         seconds = f"{stage.step_s:.2f}" if stage.step_s else "-"
         cells = (str(stage.nodes), f"{stage.tokens_per_s:,.0f}", seconds, _bar(stage.busy, "magenta"))

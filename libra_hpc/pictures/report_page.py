@@ -24,7 +24,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.series import duration
 from libra_hpc.facts.starts import RunStart, job_gpus, job_seconds, starts
 from libra_hpc.facts.status import dry_run
-from libra_hpc.facts.summary import Summary, summarise
+from libra_hpc.facts.summary import Summary, reward_text, summarise
 
 from .report_charts import charts
 from .report_tables import PageTable, attempts, changed_layouts, decisions, faults, lenders, moves, nodes
@@ -131,7 +131,10 @@ def _figures(config: Mapping[str, Any], summary: Summary, begun: Sequence[RunSta
     steps = _get(config, "run.steps", 0)
     simulated = _get(config, "run.engine", "real") == "simulated"
     found = [
-        Figure("reward", _pair(summary.reward_first, summary.reward_last), "means of the first and last fifth"),
+        *(
+            Figure("reward", reward_text(change).plain, "means of the first and last fifth")
+            for change in summary.rewards
+        ),
         Figure("steps", f"{summary.steps:,}" + (f" of {steps:,}" if isinstance(steps, int) and steps else "")),
         Figure(
             "time with nodes",
@@ -198,7 +201,3 @@ def _get(values: Mapping[str, Any], key: str, default: Any) -> Any:
             return default
         found = found[name]
     return found
-
-
-def _pair(first: float | None, last: float | None) -> str:
-    return "-" if first is None or last is None else f"{first:.{DIGITS}f} → {last:.{DIGITS}f}"

@@ -67,7 +67,7 @@ def test_a_resume_that_is_cancelled_before_it_starts_takes_no_step_and_no_reward
     queue.answer = JobInfo("4711", JobState.CANCELLED)
     (after,) = json.loads(cli("list", "--json").out)
     assert (after["state"], after["attempt"], after["reason"]) == ("cancelled", 2, "before it started")
-    for key in ("step", "steps", "reward_first", "reward", "updated_at"):
+    for key in ("step", "steps", "reward", "updated_at"):
         assert after[key] == before[key] is not None
 
 

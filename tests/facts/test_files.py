@@ -34,10 +34,10 @@ def text_of(renderable: object, width: int = 100) -> str:
 
 
 def screen(
-    status: Status, width: int = 100, *, later: float = 0.0, rewards: Sequence[float] = (), room: int = 0
+    status: Status, width: int = 100, *, later: float = 0.0, steps: Sequence[series.Record] = (), room: int = 0
 ) -> str:
     """The screen of ``width`` columns."""
-    text = text_of(view.status_screen(status, now=status.updated_at + later, rewards=list(rewards)), room or width)
+    text = text_of(view.status_screen(status, now=status.updated_at + later, steps=steps), room or width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert "…" not in text
     return text
@@ -143,9 +143,7 @@ def test_summary_states_the_facts_of_the_run(run: RunDir) -> None:
         | {"kept_trajectories": 24, "kept_unfinished": 3, "kept_tokens": 2_400}
     )
     assert got.wall_s == pytest.approx(181)
-    rewards = series.column(series.steps(run), "reward")
-    assert got.reward_first == pytest.approx(sum(rewards[:12]) / 12)
-    assert got.reward_last == pytest.approx(sum(rewards[-12:]) / 12)
+    assert [change.of for change in got.rewards] == ["before drift", "after drift"]
     (move,) = got.moves
     # Steps end every 3 s: those at 102, 105 and 108 s fall between 100 and 109.5 s; ten trajectories of 50 tokens end
     # in it, at 100 .. 109 s.
@@ -216,10 +214,34 @@ def test_seconds_in_a_reason_are_found_among_its_numbers(reason: str, simulated:
     assert found == {"reason": simulated, "numbers": {"gain_s": 400.0, "nodes": 3}}
 
 
+@pytest.mark.parametrize(
+    ("rows", "planned", "changes"),
+    [
+        ([{"reward": r} for r in (0.0, 0.2, 0.4, 0.6, 0.8)], 0, [("", 0.0, 0.8)]),
+        ([{"reward": r} for r in (0.0, 0.2, 0.4, 0.6, 0.8)], 10, [("", 0.1, 0.8)]),
+        (
+            [{"reward": r, "after_drift": float(i > 1)} for i, r in enumerate((0.5, 0.8, 0.1, 0.4))],
+            20,
+            [("before drift", 0.5, 0.8), ("after drift", 0.1, 0.4)],
+        ),
+        (
+            [{"reward": 0.5, "math/reward": 0.2, "eval/reward": 1.0}, {"reward": 0.5, "qa/reward": 0.7}],
+            0,
+            [("math", 0.2, 0.2), ("qa", 0.7, 0.7)],
+        ),
+    ],
+)
+def test_no_change_of_the_reward_is_between_different_work(
+    rows: list[dict[str, float]], planned: int, changes: list[tuple[str, float, float]]
+) -> None:
+    found = series.reward_changes(rows, planned)
+    assert [(one.of, pytest.approx(one.first), pytest.approx(one.last)) for one in found] == changes
+
+
 def test_summary_of_a_run_that_never_started(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "empty")
     got = summary.summarise(run)
-    assert (got.steps, got.reward_first, got.moves) == (0, None, [])
+    assert (got.steps, got.rewards, got.moves) == (0, [series.RewardChange("", None, None)], [])
     assert "reward" in ended(run, got)
 
 
@@ -237,28 +259,27 @@ def test_rendered_summary_names_the_move_and_its_reason(run: RunDir) -> None:
     assert str(run.path) in text.replace("\n", "")
 
 
-REWARDS = [0.31] * 12 + [0.4] * 20 + [0.71] * 9
+STEPS = [{"reward": reward} for reward in [0.31] * 12 + [0.4] * 20 + [0.71] * 9]
 
 
 def test_the_screen_fits_100_columns_or_80_and_cuts_nothing_off(run: RunDir) -> None:
     status = synthetic.make_status(run, step=41)
     wide, narrow = (
-        screen(status, width, later=0.5, rewards=REWARDS, room=room) for width, room in ((view.WIDTH, 200), (80, 80))
+        screen(status, width, later=0.5, steps=STEPS, room=room) for width, room in ((view.WIDTH, 200), (80, 80))
     )
     expects = "planner expects 3.20 s a step (train 3.20 s, rollout 0.91 s)"
     expected = (expects, "planner expected 3.31 s, measured 3.00 s (mean of 8 steps), error 10%")
     node = ["a800-03", "moving node 2", "→ train", "t2.0 starting"]
     for fact in ("41 / 60", "0.310 → 0.710", "2,346", "TP 2", "57 open", *expected, *node):
         assert fact in wide, fact
-    for fact in ("0.310 → 0.710", "tokens/s", "2,346", "KV cache", "0.48 mean, 1 max"):
+    for fact in ("0.310 → 0.710", "generated/s", "2,346", "KV cache", "0.48 mean, 1 max"):
         assert fact in narrow, fact
 
 
 def test_a_low_terminal_gets_the_short_screen(run: RunDir) -> None:
     status = synthetic.make_status(run, step=41)
     whole, low = (
-        text_of(view.status_screen(status, now=status.updated_at, rewards=REWARDS, short=short))
-        for short in (False, True)
+        text_of(view.status_screen(status, now=status.updated_at, steps=STEPS, short=short)) for short in (False, True)
     )
     assert len(low.splitlines()) <= 24 < len(whole.splitlines())
     assert [words in whole for words in ("0.310 → 0.710", "2,346", "moving node 2", "a800-03")] == [True] * 4
@@ -293,7 +314,7 @@ def test_the_screen_shows_what_matters_now(
     if changes in (SHORT_KV, NEW_WEIGHTS):
         changes = {"numbers": status.numbers | changes}
     status = msgspec.structs.replace(status, **changes)
-    text = flat(screen(status, 80, later=later, rewards=REWARDS if status.step else ()))
+    text = flat(screen(status, 80, later=later, steps=STEPS if status.step else ()))
     for words in shown:
         assert words in text
     for words in hidden:
