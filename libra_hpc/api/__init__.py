@@ -2,9 +2,10 @@
 
     from libra_hpc import api
 
-    job = api.submit("run.toml", {"run.steps": 200})
+    job = api.submit("run.toml", {"run.steps": 200}, mail_type="END")
     job.wait()
     rewards = [step["reward"] for step in job.metrics()]
+    latest = list(api.Runs("runs"))[-1]
 
 Warnings go to stderr, as those of the verbs do.  A mistake raises `libra_hpc.errors.UserError`, a failure
 `libra_hpc.errors.OperationError`, each with one sentence.
@@ -12,9 +13,9 @@ Warnings go to stderr, as those of the verbs do.  A mistake raises `libra_hpc.er
 
 from __future__ import annotations
 
-import json
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,27 +27,28 @@ from libra_hpc_cli import submit as submit_verb
 from libra_hpc_cli.cancel import end_all
 from libra_hpc_cli.check import check_all, load, warn
 from libra_hpc_cli.follow import wait_silently
-from libra_hpc_cli.runs import RUNS, attempt, find_run
+from libra_hpc_cli.runs import RUNS, all_runs, attempt, find_run
 from libra_hpc_cli.sweep import swept
 
 from libra_hpc.config import grid
 from libra_hpc.config.load import flat
-from libra_hpc.errors import OperationError
+from libra_hpc.config.run_file_text import toml_value
+from libra_hpc.errors import OperationError, invalid
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.planning.work import Assumed
+from libra_hpc.protocol import trace
 from libra_hpc.slurm.queue.run_state import RunState
 
 Overrides = Mapping[str, Any] | Sequence[str]
-"""Values by dotted key, ``{"optimizer.lr": 1e-6}``, or texts as after ``-o``."""
-__all__ = ["Job", "check", "find", "submit"]
+"""Values by dotted key, ``{"optimizer.lr": 1e-6}``, or texts as after ``-o``; paths and NumPy's values, too."""
+__all__ = ["Job", "Runs", "check", "plan", "resume", "submit", "sweep"]
 
 
 class Job:
     """A run, and the job that carries it."""
 
     def __init__(self, run: RunDir) -> None:
-        run.resolved()
         self._run = run
         self.name, self.path = run.name, run.path
 
@@ -63,9 +65,14 @@ class Job:
         and ``summary`` has the totals of a run that is over."""
         return status_verb.facts(self._run)
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """One record a step so far, the numbers of docs/columns.md by name: ``pandas.DataFrame(job.metrics())``."""
-        return [dict(line) for line in series.steps(self._run)]
+    def metrics(self, since: int = 0) -> list[dict[str, Any]]:
+        """One record for each step after ``since``, the numbers of docs/columns.md by name:
+        ``pandas.DataFrame(job.metrics())``."""
+        return [dict(line) for line in series.steps(self._run) if line["step"] > since]
+
+    def trajectories(self) -> Iterator[trace.TrajectoryRecord]:
+        """What ended so far: prompt, task, reward, and tokens, seconds and tools of each turn."""
+        return trace.recorded(self._run.trajectories)
 
     def logs(self, tail: int = 20) -> dict[str, list[str]]:
         """The last lines of each log file of the last attempt, by file."""
@@ -98,9 +105,21 @@ class Job:
             pass
 
 
-def find(run: str | Path) -> Job:
-    """The run with this folder, name or job id; raises `UserError` where there is none."""
-    return Job(find_run(str(run), Path(RUNS)))
+class Runs:
+    """The runs of a folder, oldest first: ``[job.state for job in Runs("runs")]``."""
+
+    def __init__(self, folder: str | Path = RUNS) -> None:
+        self.folder = Path(folder)
+
+    def __iter__(self) -> Iterator[Job]:
+        return map(Job, all_runs(self.folder))
+
+    def __getitem__(self, run: str | Path) -> Job:
+        """The run with this name or job id, or of this folder; raises `UserError` where there is none, or its files
+        cannot be read."""
+        found = find_run(os.fspath(run), self.folder)
+        found.resolved()
+        return Job(found)
 
 
 def check(run_file: str | Path, overrides: Overrides = ()) -> list[str]:
@@ -125,17 +144,28 @@ def submit(
     executor: Literal["slurm", "local"] | None = None,
     engine: Literal["real", "simulated"] | None = None,
     until_done: bool = False,
+    **sbatch: Any,
 ) -> Job:
-    """Check a run and queue it, as `libra-hpc submit` does; ``until_done``: again after each time limit."""
+    """Check a run and queue it, as `libra-hpc submit` does; ``until_done``: again after each time limit.
+
+    ``sbatch``: its options by their long names, as ``mail_type="END"`` or ``exclusive=True``.
+    """
     texts = submit_verb.with_options(_texts(overrides), executor, engine)
-    return _queued(Path(run_file), None, texts, None, until_done)
+    return _queued(Path(run_file), None, texts, None, until_done, sbatch)
 
 
 def resume(
-    run: str | Path | Job, overrides: Overrides = (), *, from_step: int | None = None, until_done: bool = False
+    run: str | Path | Job,
+    overrides: Overrides = (),
+    *,
+    from_step: int | None = None,
+    until_done: bool = False,
+    **sbatch: Any,
 ) -> Job:
-    """Go on with a run, as `libra-hpc submit --resume` does; ``from_step``: from which of its checkpoints."""
-    return _queued(None, str(run.path if isinstance(run, Job) else run), _texts(overrides), from_step, until_done)
+    """Go on with a run, as `libra-hpc submit --resume` does; ``from_step``: from which of its checkpoints;
+    ``sbatch``: see `submit`."""
+    before = os.fspath(run.path if isinstance(run, Job) else run)
+    return _queued(None, before, _texts(overrides), from_step, until_done, sbatch)
 
 
 def sweep(
@@ -150,19 +180,29 @@ def sweep(
 ) -> list[Job]:
     """Queue a run for every combination of the values of ``over``, as `libra-hpc sweep` does, however many they are.
 
-    ``name``: of the sweep, empty: ``run.name``; ``most``: runs at a time, 0: as the queue has room.
+    ``over``: lists of values by dotted key; ``name``: of the sweep, empty: ``run.name``; ``most``: runs at a time, 0:
+    as the queue has room.
     """
-    axes = grid.parse_axes([f"{key}={','.join(map(json.dumps, values))}" for key, values in over.items()])
+    lists = {key: _plain(key, values) for key, values in over.items()}
+    for key, values in lists.items():
+        if not isinstance(values, list):
+            raise invalid(f"over[{key!r}]", values, "one value", "a list of values")
+    axes = grid.parse_axes([f"{key}={','.join(map(toml_value, values))}" for key, values in lists.items()])
     texts = submit_verb.with_options(_texts(overrides), executor, engine)
     _, members, queued = swept(Path(run_file), axes, texts, name=name, most=most)
     return [Job(queued[member.name]) for member in members]
 
 
 def _queued(
-    run_file: Path | None, before: str | None, overrides: Sequence[str], from_step: int | None, until_done: bool
+    run_file: Path | None,
+    before: str | None,
+    overrides: Sequence[str],
+    from_step: int | None,
+    until_done: bool,
+    sbatch: Mapping[str, Any],
 ) -> Job:
     config, last = submit_verb.configured(run_file, before, overrides)
-    config = submit_verb.with_job_options(config, (), until_done)
+    config = submit_verb.with_job_options(config, list(_options(sbatch)), until_done)
     submit_verb.check_start(config, last, from_step)
     checked = check_all(config, slurm_required=True)
     warn(checked.warnings)
@@ -173,5 +213,27 @@ def _queued(
 def _texts(overrides: Overrides) -> list[str]:
     if not isinstance(overrides, Mapping):
         return list(overrides)
-    # Of numbers, texts and lists JSON and TOML have one form.
-    return [f"{key}={json.dumps(value)}" for key, value in flat(overrides).items()]
+    return [f"{key}={toml_value(_plain(key, value))}" for key, value in flat(overrides).items()]
+
+
+def _options(sbatch: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in sbatch.items():
+        flag, plain = f"--{name.replace('_', '-')}", _plain(name, value)
+        if plain is not False:
+            yield flag if plain is True else f"{flag}={plain}"
+
+
+def _plain(key: str, value: Any) -> Any:
+    """A value as a run file has it; raises `UserError` for one of another type."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, (list, tuple, range)):
+        return [_plain(key, one) for one in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(f"{key}.{name}", one) for name, one in value.items()}
+    if hasattr(value, "tolist"):
+        # Numbers and arrays of NumPy and torch.
+        return value.tolist()
+    if not isinstance(value, (str, bool, int, float)):
+        raise invalid(key, value, f"a {type(value).__name__}", "a text, a number, a boolean, a list or a table")
+    return value

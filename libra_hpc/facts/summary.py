@@ -120,7 +120,7 @@ class Summary(msgspec.Struct, frozen=True):
     """By the clock; all other seconds of a dry run are simulated ones."""
     steps: int
     rewards: list[series.RewardChange]
-    """Of each task of a mixture, or each phase; else of the run."""
+    """Changes by task of a mixture, or by phase; else one."""
     speedup: float
     """How many times faster than the clock it passed: 1.0 but for a dry run."""
     numbers: dict[str, Value]

@@ -235,7 +235,7 @@ def test_a_run_of_another_user_is_neither_cancelled_nor_resumed(open_place: Path
         assert outcome.code == 2
         assert "'zz-001': it is another user's" in outcome.err
     with pytest.raises(UserError, match="it is another user's"):
-        api.find(place).cancel(now=True)
+        api.Runs()[place].cancel(now=True)
     assert queue.cancelled == []
 
 

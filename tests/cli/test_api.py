@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from libra_hpc import api
@@ -28,7 +30,8 @@ def test_a_run_is_queued_looked_at_and_resumed(site: Path, queue: Queue, cli: Cl
     assert (config["run"]["steps"], config["optimizer"]["lr"], config["slurm"]["requeues"]) == (200, 1e-6, 1000)
     assert config["slurm"]["extra"] == ["-x", "a"]
     for name in (job.path, "quick-001", "4711"):
-        assert api.find(name).status() == json.loads(cli("status", "quick-001", "--json").out)
+        assert api.Runs()[name].status() == json.loads(cli("status", "quick-001", "--json").out)
+    assert [one.path for one in api.Runs("runs")] == [job.path]
     assert (job.state, job.metrics(), job.logs()) == ("pending", [], {})
     with pytest.raises(UserError, match="--resume = 'quick-001': its job 4711 is pending; valid: a run"):
         api.resume(job)
@@ -39,10 +42,53 @@ def test_a_run_is_queued_looked_at_and_resumed(site: Path, queue: Queue, cli: Cl
 
 
 def test_metrics_are_the_lines_of_the_steps(tmp_path: Path) -> None:
-    run = synthetic.make_run(tmp_path)
-    found = api.find(run.path).metrics()
+    job = api.Runs(tmp_path)[synthetic.make_run(tmp_path).name]
+    found = job.metrics()
     assert [line["step"] for line in found] == list(range(1, len(found) + 1))
     assert {"reward", "step_s"} <= set(found[0])
+    assert job.metrics(since=len(found) - 2) == found[-2:]
+    assert sum(one.generated for one in job.trajectories()) > 0
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "extra"),
+    [({"mail_type": "END", "exclusive": True, "overcommit": False}, ["--mail-type=END", "--exclusive"]), ({}, [])],
+)
+def test_options_of_sbatch_are_keywords(sbatch: dict[str, Any], extra: list[str], site: Path, queue: Queue) -> None:
+    assert RunDir(api.submit("run.toml", **sbatch).path).resolved()["slurm"]["extra"] == extra
+
+
+def test_values_are_those_of_the_run_file_whatever_holds_them(site: Path, queue: Queue) -> None:
+    values = {
+        "run.dir": Path("runs"),
+        "run.steps": np.int64(3),
+        "optimizer.lr": np.float32(0.5),
+        "slurm.extra": ("-H",),
+    }
+    config = RunDir(api.submit("run.toml", {**values, "slurm.extra": ("-H",)}).path).resolved()
+    assert (config["run"]["steps"], config["optimizer"]["lr"], config["slurm"]["extra"]) == (3, 0.5, ["-H"])
+    jobs = api.sweep("run.toml", {"run.seed": np.arange(2), "rollout.policy": ("cmlfq", "sticky")})
+    assert len(jobs) == 4
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: api.submit("run.toml", {"run.steps": {1}}), "run.steps = {1}: a set; valid: a text"),
+        (lambda: api.submit("run.toml", {"run.steps": None}), "run.steps = None: a NoneType; valid: a text"),
+        (lambda: api.submit("run.toml", time="1:00"), "slurm.time_limit"),
+        (lambda: api.sweep("run.toml", {"run.seed": 3}), "over['run.seed'] = 3: one value; valid: a list"),
+        (lambda: api.sweep("run.toml", {"run.name": "ab"}), "over['run.name'] = 'ab': one value; valid: a list"),
+        (lambda: api.Runs()["quikc"], "RUN = 'quikc'"),
+    ],
+)
+def test_a_mistake_of_python_is_one_sentence(
+    call: Callable[[], object], sentence: str, site: Path, queue: Queue
+) -> None:
+    with pytest.raises(UserError) as raised:
+        call()
+    assert sentence in str(raised.value)
+    assert queue.submitted == []
 
 
 def test_waiting_ends_with_the_run_or_the_time(site: Path, queue: Queue) -> None:

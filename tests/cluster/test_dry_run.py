@@ -4,6 +4,8 @@ trainer, and a node that moves."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.models.devices import device
 from libra_hpc.rollout.recovery.recovery_log import read_segment
+from tests.docs.blocks import ROOT
 
 from .runs import Case, trained_once
 
@@ -112,3 +115,16 @@ def test_a_dry_run_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo
     trained_once(run, reached + 2)
     kept = [(event["trajectories"], list(event["dropped"])) for event in case.events("experience_kept")]
     assert kept == ([(0, ["configuration"])] if recorded else []), "of so many prompts each is another one"
+
+
+def test_the_notebook_of_the_examples_follows_a_run_to_its_end(tmp_path: Path) -> None:
+    case = DryRun(tmp_path, "local", steps=3)
+    text = case.run_file.read_text().replace("[run]", '[run]\nengine = "simulated"')
+    case.run_file.write_text(text.replace("40.0\nstart_s", "400.0\nstart_s") + '[slurm]\nexecutor = "local"\n')
+    command = [sys.executable, str(ROOT / "examples/notebook.py"), str(case.run_file)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines[:3]] == ["step 1", "step 2", "step 3"]
+    assert "notebook-001 is completed; the best prompt was " in lines[3]
+    assert lines[4] == "{'notebook-001': 'completed'}"
