@@ -178,6 +178,7 @@ ASCII = "libra-hpc"
 """Name of `in_ascii` among Python's ways to handle an error of encoding."""
 SIMILAR = str.maketrans("━─▁▂▃▄▅▆▇█→…", "#-_.:-=+*#>.")
 """Characters of bars, curves and screens, and one of ASCII for each, so that columns stay in line."""
+HELP = frozenset(("-h", "--help"))
 COMPLETING = "_LIBRA_HPC_COMPLETE"
 """Variable with which a shell asks for completions; what has been typed is in the next two."""
 TYPED = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")
@@ -237,7 +238,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         no_args_is_help=True,
         add_completion=True,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": sorted(HELP)},
     )
     app.callback()(options)
     if COMPLETING in os.environ:
@@ -254,7 +255,11 @@ def build(arguments: Sequence[str]) -> typer.Typer:
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("libra_hpc"):
                 raise
-            raise elsewhere(name, error.name) from None
+            missing = elsewhere(name, error.name)
+            if HELP.isdisjoint(arguments):
+                raise missing from None
+            app.command(name, help=f"{verb.help} {missing}", epilog=verb.epilog(name))(_not_loaded)
+            continue
         if isinstance(found, typer.Typer):
             for command in found.registered_commands:
                 command.cls = Command
