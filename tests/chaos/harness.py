@@ -61,7 +61,7 @@ class Chaos(Case):
 
     def __init__(self, folder: Path, executor: str = "local", text: str = SIMULATED, **values: Any) -> None:
         super().__init__(folder, Path(), executor)
-        values = {"steps": 40, "hybrid": 1, "rollout": 2, "hybrid_start": "rollout", "runs": folder / "runs", **values}
+        values = {"steps": 120, "hybrid": 1, "rollout": 2, "hybrid_start": "rollout", "runs": folder / "runs", **values}
         self.values = values
         self.fault_at: float | None = None
         """Epoch seconds; the table then counts from there."""
