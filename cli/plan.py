@@ -115,7 +115,7 @@ def best(asked: PlanRequest, keep: int, steps: StepLookup = lookup) -> PlanResul
 
 def show_plans(asked: PlanRequest, result: PlanResult, explain: bool) -> None:
     """Print the tables of one search."""
-    plan_tables.header(asked)
+    plan_tables.header(asked, plan_tables.steps_from(result.sources))
     show(plan_tables.plans(asked, result))
     plan_tables.remarks(asked, result)
     plan_tables.shared(asked, result)
@@ -149,7 +149,7 @@ def show_sweep(asked: PlanRequest, times: StepLookup, low: int, high: int, *, js
     if json:
         print_json({"request": facts(asked), "points": msgspec.to_builtins(points), "knee": gpus})
         return
-    plan_tables.header(asked, sized=False)
+    plan_tables.header(asked, "", sized=False)
     show(plan_tables.curve(points, at))
     print_line(knee_words(points, at))
 

@@ -58,11 +58,16 @@ def title(asked: PlanRequest, *, sized: bool = True) -> str:
     return f"{asked.shape.name} on {' + '.join(parts)}"
 
 
-def header(asked: PlanRequest, *, sized: bool = True) -> None:
-    """Print model, devices, batch and lengths of the request."""
+def steps_from(sources: Sequence[str]) -> str:
+    """Where the seconds of rollout steps come from: operator tables, measured, or roofline."""
+    return ", steps from " + ", ".join(dict.fromkeys(re.split(r" of | \(|:", source)[0] for source in sources))
+
+
+def header(asked: PlanRequest, steps: str, *, sized: bool = True) -> None:
+    """Print model, devices, the source of ``steps``, batch and lengths of the request."""
     eta = asked.settings.eta
-    stages = "stages overlap" if eta else "stages take turns"
-    show(Text(f"{title(asked, sized=sized)}; {asked.trajectories:,} trajectories a batch, eta {eta} ({stages})"))
+    stages = f"eta {eta} (stages {'overlap' if eta else 'take turns'})"
+    show(Text(f"{title(asked, sized=sized)}{steps}\n{asked.trajectories:,} trajectories a batch, {stages}"))
     show(Text(f"lengths: {asked.lengths}"))
     show(Text(f"  {asked.work.summary(asked.settings.batch_groups)}"))
     for line in asked.notes:
@@ -104,15 +109,6 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
         show(Text(f"note: no training layout of {best.nodes} nodes fits on hybrid nodes too, so it has none"))
     if not best.snapshots:
         show(Text("note: its nodes have too little memory for snapshots: train.snapshot_every = 0"))
-    engines = sum(one.replicas for one in best.engines)
-    slots, most = engines * asked.settings.max_num_seqs, asked.trajectories
-    if slots < most:
-        show(
-            Text(
-                f"note: its {engines} engines run at most {slots:,} of a batch's {most:,} trajectories at once"
-                f" (rollout.max_num_seqs = {asked.settings.max_num_seqs})"
-            )
-        )
     show(Text(f"new weights ({asked.updated_from}): {best.update.words(best.least_tp)}"))
     # Without their TP degrees.
     sources = dict.fromkeys(re.sub(r" on \d+ x ", " on ", source) for source in result.sources)
@@ -280,7 +276,8 @@ def words(made: InitialPlan) -> str:
 
 def _screen(made: InitialPlan) -> RenderableType:
     asked, best = made.asked, made.plan
-    head = f"split = auto: {title(asked)}; {asked.trajectories:,} trajectories a batch, lengths: {asked.lengths}"
+    what = f"{title(asked)}{steps_from(made.result.sources)}; {asked.trajectories:,} trajectories a batch"
+    head = f"split = auto: {what}, lengths: {asked.lengths}"
     switches = f", switches {best.in_turn.switch_s:.1f}" if best.in_turn else ""
     tail = (
         f"chosen: {words(made)}; predicted {best.seconds:.1f} s a batch (train {best.train.time.total:.1f}, rollout"

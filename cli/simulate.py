@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,7 +57,7 @@ def simulate(
     seats: Annotated[int, typer.Option(min=0, metavar="N", help="Most trajectories at once; 0: all.")] = 0,
     max_context: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Where trajectories end; 0: no cut.")] = 0,
     kv_dtype: Annotated[str, typer.Option(metavar="TYPE", help=f"Of {', '.join(KV_ELEMENT_BYTES)}.")] = "auto",
-    async_steps: Annotated[bool, typer.Option("--async-steps", help="A step is formed during the one before.")] = False,
+    async_steps: Annotated[bool, typer.Option(help="Form a step during the one before.")] = True,
     calibration: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured step times.")] = None,
     devices: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file with further devices.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Order of the groups; 0: as in the trace.")] = 0,
@@ -93,7 +92,6 @@ def simulate(
         async_steps=async_steps,
     )
     work = within(load(file, skip_bad, limit), max_context)
-    note_slots(len(built.engines), most_at_once(work, settings), max_num_seqs)
     with busy("simulating") as status:
         done = compare(work, built.engines, names, settings, Shown(status, len(names) * len(work)))
     note_empty(done, seats, built.empty, gpus)
@@ -143,15 +141,6 @@ def as_json(done: dict[str, Compared]) -> dict[str, dict[str, Any]]:
 def shortest_s(done: dict[str, Compared]) -> float:
     """The shortest makespan."""
     return min(one.result.makespan_s for one in done.values())
-
-
-def note_slots(engines: int, most: int, each: int) -> None:
-    """Note that engines cannot run all trajectories at once."""
-    if engines * each < most:
-        print_note(
-            f"{engines} engines run at most {engines * each:,} of {most:,} trajectories at once, the others wait"
-            f" (--max-num-seqs {each})"
-        )
 
 
 def note_empty(done: dict[str, Compared], seats: int, empty: int, gpus: int) -> None:
@@ -207,12 +196,6 @@ def within(work: Sequence[TrajectoryRecord], max_context: int) -> list[Trajector
             + (f"; {cut.left_out:,} are left out, their prompts leave no room" if cut.left_out else "")
         )
     return cut.trajectories
-
-
-def most_at_once(work: Sequence[TrajectoryRecord], settings: SimulationSettings) -> int:
-    """Trajectories that may be unfinished at once: all, or those within the staleness bound."""
-    sizes = sorted(Counter(one.prompt_id for one in work).values(), reverse=True)
-    return sum(sizes[: (settings.eta + 1) * settings.batch_groups] if settings.batch_groups else sizes)
 
 
 def table(done: dict[str, Compared]) -> Table:

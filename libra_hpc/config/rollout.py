@@ -15,6 +15,11 @@ PerNode = Annotated[
 """One number for all nodes with engines, or a list in rank order: hybrid nodes first, then rollout nodes."""
 
 
+SLOTS = 256
+"""Sequences of an engine where nobody chose: vLLM's default for offline work on an A100. Half: up to 16 % slower
+(docs/log); double: only where caches hold them all."""
+
+
 def of_node(value: int | list[int], node: int) -> int:
     """The entry of a `PerNode` value for the ``node``-th (from 0) of the hybrid and rollout nodes."""
     return value[node] if isinstance(value, list) else value
@@ -34,19 +39,19 @@ class RolloutSection(Section, frozen=True):
     """Sampling temperature."""
     max_model_len: Annotated[Tokens, Meta(ge=16)] = 4096
     """Longest context of a trajectory. A longer episode ends by length."""
-    max_num_seqs: Annotated[int, Meta(ge=1, le=65536)] = 64
-    """Most sequences an engine runs at once."""
-    max_inflight: Annotated[int, Meta(ge=1, le=65536)] = 96
-    """Most turns of one engine at once. Somewhat more than ``max_num_seqs`` replaces a finished turn without a round
-    trip."""
+    max_num_seqs: Annotated[int, Meta(ge=0, le=65536)] = 0
+    """Most sequences an engine runs at once; 0: 256."""
+    max_inflight: Annotated[int, Meta(ge=0, le=65536)] = 0
+    """Most turns of one engine at once; 0: half as many again as sequences, which replaces a finished turn without a
+    round trip."""
     kv_cache_mb: Annotated[Mebibytes, Meta(ge=0, le=2**20)] = 0
     """KV cache per device; 0: what vLLM takes by default, 90 % of the device."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Type of the KV caches. ``auto``: that of the weights. ``fp8``: a byte per element, so they hold twice the tokens
     of bfloat16 and a decode reads half as much; ``logprob_gap`` grows (docs/scheduler.md)."""
-    async_steps: bool = False
+    async_steps: bool = True
     """Whether an engine forms a step while the GPU computes the one before, so that the GPU does not wait for the host.
-    Needs ``slurm.device = "cuda"``. A prompt then joins a step later."""
+    A prompt then joins a step later. Never on CPUs or beside a server's users."""
     kv_after_update: Literal["recompute", "keep"] = "recompute"
     """KV caches when an engine gets new weights. ``recompute``: all are dropped, and running turns computed again.
     ``keep``: running turns go on with theirs, and a prompt admitted later reuses none of older weights."""
@@ -59,6 +64,16 @@ class RolloutSection(Section, frozen=True):
     records."""
     max_trajectories: Annotated[int, Meta(ge=0)] = 0
     """Most trajectories open at once; 0: (eta + 1) * prompts_per_step * group_size."""
+
+    @property
+    def slots(self) -> int:
+        """Most sequences of an engine at once."""
+        return self.max_num_seqs or SLOTS
+
+    @property
+    def most_inflight(self) -> int:
+        """Most turns of an engine at once."""
+        return self.max_inflight or self.slots * 3 // 2
 
     def on_node(self, node: int) -> tuple[int, int]:
         """(TP, engines) of the ``node``-th (from 0) of the hybrid and rollout nodes."""

@@ -75,6 +75,24 @@ class RunConfig(Section, frozen=True):
         return getattr(simulated, key, "") or getattr(self.planner, key)
 
     @property
+    def steps_ahead(self) -> bool:
+        """Whether engines form a step while the GPU computes the one before; beside a server's users they never do.
+
+        vLLM's CPU platform cannot: its steps run in the thread that forms them, and it has no events to wait for.
+        """
+        return self.rollout.async_steps and (self.slurm.device == "cuda" or self.run.engine == "simulated")
+
+    @property
+    def engine_words(self) -> str:
+        """How engines run, in a sentence."""
+        rollout = self.rollout
+        return (
+            f"engines run {rollout.slots:,} of {rollout.most_inflight:,} turns,"
+            f" form {'steps' if self.steps_ahead else 'no step'} ahead, and"
+            f" {'keep KV caches' if rollout.kv_after_update == 'keep' else 'compute KV caches again'} at an update"
+        )
+
+    @property
     def updates(self) -> int:
         """Optimizer updates of the whole run."""
         return self.run.steps * min(self.algorithm.minibatches, self.algorithm.prompts_per_step)

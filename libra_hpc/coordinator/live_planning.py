@@ -113,7 +113,7 @@ class StepSharing:
             admitted=report.joint_version == step and report.outstanding_groups >= batches * algorithm.prompts_per_step,
             trajectories=report.open_trajectories,
             running=dict(report.running),
-            fits=min(TAIL, config.rollout.max_inflight) * max(1, engines),
+            fits=min(TAIL, config.rollout.most_inflight) * max(1, engines),
         )
         # Those on their way back from the last step turn round once they are there.
         if rest.complete and not any(node.state is NodeState.TO_ROLLOUT for node in self.hybrid()):

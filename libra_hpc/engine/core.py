@@ -118,7 +118,7 @@ class RolloutEngine:
                     tp=config.tp,
                     kv_tokens=self.capacity.kv_tokens,
                     block_size=self._block_tokens,
-                    max_num_seqs=rollout.max_num_seqs,
+                    max_num_seqs=rollout.slots,
                     max_num_batched_tokens=limits.max_num_batched_tokens,
                 ),
                 BatchWatch(scheduler),

@@ -155,10 +155,9 @@ def prepare_process(config: EngineConfig) -> None:
 def schedules_ahead(config: EngineConfig) -> bool:
     """Whether vLLM forms a batch before the one before it has ended.
 
-    vLLM's CPU platform cannot: its steps run in the thread that forms them, and it has no events to wait for.  Beside a
-    server's users no step may be in flight that the gate has not let through.
+    Beside a server's users no step may be in flight that the gate has not let through.
     """
-    return config.run.rollout.async_steps and config.run.slurm.device == "cuda" and config.gate is None
+    return config.run.steps_ahead and config.gate is None
 
 
 def engine_arguments(config: EngineConfig) -> dict[str, Any]:
@@ -176,10 +175,10 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "tensor_parallel_size": config.tp,
         "distributed_executor_backend": "uni" if config.tp == 1 else "mp",
         "max_model_len": rollout.max_model_len,
-        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_seqs": rollout.slots,
         "kv_cache_memory_bytes": rollout.kv_cache_mb * MIB or None,
         "kv_cache_dtype": rollout.kv_dtype,
-        "max_num_batched_tokens": max(STEP_TOKENS if on_gpus else CPU_STEP_TOKENS, rollout.max_num_seqs),
+        "max_num_batched_tokens": max(STEP_TOKENS if on_gpus else CPU_STEP_TOKENS, rollout.slots),
         "block_size": rollout.block_size,
         "enable_prefix_caching": True,
         "enable_chunked_prefill": True,

@@ -246,7 +246,7 @@ def request(
         pools = [_given_gpus(config, devices_file, gpus, rooms.get("train", HostRoom()))]
     else:
         pools = _pools(config, devices_file, rooms)
-    if rollout.async_steps:
+    if config.steps_ahead:
         pools = [msgspec.structs.replace(one, device=one.device.asynchronous()) for one in pools]
     trace = _trace_file(own.trace) if own.trace else None
     cut = cut_at([] if trace is None else read_trace(trace).trajectories, rollout.max_model_len)
@@ -278,7 +278,7 @@ def request(
             rolls=node_work(config, "rollout", reference if config.components.hybrid.nodes else None),
             optional="train.snapshot_every" not in config.given,
         ),
-        notes=tuple(_notes(shape, cut, rollout.max_model_len)),
+        notes=(config.engine_words, *_notes(shape, cut, rollout.max_model_len)),
     )
 
 

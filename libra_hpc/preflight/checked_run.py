@@ -104,6 +104,7 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     if config.slurm.template and config.slurm.executor != "local":
         het_script(Launch(request, RunDir(config.run.dir), 1))
     facts = [
+        config.engine_words,
         *trial.facts,
         *_unboxed(config),
         *(f"boxes here: {box.sandbox}, {box.cost}" for box in boxes if not box.why),

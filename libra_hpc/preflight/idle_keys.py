@@ -30,11 +30,6 @@ def _without_kl(config: RunConfig) -> bool:
     return not config.algorithm.kl_coef and not config.algorithm.has_reference
 
 
-def _without_gpus(config: RunConfig) -> bool:
-    """Whether engines run on CPUs; simulated ones never do."""
-    return config.slurm.device == "cpu" and config.run.engine == "real"
-
-
 def _stays(config: RunConfig) -> bool:
     """Whether no node can change its role."""
     return not (config.planner.enabled and (config.components.hybrid.nodes or config.components.train.roll_out))
@@ -74,11 +69,6 @@ REFUSED: Rows = {
         "the run has {c.updates} updates, and would never reach optimizer.lr",
         "0 to {c.updates}",
     ),
-    "rollout.async_steps": (
-        _without_gpus,
-        'with slurm.device = "cpu" a step runs in the thread that schedules it',
-        "false",
-    ),
 }
 """Whoever gives these waits for an effect that cannot come."""
 IDLE: Rows = {
@@ -91,8 +81,8 @@ IDLE: Rows = {
     ),
     "algorithm.refill_batches": (lambda c: not c.algorithm.refill, "no group is replaced", "algorithm.refill = true"),
     "rollout.max_num_seqs": (
-        lambda c: c.rollout.max_num_seqs > c.rollout.max_inflight,
-        "an engine has at most rollout.max_inflight = {c.rollout.max_inflight} turns",
+        lambda c: c.rollout.slots > c.rollout.most_inflight,
+        "an engine has at most rollout.max_inflight = {c.rollout.most_inflight} turns",
         "a larger rollout.max_inflight",
     ),
     "planner.time_sharing": (_stays, "no node may change its role", "hybrid nodes, and planner.enabled = true"),

@@ -129,7 +129,7 @@ class RolloutLeader:
             self._begin(trajectory, now)
         engines = self._turns.engines
         if not self._turns.waiting and not self._attempts.book.paused:
-            capacity = self._config.rollout.max_inflight * len(engines.engines)
+            capacity = self._config.rollout.most_inflight * len(engines.engines)
             for trajectory in self.evaluations.begin(engines.inflight, capacity):
                 self._begin(trajectory, now)
 

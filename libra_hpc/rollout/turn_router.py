@@ -52,7 +52,7 @@ class TurnRouter:
     ) -> None:
         self._rollout, self._episodes = config.rollout, episodes
         self._around, self._leader, self._clock = surroundings, leader, surroundings.clock
-        board = Board(config.rollout.max_inflight)
+        board = Board(config.rollout.most_inflight)
         self.engines = EngineRegistry(board, config.deadlines, self._clock)
         self._queue = Dispatcher(policy, board)
         self._draining: set[int] = set()

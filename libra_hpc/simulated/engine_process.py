@@ -50,7 +50,7 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig) -> None:
     shape = model_shape(found.model).with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
     speedup = simulated.speedup
     devices, calibration = found.devices or None, simulated.calibration or None
-    machine = device(found.device, devices).asynchronous() if rollout.async_steps else found.device
+    machine = device(found.device, devices).asynchronous() if config.run.steps_ahead else found.device
     steps = lookup(machine, shape, config.tp, calibration, devices_file=devices)
     engine = SimulatedEngine(config, steps)
     print(f"step times: {steps.source}; {steps.kv_capacity} KV tokens; 1 s here stands for {speedup:g} s", flush=True)

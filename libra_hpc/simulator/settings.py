@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from libra_hpc.config.rollout import SLOTS
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.capacity import blocks_of
@@ -25,10 +26,10 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
 
 class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits and delays; the defaults are those of a run file."""
+    """Limits and delays; the defaults are those of a run file, but for steps ahead, which are of step times too."""
 
-    max_inflight: int = 96
-    max_num_seqs: int = 64
+    max_inflight: int = SLOTS * 3 // 2
+    max_num_seqs: int = SLOTS
     max_num_batched_tokens: int = STEP_TOKENS
     """Most tokens of one engine step, decoded and prefilled; at least one a sequence."""
     async_steps: bool = False
@@ -76,11 +77,11 @@ def run_settings(config: RunConfig) -> SimulationSettings:
     """Limits of a run's engines, and its batches."""
     rollout, algorithm = config.rollout, config.algorithm
     return SimulationSettings(
-        max_inflight=rollout.max_inflight,
-        max_num_seqs=rollout.max_num_seqs,
+        max_inflight=rollout.most_inflight,
+        max_num_seqs=rollout.slots,
         max_model_len=rollout.max_model_len,
         block_size=rollout.block_size,
-        async_steps=rollout.async_steps,
+        async_steps=config.steps_ahead,
         batch_groups=algorithm.prompts_per_step,
         eta=algorithm.eta,
         seats=config.components.env.all_seats,

@@ -46,41 +46,31 @@ def test_json_has_every_policy_against_the_best(trace: Path, capsys: pytest.Capt
         assert len(row["finish_s"]) == row["trajectories"] == 32
 
 
-def test_table_fits_and_picture_is_written(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "out.svg"
-    assert simulate(str(trace), *FLEET, "--policy", f"sticky,{ROBIN}", "--plot", str(picture)) == 0
-    out = capsys.readouterr().out
-    rows = [line.split()[0] for line in out.splitlines() if line.strip()]
-    assert rows[-5:-3] == ["sticky", "RoundRobin"]
-    assert "makespan s" in out
-    assert "re-prefill: tokens computed again" in out
-    assert ">RoundRobin</text>" in picture.read_text()
-
-
-def test_every_policys_row_is_whole_and_no_line_is_too_long(
+def test_every_policys_row_is_whole_no_line_is_too_long_and_a_picture_is_written(
     trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(trace.parent)
     monkeypatch.setattr(output, "WIDTH", 80)
-    assert simulate(trace.name, *FLEET, "--policy", ",".join(policy_names())) == 0
+    policies = ",".join([*policy_names(), ROBIN])
+    assert simulate(trace.name, *FLEET, "--policy", policies, "--plot", "out.svg") == 0
     out = capsys.readouterr().out
     assert "…" not in out
+    assert "re-prefill: tokens computed again" in out
     assert max(map(len, out.splitlines())) <= 80
-    for name in policy_names():
+    for name in (*policy_names(), "RoundRobin"):
         assert any(len(line.split()) == 10 and line.split()[0] == name for line in out.splitlines()), name
+    assert ">RoundRobin</text>" in Path("out.svg").read_text()
 
 
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        ("--max-num-seqs 8", "3 engines run at most 24 of 32 trajectories at once"),
-        ("--max-num-seqs 8 --batch-groups 2 --eta 1", "at once"),
-        ("--max-num-seqs 8 --batch-groups 2", ""),
+        ("", ""),
         ("--max-context 6000", r"^\d+ of 32 trajectories end at --max-context 6,000"),
         ("--seats 4", r"least_loaded: a trajectory waits [1-9][\d,.]* s for one of 4 seats"),
     ],
 )
-def test_what_limits_the_engines_is_noted(
+def test_cut_trajectories_and_waits_for_seats_are_noted(
     options: str, note: str, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert simulate(str(trace), *FLEET, "--policy", "least_loaded", *options.split()) == 0

@@ -131,7 +131,8 @@ def make_model(folder: Path, seed: int, *, tied: bool = False, hidden: int = 64)
 def engine_config(model: Model, **fields: object) -> EngineConfig:
     """``fields``: of `EngineConfig`, and keys of ``[rollout]``."""
     place = {name: fields.pop(name) for name in EngineConfig.__struct_fields__ if name in fields}
-    rollout = {"max_model_len": 1024, "kv_cache_mb": 16, **fields}
+    # A CPU forms no step ahead but in `ahead_on_cpu`.
+    rollout = {"max_model_len": 1024, "kv_cache_mb": 16, "async_steps": False, **fields}
     return alone(str(model.folder), "cpu", **{"dtype": "float32", "rollout": rollout, **place})
 
 

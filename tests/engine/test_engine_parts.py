@@ -122,10 +122,12 @@ def test_zero_kv_cache_is_left_to_vllm_and_a_weight_file_replaces_the_folders() 
     assert engine_arguments(config(weights="w"))["load_format"] == "dummy"
 
 
-def test_devices_differ_in_graphs_sleep_and_tokens_of_a_step_only() -> None:
+def test_devices_differ_in_graphs_sleep_steps_ahead_and_tokens_of_a_step_only() -> None:
     cpu, cuda = (engine_arguments(config(device=device)) for device in ("cpu", "cuda"))
-    differing = {key for key in cpu if cpu[key] != cuda[key]}
-    assert differing == {"enforce_eager", "cudagraph_capture_sizes", "enable_sleep_mode", "max_num_batched_tokens"}
+    assert {key for key in cpu if cpu[key] != cuda[key]} == {
+        *("async_scheduling", "cudagraph_capture_sizes", "enable_sleep_mode", "enforce_eager"),
+        "max_num_batched_tokens",
+    }
     assert "TORCHDYNAMO_DISABLE" not in environment(config(device="cuda"))
 
 
@@ -133,8 +135,8 @@ def test_steps_are_asynchronous_on_gpus_that_serve_nobody_else() -> None:
     gate = GateConfig(page="p", ttft_s=1.0)
     ahead = [({}, False), ({"device": "cuda"}, True), ({"device": "cuda", "gate": gate}, False)]
     for fields, wanted in ahead:
-        assert engine_arguments(config(async_steps=True, **fields))["async_scheduling"] is wanted
-        assert not engine_arguments(config(**fields))["async_scheduling"]
+        assert engine_arguments(config(**fields))["async_scheduling"] is wanted
+        assert not engine_arguments(config(async_steps=False, **fields))["async_scheduling"]
 
 
 def test_a_prompt_must_leave_room_for_one_token() -> None:

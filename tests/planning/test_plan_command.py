@@ -40,7 +40,8 @@ def test_tables_fit_a_hundred_columns(call: Call, more: tuple[str, ...]) -> None
 def test_the_default_shows_split_limits_and_sources(call: Call) -> None:
     out = call.shown()
     for fact in (
-        "qwen3-14b on 48 x a800 (6 nodes of 8); 128 trajectories a batch, eta 1 (stages overlap)",
+        "qwen3-14b on 48 x a800 (6 nodes of 8), steps from operator tables\n128 trajectories a batch, eta 1 (stages",
+        "note: engines run 256 of 384 turns, form no step ahead, and compute KV caches again at an update\n",
         "assumed log-normal",
         "TP, PP, CP, EP, DP: tensor, pipeline, context, expert, data parallel",
         "rollout steps: operator tables",
@@ -53,12 +54,13 @@ def test_the_default_shows_split_limits_and_sources(call: Call) -> None:
 @pytest.mark.parametrize(
     ("more", "note"),
     [
-        (("-o", "rollout.max_num_seqs=8"), "of a batch's 128 trajectories at once (rollout.max_num_seqs = 8)"),
         (("--tool-s", "600"), "rollout waits for its longest trajectory"),
         (("-o", "planner.model=llama-3.1-70b"), "fits on hybrid nodes too, so it has none"),
     ],
 )
-def test_few_seats_and_hybrid_nodes_that_are_left_out_are_noted(call: Call, more: tuple[str, ...], note: str) -> None:
+def test_a_long_trajectory_and_hybrid_nodes_that_are_left_out_are_noted(
+    call: Call, more: tuple[str, ...], note: str
+) -> None:
     assert note in " ".join(call.shown(*more).split())
     assert note not in " ".join(call.shown("--gpus", "16").split())
 
@@ -121,7 +123,7 @@ def test_lengths_of_a_trace(call: Call, tmp_path: Path) -> None:
 def test_a_device_of_the_users_own(call: Call, tmp_path: Path) -> None:
     device_file(tmp_path / "more.toml", memory_bytes=96e9)
     out = call.shown("-o", "planner.devices=more.toml", "-o", "planner.device=mi250x", "--gpus", "32")
-    assert "rollout steps: roofline of qwen3-14b on mi250x" in out
+    assert out.startswith("qwen3-14b on 32 x mi250x (4 nodes of 8), steps from roofline\n")
 
 
 MISTAKES: dict[tuple[str, ...], str] = {

@@ -127,7 +127,6 @@ AGENT, GENERATED = {"task.name": "agent"}, {"simulated.trace": ""}
 IN_USE: dict[str, tuple[Any, dict[str, Any]]] = {
     "components.env.gpus": (2, {"components.env.nodes": 0}),
     "algorithm.advantage": ("none", {"algorithm.kl_coef": 0.1}),
-    "rollout.async_steps": (True, {"slurm.device": "cuda"}),
     "optimizer.decay_steps": (5, {"optimizer.decay": "linear"}),
     "optimizer.warmup_steps": (5, {"run.steps": 5}),
     "algorithm.minibatches": (9, {"algorithm.prompts_per_step": 9}),
@@ -135,7 +134,7 @@ IN_USE: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.kl_in": ("reward", {"algorithm.reference_kl_coef": 0.1}),
     "algorithm.reference": ("teacher", {"algorithm.reference_kl_coef": 0.1}),
     "algorithm.refill_batches": (2, {"algorithm.refill": True}),
-    "rollout.max_num_seqs": (256, {"rollout.max_inflight": 256}),
+    "rollout.max_num_seqs": (128, {"rollout.max_inflight": 128}),
     "planner.time_sharing": ("auto", {"components.hybrid.nodes": 1}),
     "planner.hybrid_start": ("train", {"components.hybrid.nodes": 1}),
     "planner.repartition": ("advise", {"planner.enabled": True}),
@@ -168,6 +167,7 @@ IN_USE: dict[str, tuple[Any, dict[str, Any]]] = {
 BESIDE: dict[str, dict[str, Any]] = {
     "components.env.gpus": {"components.env.nodes": 1},
     "planner.repartition": {"planner.enabled": False},
+    "rollout.max_num_seqs": {"rollout.max_inflight": 96},
     **{f"simulated.{key}": {"simulated.trace": "trace.jsonl"} for key in ("presets", "sibling", "outcome", "drift")},
 }
 """Values beside which it is idle, where these are no defaults."""

@@ -113,6 +113,9 @@ class Calibrator:
             cached = self._stats().cached_tokens
             self._submit(prompt, 1)
             step = self._step()
+            if step is not None and not step[2]:
+                # A step ahead was formed before the prompt came.
+                kv_tokens, step = kv_tokens + plan.decodes, self._step()
             cached = self._stats().cached_tokens - cached
             if step is not None and step[1:] == (plan.decodes + 1, plan.prefill + plan.context - cached):
                 points.append(self._point(plan.decodes, kv_tokens, step, cached))
@@ -129,12 +132,16 @@ class Calibrator:
         )
 
     def _step(self) -> tuple[float, int, int] | None:
-        """(seconds, tokens generated, prompt tokens computed) of one step; None when there was not exactly one."""
-        before = self._stats()
+        """(seconds, tokens generated, prompt tokens computed) of one step; None when there was not exactly one.
+
+        The first of steps ahead ends in the second poll.
+        """
+        before = after = self._stats()
         started = time.perf_counter()
-        self._engine.poll()
+        while after.steps == before.steps and self._engine.pending:
+            self._engine.poll()
+            after = self._stats()
         seconds = time.perf_counter() - started
-        after = self._stats()
         if after.steps != before.steps + 1:
             return None
         return seconds, after.generated_tokens - before.generated_tokens, after.prefill_tokens - before.prefill_tokens
@@ -202,7 +209,7 @@ def main() -> None:
     config = read_config(settings)
     with OfflineEngine(config) as engine:
         capacity = engine.engine.capacity
-        todo = list(plans(capacity.max_model_len, config.run.rollout.max_num_seqs, capacity.kv_tokens))
+        todo = list(plans(capacity.max_model_len, config.run.rollout.slots, capacity.kv_tokens))
         points = Calibrator(engine, config.seed).measure(todo)
     found = Calibration(device=device, model=model, kv_capacity={capacity.tp: capacity.kv_tokens}, points=points)
     save(found, out)

@@ -51,14 +51,6 @@ def parse_buckets(text: str) -> list[Bucket]:
     return [Bucket(count, tp) for tp, count in sorted(buckets.items())]
 
 
-def _check_options(kv_dtype: str, async_steps: bool, calibration: Path | None) -> None:
-    if kv_dtype not in KV_ELEMENT_BYTES:
-        raise invalid("--kv-dtype", kv_dtype, "unknown type", list(KV_ELEMENT_BYTES))
-    if calibration and (kv_dtype != "auto" or async_steps):
-        option, value = ("--async-steps", True) if async_steps else ("--kv-dtype", kv_dtype)
-        raise invalid(option, value, "a calibration file has the engines that were measured", "one of the two")
-
-
 def build_engines(
     buckets: str,
     gpus: int,
@@ -69,15 +61,19 @@ def build_engines(
     devices_file: Path | None = None,
     kv_dtype: str = "auto",
     longest: int = 0,
-    async_steps: bool = False,
+    async_steps: bool = True,
 ) -> SimulatedEngines:
     """Build the engines of a pattern on ``gpus`` GPUs (0: as many as the pattern has).
 
-    ``kv_dtype`` and ``async_steps``: as in the run file; ``longest``: most tokens of a context, 0: unknown.
+    ``kv_dtype`` and ``async_steps``: as in the run file; measured steps have the host's work as it was measured.
+    ``longest``: most tokens of a context, 0: unknown.
 
     Raises `UserError` for a pattern that does not fit, and as `lookup` does for unknown devices and models.
     """
-    _check_options(kv_dtype, async_steps, calibration)
+    if kv_dtype not in KV_ELEMENT_BYTES:
+        raise invalid("--kv-dtype", kv_dtype, "unknown type", list(KV_ELEMENT_BYTES))
+    if calibration and kv_dtype != "auto":
+        raise invalid("--kv-dtype", kv_dtype, "a calibration file has the engines that were measured", "one of the two")
     pattern = parse_buckets(buckets)
     size = sum(bucket.count * bucket.tp for bucket in pattern)
     if gpus and size > gpus:
