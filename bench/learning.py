@@ -1,8 +1,9 @@
 """Reward before and after training through the real loop: asynchronously and synchronously, and by each algorithm.
 
-    python -m bench.learning [--seeds 0,1,2,4] [--rows "eta 1|eta 0|grpo|dapo|gspo|cispo|no tool"]
+    python -m bench.learning [--seeds 0,1,2,4] [--rows "eta 1|eta 1 kept|eta 4|eta 4 kept|eta 0|grpo|dapo|..."]
 
-- ``eta 1``, ``eta 0``: a warm-started policy of the key chain, 200 steps with either staleness bound.
+- ``eta 1``, ``eta 4``, ``eta 0``: a warm-started policy of the key chain, 200 steps with a staleness bound. ``kept``:
+  KV caches are kept at an update; the column ``old KV`` is the share of tokens that were sampled over older ones.
 - The others: a tiny chat model learns sums of reasoning-gym, 24 steps of two minibatches with eta 1. The task is
   `chain_sum` with three terms of two digits, and the calculator of `examples/my_gym_task.py`; ``no tool``: without it.
 - Policies are evaluated on the same held-out prompts at temperature 1. Goals: +0.25 in every seed of the key chain,
@@ -18,12 +19,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from libra_hpc_cli.evaluate import evaluation_config, queued, result_of
+from libra_hpc_cli.evaluate import evaluation_config, new_folder, queued, results_of
 
-from bench.harness import KEYCHAIN, POLICIES, child, options, policy, progress, report, submit
+from bench.harness import KEYCHAIN, POLICIES, child, options, policy, progress, report, spread, submit
 from libra_hpc.config.learn import EvalPart
 from libra_hpc.config.load import load_resolved
-from libra_hpc.facts.rundir import RunDir
+from libra_hpc.facts.rundir import RunDir, read_lines
 
 HELD_OUT = "held-out"
 HELD_OUT_SEED = 1000
@@ -44,6 +45,9 @@ SUMS = {
 }
 ROWS: dict[str, dict[str, Any]] = {
     "eta 1": CHAIN | {"algorithm.eta": 1},
+    "eta 1 kept": CHAIN | {"algorithm.eta": 1, "rollout.kv_after_update": "keep"},
+    "eta 4": CHAIN | {"algorithm.eta": 4},
+    "eta 4 kept": CHAIN | {"algorithm.eta": 4, "rollout.kv_after_update": "keep"},
     "eta 0": CHAIN | {"algorithm.eta": 0},
     "grpo": SUMS | {"algorithm.aggregate": "sequence"},
     "dapo": SUMS
@@ -54,7 +58,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "no tool": SUMS | {"algorithm.aggregate": "sequence", "task.name": NO_TOOL},
 }
 OVERRIDES = {"slurm.device": "cpu", "model.dtype": "float32", "rollout.kv_cache_mb": 64}
-COLUMNS = ["", "reward before", "reward after", "gain, mean ± std. error", "smallest"]
+COLUMNS = ["", "reward before", "reward after", "gain, mean ± std. error", "smallest", "log-prob. gap", "old KV"]
 
 
 def chat_policy(seed: int) -> Path:
@@ -71,35 +75,46 @@ def chat_policy(seed: int) -> Path:
     return folder
 
 
-def evaluate(policy: Path, run: RunDir, sums: bool) -> float:
-    """The mean reward as `libra-hpc eval` makes it, with the task and the engines of ``run``."""
+def evaluate(policies: dict[int, str], run: RunDir, sums: bool) -> list[float]:
+    """The mean reward of each policy as `libra-hpc eval` makes it, with the task and the engines of ``run``."""
     config = load_resolved(run.config)
     own = {**config.task.options, "seed": HELD_OUT_SEED} if sums else config.task.options
     part = EvalPart(name=HELD_OUT, task=config.task.name, options=own, prompts=256 if sums else 512)
-    config = evaluation_config(config.changed(task={"eval": [part]}), HELD_OUT, None, policy, 1)
-    place, handle = queued(config, run.path / "evaluations", HELD_OUT, 0)
-    return float(result_of(handle, place)["mean"])
+    config = evaluation_config(config.changed(task={"eval": [part]}), HELD_OUT, None, Path(policies[0]), 1)
+    place = new_folder(config, run.path / "evaluations", policies)
+    return [float(found["mean"]) for found in results_of(queued(config, place, policies), place)]
 
 
-def play(name: str, seed: int, lr: float) -> tuple[float, float]:
-    """Rewards before and after a run."""
+def play(name: str, seed: int, lr: float) -> tuple[float, ...]:
+    """Rewards before and after a run, its mean `logprob_gap` in nats, and its share of tokens over older KV."""
     sums = "task.name" in ROWS[name]
     model = chat_policy(seed) if sums else policy(seed)
     with tempfile.TemporaryDirectory(prefix="libra-learning-") as folder:
         own = {"run.name": "learning", "run.dir": folder, "run.seed": seed, "model.path": model, "optimizer.lr": lr}
         submit(KEYCHAIN, "--wait", "--executor", "local", overrides=OVERRIDES | own | ROWS[name])
         run = RunDir(Path(folder, "learning-001"))
-        found = evaluate(model, run, sums), evaluate(run.policy, run, sums)
-    progress(f"{name}, seed {seed}: {found[0]:.3f} -> {found[1]:.3f}")
+        steps = list(read_lines(run.metrics))
+        before, after = evaluate({0: str(model), len(steps): str(run.policy)}, run, sums)
+        gap = statistics.fmean(step["logprob_gap"] for step in steps)
+        old_kv = sum(step["old_kv_tokens"] for step in steps) / sum(step["gen_tokens"] for step in steps)
+    found = before, after, gap, old_kv
+    progress(f"{name}, seed {seed}: {found}")
     return found
 
 
-def line(name: str, found: list[tuple[float, float]]) -> list[str]:
-    before, after = zip(*found, strict=True)
-    gains = [b - a for a, b in found]
+def line(name: str, found: list[tuple[float, ...]]) -> list[str]:
+    before, after, gap, old_kv = zip(*found, strict=True)
+    gains = [b - a for a, b, *_ in found]
     error = statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else float("nan")
     ranges = [f"{min(values):.2f}..{max(values):.2f}" for values in (before, after)]
-    return [name, *ranges, f"{statistics.fmean(gains):+.3f} ± {error:.3f}", f"{min(gains):+.3f}"]
+    return [
+        name,
+        *ranges,
+        f"{statistics.fmean(gains):+.3f} ± {error:.3f}",
+        f"{min(gains):+.3f}",
+        spread(gap, ".4f"),
+        spread(old_kv),
+    ]
 
 
 def main() -> None:

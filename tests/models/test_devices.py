@@ -80,15 +80,6 @@ def test_a_config_of_a_known_shape_uses_its_table(tmp_path: Path, name: str) -> 
     assert own.step_s(8, 8000, 100, 50) == known.step_s(8, 8000, 100, 50)
 
 
-def test_memory_that_does_not_hold_the_weights_is_no_capacity() -> None:
-    assert lookup("a100", "llama-3.1-70b", 1).kv_capacity == 0
-
-
-def test_a_users_device_falls_to_the_roofline(tmp_path: Path) -> None:
-    path = device_file(tmp_path / "mine.toml", "mine")
-    assert lookup("mine", "qwen3-8b", 2, devices_file=path).source == "roofline of qwen3-8b on 2 x mine"
-
-
 @pytest.mark.parametrize(
     ("device", "model", "tp", "message"),
     [

@@ -76,15 +76,6 @@ def test_a_replica_across_nodes_pays_the_link_between_them() -> None:
     assert Roofline(across, model_shape("qwen3-14b"), 8).step_s(0, 0, 2048) > 2 * inside
 
 
-def test_host_work_comes_on_top() -> None:
-    shape = model_shape("qwen3-4b")
-    slow = msgspec.structs.replace(device("h200"), host_s=0.1, host_sequence_s=0.001)
-    for step in ((10, 0), (10, 5000), (10, 5000, 64, 8)):
-        assert Roofline(slow, shape, 1).step_s(*step) == pytest.approx(
-            Roofline(bare("h200"), shape, 1).step_s(*step) + 0.11
-        )
-
-
 @pytest.mark.parametrize("tables", ["a100", ""])
 def test_asynchronous_steps_take_as_long_as_device_or_host_whichever_is_slower(tables: str) -> None:
     shape, usual = model_shape("qwen3-14b"), msgspec.structs.replace(device("a800"), host_s=0.015, tables=tables)
