@@ -32,12 +32,14 @@ from libra_hpc.models.memory import train_memory
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.models.tensors import hf_shapes
-from libra_hpc.protocol.engine import UpdateWeights, VersionFiles
+from libra_hpc.protocol.codec import pack_i32
+from libra_hpc.protocol.engine import Generate, UpdateWeights, VersionFiles
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.trainer import Freed, Join, Joined, Standby, StepDone, TrainStep
 from libra_hpc.weights.delta import DENSE, dense, marked
 from libra_hpc.weights.image import Image
 from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, offer_path, payload_path, write_offer
+from tests.engine import ahead_on_cpu
 
 if TYPE_CHECKING:
     from libra_hpc.engine.core import RolloutEngine
@@ -165,11 +167,16 @@ def switch(setting: Setting, figures: Figures) -> None:
     with tempfile.TemporaryDirectory(prefix="libra-gpu-") as scratch, random_model(shape, setting.device) as folder:
         (image := folder / "image").mkdir()
         # First the engine: vLLM starts only where most of the device is free.
-        with OfflineEngine(alone(str(folder), setting.device, dtype="bfloat16", rollout=limits)) as engine:
+        config = alone(str(folder), setting.device, dtype="bfloat16", rollout=limits)
+        if setting.device == "cpu":
+            ahead_on_cpu.prepare(config)
+        with OfflineEngine(config) as engine:
             figures.add("engine's start, s", engine.engine.start_s)
-            points, steps = decode(engine, count), lookup(hardware, shape, 1)
+            points, steps = decode(engine, count), lookup(hardware.asynchronous(), shape, 1)
             predicted = 1e3 * median(steps.step_s(count, point.kv_tokens) for point in points)
             figures.add(f"decode step of {count} sequences, ms", 1e3 * median(one.seconds for one in points), predicted)
+            predicted = 1e3 * (hardware.host_s + count * hardware.host_sequence_s)
+            figures.add("  host's work of it, ms", 1e3 * median(host_seconds(engine, count)), predicted)
             engine.engine.sleep()
             replica = start_replica(setting, folder, Path(scratch))
             try:
@@ -203,6 +210,19 @@ def decode(engine: OfflineEngine, count: int) -> list[StepPoint]:
     if not points:
         raise OperationError(f"The engine never had {count} sequences in one decode step.")
     return points
+
+
+def host_seconds(engine: OfflineEngine, count: int) -> list[float]:
+    """Seconds that the host works in each pass that forms a step ahead: when it begins, the step before has ended."""
+    queue, found = engine.engine._client.engine_core.batch_queue, list[float]()
+    for number in range(count):
+        engine.submit(Generate(f"host {number}", pack_i32(range(PROMPT)), PROMPT))
+    while engine.pending:
+        if queue:
+            queue[-1][0].result()
+        found.append(seconds_of(engine.poll))
+    # Steps before have prompts.
+    return found[-PROMPT // 2 :]
 
 
 def start_replica(setting: Setting, model: Path, folder: Path) -> MeasurementReplica:

@@ -37,7 +37,9 @@ def stand_in() -> None:
 
 
 def prepare(config: settings.EngineConfig) -> None:
-    """After the environment is set, before the engine is made."""
+    """In the place of `settings.prepare_process`, before the engine is made."""
+    settings.prepare_process(config)
+    settings.schedules_ahead = lambda config: config.run.rollout.async_steps
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config
@@ -63,14 +65,7 @@ def prepare(config: settings.EngineConfig) -> None:
 def main() -> int:
     from libra_hpc.engine import __main__ as engine
 
-    usual = settings.prepare_process
-
-    def prepared(config: settings.EngineConfig) -> None:
-        usual(config)
-        prepare(config)
-
-    engine.prepare_process = prepared
-    settings.schedules_ahead = lambda config: config.run.rollout.async_steps
+    engine.prepare_process = prepare
     return run("libra_hpc.engine", engine.start)
 
 
