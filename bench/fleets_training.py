@@ -27,9 +27,9 @@ from libra_hpc.models.update_time import update_time
 from libra_hpc.planning.best_plan import best_plans
 from libra_hpc.planning.request import DevicePool, InTurn, PlanRequest
 from libra_hpc.planning.train_layout import TrainSearch, TrainSpace
-from libra_hpc.planning.work import Assumed, Work
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.settings import SimulationSettings, Training
+from libra_hpc.traces.run_work import Work, WorkPart
 
 SWITCH_S = 80.0
 """A pair of switches, assumed: verl moves weights, optimizer and caches of both stages."""
@@ -127,8 +127,7 @@ def planned_split(name: str, seeds: Sequence[int], policy: str) -> Planned:
         batch=work_of(lengths_of(seen), row.trajectories),
         settings=SimulationSettings(max_model_len=MAX_CONTEXT, batch_groups=row.trajectories // row.group, eta=row.eta),
         space=TrainSpace(),
-        lengths="the work of the choosing seeds",
-        work=Work(tuple(seen), Assumed(), MAX_CONTEXT, row.group),
+        work=Work((WorkPart(tuple(seen)),), row.group, source="the work of the choosing seeds"),
         policy=policy,
         in_turn=tuple(InTurn(SWITCH_S, core) for core in (False, True)),
     )

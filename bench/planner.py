@@ -77,7 +77,7 @@ def words(nodes: int, engines: Any) -> str:
 
 def main() -> None:
     given = options("planner", __doc__, rows=ROWS, trace=True)
-    done = [judged(name, ROWS.get(name, {**TRACE, "planner.trace": name})) for name in given.rows]
+    done = [judged(name, ROWS.get(name, {**TRACE, "task.work.trace": name})) for name in given.rows]
     rows = [
         (
             one["row"].rpartition("/")[2],

@@ -120,7 +120,7 @@ VERBS = {
     "plan": Verb(
         "Show the best plans for a run: split, parallelism, stage times, memory; needs no GPU.",
         "plan.plan",
-        "run.toml -o planner.trace=RUN",
+        "run.toml -o task.work.trace=RUN",
         "plan",
     ),
     "simulate": Verb(

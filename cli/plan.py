@@ -24,8 +24,8 @@ from libra_hpc.planning.initial import hybrid_of, planned_pools
 from libra_hpc.planning.measured_train_speed import with_train_speed
 from libra_hpc.planning.request import PlanRequest, PlanResult, as_planned, check_gpus, request
 from libra_hpc.planning.scaling_curve import ScalingPoint, knee, steps, sweep
-from libra_hpc.planning.work import Assumed
 from libra_hpc.preflight.checked_run import known_rooms
+from libra_hpc.preflight.known_work import known_work
 
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
@@ -34,7 +34,6 @@ from .plan_write import Target, check_target, write_row
 from .runs import JsonOption
 
 RANGE = re.compile(r"^(\d+)(?:\.\.(\d+))?$")
-ASSUMED = Assumed()
 MOST_GPUS = 65_536
 """Limit of the exact search, which takes half a minute for a dense model."""
 
@@ -43,19 +42,6 @@ def plan(
     run_file: RunFileArgument,
     override: OverrideOption = [],  # noqa: B006
     gpus: Annotated[str, typer.Option(metavar="N|A..B", help="GPUs, or a range; default: the run file's.")] = "",
-    generated: Annotated[
-        float | None,
-        typer.Option(metavar="N", help="Without planner.trace: mean generated tokens; default: 1/8 of max_model_len."),
-    ] = None,
-    sigma: Annotated[float, typer.Option(metavar="X", help="Shape of their log-normal distribution.")] = ASSUMED.sigma,
-    prompt: Annotated[
-        int | None, typer.Option(metavar="N", help="Prompt tokens; default: 1/16 of max_model_len.")
-    ] = None,
-    turns: Annotated[float, typer.Option(metavar="X", help="Mean turns.")] = ASSUMED.turns,
-    new_tokens: Annotated[
-        float | None, typer.Option(metavar="N", help="Tokens a tool returns; default: 1/256 of max_model_len.")
-    ] = None,
-    tool_s: Annotated[float, typer.Option("--tool-s", metavar="S", help="Seconds of a tool call.")] = ASSUMED.tool_s,
     switch_s: Annotated[
         float | None,
         typer.Option("--switch-s", min=0, metavar="S", help="A pair of switches between the stages; default: assumed."),
@@ -76,11 +62,8 @@ def plan(
     if target is not None:
         check_target(target, swept=low != high)
     config = with_absolute_paths(load_run_file(run_file, override, site_profile()))
-    assumed = Assumed(
-        generated=generated, sigma=sigma, prompt=prompt, turns=turns, new_tokens=new_tokens, tool_s=tool_s
-    )
     times = measured_steps(calibration)
-    asked = question(config, assumed, gpus=high, switch_s=switch_s)
+    asked = question(config, gpus=high, switch_s=switch_s)
     if low != high:
         show_sweep(asked, times, low, high, json=json, plot=plot)
         return
@@ -97,10 +80,10 @@ def plan(
         show_plans(asked, result, explain)
 
 
-def question(config: RunConfig, assumed: Assumed, *, gpus: int = 0, switch_s: float | None = None) -> PlanRequest:
+def question(config: RunConfig, *, gpus: int = 0, switch_s: float | None = None) -> PlanRequest:
     """What to search, with the pools that a run file can divide; ``gpus``: instead of its nodes."""
-    rooms, config = known_rooms(config), as_planned(config)
-    asked = with_train_speed(request(config, gpus=gpus, assumed=assumed, rooms=rooms), config.planner.train_speed)
+    rooms, config = known_rooms(config), as_planned(known_work(config))
+    asked = with_train_speed(request(config, gpus=gpus, rooms=rooms), config.planner.train_speed)
     pools = asked.pools if gpus else planned_pools(config, asked.pools)
     asked = msgspec.structs.replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
     return asked_in_turn(asked, config, switch_s)

@@ -68,7 +68,7 @@ def header(asked: PlanRequest, steps: str, *, sized: bool = True) -> None:
     eta = asked.settings.eta
     stages = f"eta {eta} (stages {'overlap' if eta else 'take turns'})"
     show(Text(f"{title(asked, sized=sized)}{steps}\n{asked.trajectories:,} trajectories a batch, {stages}"))
-    show(Text(f"lengths: {asked.lengths}"))
+    show(Text(f"lengths: {asked.work.source}"))
     show(Text(f"  {asked.work.summary(asked.settings.batch_groups)}"))
     for line in asked.notes:
         show(Text(f"note: {line}"))
@@ -277,7 +277,7 @@ def words(made: InitialPlan) -> str:
 def _screen(made: InitialPlan) -> RenderableType:
     asked, best = made.asked, made.plan
     what = f"{title(asked)}{steps_from(made.result.sources)}; {asked.trajectories:,} trajectories a batch"
-    head = f"split = auto: {what}, lengths: {asked.lengths}"
+    head = f"split = auto: {what}, lengths: {asked.work.source}"
     switches = f", switches {best.in_turn.switch_s:.1f}" if best.in_turn else ""
     tail = (
         f"chosen: {words(made)}; predicted {best.seconds:.1f} s a batch (train {best.train.time.total:.1f}, rollout"

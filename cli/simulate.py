@@ -29,7 +29,7 @@ from libra_hpc.user_file import FORM
 
 from .output import busy, picture_file, print_json, print_line, print_note, show
 from .runs import JsonOption
-from .trace import FileArgument, LimitOption, SkipOption, load
+from .trace import FileArgument, SkipOption, load
 
 DEFAULTS = SimulationSettings()
 POLICIES = f"Of {', '.join(policy_names())} and {FORM}."
@@ -62,7 +62,6 @@ def simulate(
     devices: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML file with further devices.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Order of the groups; 0: as in the trace.")] = 0,
     skip_bad: SkipOption = False,
-    limit: LimitOption = None,
     plot: Annotated[Path | None, typer.Option(metavar="SVG", callback=picture_file, help="Draw the runs.")] = None,
     json: JsonOption = False,
 ) -> None:
@@ -91,7 +90,7 @@ def simulate(
         longest=max_context,
         async_steps=async_steps,
     )
-    work = within(load(file, skip_bad, limit), max_context)
+    work = within(load(file, skip_bad), max_context)
     with busy("simulating") as status:
         done = compare(work, built.engines, names, settings, Shown(status, len(names) * len(work)))
     note_empty(done, seats, built.empty, gpus)

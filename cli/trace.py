@@ -25,15 +25,12 @@ SHOWN_TOOLS, SHOWN_OUTCOMES = 12, 6
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="Trace, gzip or not.")]
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="File to write; compressed if it ends in .gz.")]
 SkipOption = Annotated[bool, typer.Option("--skip-bad", help="Pass over lines that cannot be read, and count them.")]
-LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", help="Only the first N trajectories.")]
 
 
 @app.command("inspect")
-def inspect(
-    file: FileArgument, skip_bad: SkipOption = False, limit: LimitOption = None, json: JsonOption = False
-) -> None:
+def inspect(file: FileArgument, skip_bad: SkipOption = False, json: JsonOption = False) -> None:
     """Show counts, quantiles and the tail."""
-    found = load(file, skip_bad, limit)
+    found = load(file, skip_bad)
     with busy("analysing"):
         description = describe(found)
     if json:
@@ -46,13 +43,8 @@ def inspect(
 def generate_trace(
     out: OutArgument,
     preset: Annotated[str, typer.Option(metavar="NAME", help=f"Kind of work: {', '.join(profiles.PROFILES)}.")] = "r2e",
-    trajectories: Annotated[
-        int, typer.Option(metavar="N", help="A multiple of group * epochs.")
-    ] = DEFAULTS.trajectories,
+    trajectories: Annotated[int, typer.Option(metavar="N", help="A multiple of group.")] = DEFAULTS.trajectories,
     group: Annotated[int, typer.Option(metavar="N", help="Samples of a prompt.")] = DEFAULTS.group,
-    turns: Annotated[
-        float | None, typer.Option(metavar="X", help="Mean turns; default: the preset's.")
-    ] = DEFAULTS.turns,
     sibling: Annotated[
         float, typer.Option(metavar="0..1", help="Share of the variance of the log length that the prompt explains.")
     ] = DEFAULTS.sibling,
@@ -62,7 +54,6 @@ def generate_trace(
     drift: Annotated[
         float, typer.Option(metavar="X", help="Typical length at the end of the trace over that at its start.")
     ] = DEFAULTS.drift,
-    epochs: Annotated[int, typer.Option(metavar="N", help="How often each prompt comes.")] = DEFAULTS.epochs,
     max_context: Annotated[
         int, typer.Option(metavar="TOKENS", help="Where a trajectory is cut.")
     ] = DEFAULTS.max_context,
@@ -77,8 +68,6 @@ def generate_trace(
         sibling=sibling,
         outcome=outcome,
         drift=drift,
-        epochs=epochs,
-        turns=turns,
         max_context=max_context,
     )
     with busy("generating"):
@@ -98,10 +87,10 @@ def generate_trace(
         )
 
 
-def load(file: Path, skip_bad: bool, limit: int | None) -> list[TrajectoryRecord]:
+def load(file: Path, skip_bad: bool) -> list[TrajectoryRecord]:
     """Read a trace, and print skipped lines on stderr."""
     with busy("reading"):
-        found, bad = read_trace(file, skip_bad, limit)
+        found, bad = read_trace(file, skip_bad)
     if bad:
         print_note(f"passed over {len(bad)} bad lines, the first: {bad[0]}")
     return found

@@ -36,7 +36,6 @@ from libra_hpc.config.run_file_text import toml_value
 from libra_hpc.errors import OperationError, invalid
 from libra_hpc.facts import series
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.planning.work import Assumed
 from libra_hpc.protocol import trace
 from libra_hpc.slurm.queue.run_state import RunState
 
@@ -133,7 +132,7 @@ def plan(run_file: str | Path, overrides: Overrides = (), *, gpus: int = 0, best
     ``gpus``: to plan for, 0: those of the run file.
     """
     config = load(Path(run_file), _texts(overrides))
-    asked = plan_verb.question(config, Assumed(), gpus=gpus)
+    asked = plan_verb.question(config, gpus=gpus)
     return plan_verb.plan_facts(asked, plan_verb.best(asked, best))
 
 

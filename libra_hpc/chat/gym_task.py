@@ -31,6 +31,7 @@ class GymTask(ChatTask):
     """Its name in `reasoning_gym`."""
     instruction = "End with <answer>your answer</answer>."
     """The system message."""
+    work = {"turns": 1}
 
     def __init__(
         self, tokenizer: TaskTokenizer, *, seed: int = 0, max_tokens: int | None = None, **options: Any

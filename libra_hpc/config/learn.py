@@ -23,6 +23,7 @@ from .section import (
     Tokens,
     Valid,
 )
+from .work import UNSAID, WorkSection
 
 Recompute = Literal["none", "selective", "full"]
 ADVANTAGES, LOSSES = ("group_std", "group_mean", "rloo", "none"), ("ppo", "gspo", "cispo")
@@ -99,6 +100,7 @@ class TrainPart(NamedTask, frozen=True):
 
     weight: Annotated[int, Meta(ge=1, le=1000)] = 1
     """Prompts of it among ``sum of weights`` prompts in a row of the data order; exactly so many."""
+    work: WorkSection = UNSAID
 
 
 class EvalPart(NamedTask, frozen=True):
@@ -122,6 +124,7 @@ class TaskSection(TaskTable, frozen=True):
 
     name: CodePath = ""
     """``reasoning_gym:NAME``, or ``path/to/file.py:ClassName``; with ``data`` alone it is ``data``."""
+    work: WorkSection = UNSAID
     train: list[TrainPart] = []
     """Several tasks instead of one, each a table ``[[task.train]]``."""
     eval: list[EvalPart] = []
@@ -144,6 +147,15 @@ class TaskSection(TaskTable, frozen=True):
     when two attempts in a row did: the environment raises, times out or answers what cannot be used."""
     failed_patience_s: Annotated[Seconds, Meta(gt=0)] = 600.0
     """How long that may last. Then the run fails with the most frequent error."""
+
+    @property
+    def works(self) -> dict[str, tuple[str, int, WorkSection]]:
+        """Name, weight and work of every task that is trained, by the table of its work."""
+        parts = {f"task.train.{place}.work": (one.name, one.weight, one.work) for place, one in enumerate(self.train)}
+        return {
+            field: (name, weight, self.work if work == UNSAID else work)
+            for field, (name, weight, work) in (parts or {"task.work": ("", 1, self.work)}).items()
+        }
 
     @property
     def host_task(self) -> str:

@@ -90,8 +90,6 @@ class PlannerSection(Section, frozen=True):
     """TOML file with further devices, in the form of `libra_hpc/models/devices.toml`."""
     model: ModelName = ""
     """Known model whose shape to plan with; empty: ``model.path``."""
-    trace: FilePath = ""
-    """Run directory or trajectories whose lengths to plan for; empty: an assumed log-normal distribution."""
     train_speed: FilePath = ""
     """Measured training speed to plan with: a file of `libra-hpc calibrate train` or an earlier run's directory. Empty:
     the speed that the cost model assumes."""

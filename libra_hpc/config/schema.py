@@ -37,6 +37,7 @@ _REASONS = {
 }
 """Parts of msgspec's messages, and what they mean."""
 _METRICS = "send the lines of metrics.jsonl, or use track.tensorboard or track.wandb"
+_TRACE = "set task.work.trace, for instance to what `libra-hpc trace generate` wrote"
 _TRAINS = "a step takes what `plan` says of the device: set simulated.devices"
 REMOVED = {
     "track.mlflow": _METRICS,
@@ -47,6 +48,11 @@ REMOVED = {
     "rollout.weights_mb_s": "each guest has `libra-hpc join --weights-mb-s`",
     "rollout.kv_host_gb_per_gpu": "set rollout.kv_dtype, or fewer GPUs for each engine",
     "rollout.warm_start": "the scheduler learns from this run alone",
+    "planner.trace": _TRACE,
+    "simulated.trace": _TRACE,
+    "simulated.sibling": _TRACE,
+    "simulated.outcome": _TRACE,
+    "simulated.drift": _TRACE,
     "simulated.source": "operator tables are used where there are some; a device of simulated.devices has none",
     "simulated.mfu": _TRAINS,
     "simulated.step_s": _TRAINS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, field
+from msgspec import Meta
 
 from .section import FilePath, ModelName, Seconds, Section
 
@@ -26,16 +26,9 @@ class SimulatedSection(Section, frozen=True):
     ``planner.model``, else ``model.path``."""
     calibration: FilePath = ""
     """File of measured engine steps, used instead of tables; empty: none."""
-    trace: FilePath = ""
-    """Trace file to replay; empty: generate trajectories."""
-    presets: Annotated[list[str], Meta(min_length=1)] = field(default_factory=lambda: ["r2e"])
-    """Kinds of generated work, one after the other, each for an equal share of the run."""
-    sibling: Annotated[float, Meta(ge=0, le=1)] = 0.69
-    """Share of the variance of the log length that the prompt explains."""
-    outcome: Annotated[float, Meta(ge=0, le=1)] = 0.2
-    """Correlation of a tool's outcome with the work that remains."""
-    drift: Annotated[float, Meta(gt=0)] = 1.0
-    """Typical length at the end of each preset's share, as a multiple of that at its beginning."""
+    presets: list[str] = []
+    """Kinds of generated work (docs/dry-run.md) instead of that of ``[task.work]``, one after the other, each for an
+    equal share of the run."""
     start_s: Annotated[Seconds, Meta(ge=0)] = 60.0
     """Time from the start of an engine or a training process until it is ready."""
     wake_s: Annotated[Seconds, Meta(ge=0)] = 5.0

@@ -25,10 +25,9 @@ others."""
 
 def made_from(config: RunConfig) -> dict[str, Any]:
     """What decides what an environment does; where it is the same, trajectories and trials of another start count."""
-    task, simulated = config.task, config.simulated
+    task = config.task
     if config.run.engine == "simulated":
-        generated = simulated.presets, simulated.sibling, simulated.outcome, simulated.drift
-        return {"trace": simulated.trace, "generated": generated, "seed": config.run.seed}
+        return {"work": task.works, "presets": config.simulated.presets, "seed": config.run.seed}
     tools = task.tool_timeout_s, task.tool_memory_mb, task.tool_output_bytes, task.tool_processes
     return {
         "task": task.host_task,

@@ -27,10 +27,10 @@ from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.play import Played, batches_of, play
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
+from libra_hpc.traces.run_work import mean_context
 
 from .layout_space import LayoutSpace
 from .request import PlanRequest, PlanResult, RunPlan
-from .work import mean_context
 
 STOP = 1.1
 """Times the best seconds so far: so much worse on a few batches is worse on many."""

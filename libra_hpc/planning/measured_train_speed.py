@@ -24,6 +24,7 @@ from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.train_speed import FIELD, TrainSample, TrainSpeed, load_speed
 from libra_hpc.models.train_seconds import HybridWorlds, TrainCost, TrainTime, work_of
 from libra_hpc.models.update_time import UpdateTime, measured
+from libra_hpc.traces.run_work import of_trace
 
 from .request import PlanRequest, as_planned, request
 
@@ -93,7 +94,7 @@ def _of_run(run: RunDir) -> Measured:
     config: RunConfig = validate(resolved)
     if config.run.engine != "real":
         raise invalid(FIELD, str(run.path), "a dry run measures no training", "a run with run.engine = 'real'")
-    asked = request(as_planned(config.changed(planner={"trace": str(run.trajectories)})))
+    asked = request(as_planned(of_trace(config, str(run.trajectories))))
     factors, core, own = [], core_layout(config), elastic_world(config)
     cost = TrainCost(asked.shape, asked.pools[0].device, asked.pools[0].node_devices, asked.batch)
     lines = list(read_lines(run.metrics))[WARM_UP_STEPS:]

@@ -23,6 +23,7 @@ from libra_hpc.models.train_seconds import HybridWorlds, TrainCost, work_of
 from libra_hpc.policies.control.layout_choice import OtherLayout
 from libra_hpc.policies.control.plays import PlayWork, Seconds
 from libra_hpc.traces.cut import cut_at
+from libra_hpc.traces.run_work import WorkPart, of_trace
 
 from .best_plan import best_plans
 from .initial import hybrid_of, interchangeable, run_file_values
@@ -38,7 +39,7 @@ class OtherLayouts:
 
     def __init__(self, config: RunConfig, table: StepLookup, degrees: Set[int]) -> None:
         # Lengths come from the run itself, not from the file of its plan.
-        planned = as_planned(config).changed(planner={"trace": ""})
+        planned = of_trace(as_planned(config))
         asked = request(planned)
         if len(asked.pools) > 1:
             raise UserError("The nodes are of two kinds: they cannot change places.")
@@ -70,7 +71,7 @@ class OtherLayouts:
             asked,
             batch=batch,
             settings=replace(asked.settings, batch_groups=work.groups),
-            work=replace(asked.work, recorded=tuple(records)),
+            work=replace(asked.work, parts=(WorkPart(tuple(records)),)),
             train_factor=factor,
         )
         found = best_plans(asked, lambda device, shape, tp: self._steps(device, shape, tp, work))

@@ -1,16 +1,15 @@
 """The planner's question, from a run file: model, nodes, batch and lengths; and its answer.
 
-Components that train or roll out, with the same kind and number of GPUs, form one pool. Lengths come from a trace, else
-from assumed shares of the longest context (`Assumed`), and the answer states which: the split depends on them most.
+Components that train or roll out, with the same kind and number of GPUs, form one pool. The lengths are those of
+`libra_hpc.traces.run_work`, and the answer states their source: the split depends on them most.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,7 +17,6 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.node_groups import stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.facts.rundir import RunDir
 from libra_hpc.models.adapters import with_adapters
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.host_memory import HostRoom, HostUse, node_work
@@ -26,13 +24,10 @@ from libra_hpc.models.memory import RECOMPUTE
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape, reference_shape
 from libra_hpc.models.train_seconds import TrainWork, work_of
 from libra_hpc.models.update_time import CHANGED, NO_UPDATE, UpdateTime, update_time
-from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.settings import SimulationSettings, run_settings
-from libra_hpc.traces.cut import Cut, cut_at
-from libra_hpc.traces.read import read_trace
+from libra_hpc.traces.run_work import Work, mean_context, run_work
 
 from .train_layout import NO_HYBRID, Excluded, Hybrid, TrainChoice, TrainSpace
-from .work import Assumed, Work, mean_context
 
 
 class DevicePool(msgspec.Struct, frozen=True):
@@ -66,8 +61,6 @@ class PlanRequest(msgspec.Struct, frozen=True):
     settings: SimulationSettings
     """Limits of engines, size of a batch, staleness bound."""
     space: TrainSpace
-    lengths: str
-    """Source of the lengths, in words."""
     work: Work
     """Batches to play."""
     train_factor: float = 1.0
@@ -110,7 +103,7 @@ class PlanRequest(msgspec.Struct, frozen=True):
             "trajectories": self.trajectories,
             "eta": self.settings.eta,
             "lengths": self.work.summary(self.settings.batch_groups)._asdict(),
-            "lengths_from": self.lengths,
+            "lengths_from": self.work.source,
         }
 
 
@@ -194,13 +187,8 @@ def as_planned(config: RunConfig) -> RunConfig:
 def _as_simulated(config: RunConfig) -> RunConfig:
     if config.run.engine == "real":
         return config
-    own = {
-        "device": config.modelled("device"),
-        "devices": config.modelled("devices"),
-        "model": config.modelled("model"),
-        "trace": config.planner.trace or config.simulated.trace,
-    }
-    return config.changed(planner=own)
+    keys: tuple[Literal["device", "devices", "model"], ...] = ("device", "devices", "model")
+    return config.changed(planner={key: config.modelled(key) for key in keys})
 
 
 def _with_devices(config: RunConfig) -> RunConfig:
@@ -217,18 +205,12 @@ def _with_devices(config: RunConfig) -> RunConfig:
     return msgspec.structs.replace(config, components=msgspec.structs.replace(parts, **filled))
 
 
-def request(
-    config: RunConfig,
-    *,
-    gpus: int = 0,
-    assumed: Assumed = Assumed(),  # noqa: B008
-    rooms: Mapping[str, HostRoom] = MappingProxyType({}),
-) -> PlanRequest:
+def request(config: RunConfig, *, gpus: int = 0, rooms: Mapping[str, HostRoom] = MappingProxyType({})) -> PlanRequest:
     """The question for ``config`` and its planner section, or for so many ``gpus`` instead of its nodes.
 
     ``rooms``: host memory of the nodes of each component.
 
-    Raises `UserError` for an unknown model or device, GPUs that are not whole nodes, and an unreadable trace.
+    Raises `UserError` for an unknown model or device, GPUs that are not whole nodes, and what `run_work` refuses.
     """
     own, algorithm, rollout, settings = config.planner, config.algorithm, config.rollout, run_settings(config)
     if not (own.model or config.model.path):
@@ -248,10 +230,7 @@ def request(
         pools = _pools(config, devices_file, rooms)
     if config.steps_ahead:
         pools = [msgspec.structs.replace(one, device=one.device.asynchronous()) for one in pools]
-    trace = _trace_file(own.trace) if own.trace else None
-    cut = cut_at([] if trace is None else read_trace(trace).trajectories, rollout.max_model_len)
-    recorded = tuple(one for one in cut.trajectories if one.generated)
-    work = Work(recorded, assumed, rollout.max_model_len, algorithm.group_size)
+    work = run_work(config)
     sample = work.sample(settings.batch_groups)
     # Of short sequences an engine holds fewer tokens than of long ones, where layers have windows; with states, too.
     shape = shape.with_kv(rollout.kv_dtype, max(1, round(mean_context(sample))), rollout.block_size)
@@ -270,7 +249,6 @@ def request(
             recompute=(config.train.recompute,) if "train.recompute" in config.given else RECOMPUTE,
             host=config.optimizer.host,
         ),
-        lengths=_source(recorded, trace, assumed),
         work=work,
         policy=rollout.policy,
         hosts=HostUse(
@@ -278,19 +256,15 @@ def request(
             rolls=node_work(config, "rollout", reference if config.components.hybrid.nodes else None),
             optional="train.snapshot_every" not in config.given,
         ),
-        notes=(config.engine_words, *_notes(shape, cut, rollout.max_model_len)),
+        notes=(config.engine_words, *_notes(shape)),
     )
 
 
-def _notes(shape: ModelShape, cut: Cut, longest: int) -> Iterator[str]:
+def _notes(shape: ModelShape) -> Iterator[str]:
     if shape.untrained:
         yield f"this version cannot train {shape.name} ({shape.untrained}); the plan is for study"
     if shape.kv_ratio < 1:
         yield f"KV caches in FP8 hold {1 / shape.kv_ratio:g} times the tokens (rollout.kv_dtype)"
-    if cut.shortened:
-        yield f"rollout.max_model_len = {longest:,} ends {cut.shortened:,} trajectories of the trace early"
-    if cut.left_out:
-        yield f"{cut.left_out:,} trajectories of the trace have prompts beyond rollout.max_model_len"
 
 
 def _without_nodes(config: RunConfig, gpus: int) -> bool:
@@ -358,14 +332,3 @@ def _device(name: str, devices_file: Path | None, field: str) -> Device:
         if field == "device":
             raise
         raise UserError(str(error).replace("device =", f"{field} =", 1)) from None
-
-
-def _trace_file(path: str) -> Path:
-    """The file of ``planner.trace``: itself, or the trajectories of a run directory."""
-    return RunDir(path).trajectories if os.path.isdir(path) else Path(path)
-
-
-def _source(recorded: Sequence[TrajectoryRecord], trace: Path | None, assumed: Assumed) -> str:
-    if trace is not None:
-        return f"{len(recorded):,} trajectories of {trace.name}"
-    return f"assumed log-normal, shape {assumed.sigma:g} (measured ones: planner.trace)"

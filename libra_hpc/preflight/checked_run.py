@@ -1,6 +1,7 @@
 """The one validation of a run file: `check` returns a `CheckedRun`, which every later step takes as it is.
 
-1. The files that it names, the interpreter of the nodes, and rows of evaluations.
+1. The files that it names, what its tasks say about their work (`known_work`), the interpreter of the nodes, and rows
+   of evaluations.
 2. The split, where the planner chooses it (`planning.initial`); meanwhile the start of one episode (`task_trial`).
 3. Fields, model and GPU memory (`checks`).
 4. With Slurm: MPI plugin, CPUs and memory of the nodes, and whether the job can ever start (`slurm.fit`).
@@ -34,6 +35,7 @@ from .gpu_memory import MemoryNeed
 from .host_memory_needs import check_boxes, check_hosts, has_hosts, host_needs, node_rooms
 from .idle_keys import IDLE, idle_keys
 from .job_checks import idle_seats, rounded_adapters
+from .known_work import known_work
 from .named_files import naming
 from .task_trial import check_overlap, try_task
 
@@ -74,6 +76,7 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     ``slurm_required``: raise `SlurmUnreachable` when a Slurm is needed and none answers.
     """
     check_files(config)
+    config = known_work(config)
     warnings, plan = [*check_python(config), *check_overlap(config.task)], None
     with try_task(config) as outcome:
         if config.components.split == "auto":

@@ -119,10 +119,6 @@ IDLE: Rows = {
         f"track.wandb.{key}": (lambda c: not c.track.wandb.project, "nothing is tracked", "track.wandb.project")
         for key in ("entity", "mode")
     },
-    **{
-        f"simulated.{key}": (lambda c: c.simulated.trace, "simulated.trace has the trajectories", "no simulated.trace")
-        for key in ("presets", "sibling", "outcome", "drift")
-    },
 }
 """A study may vary what makes these idle, so they are a warning."""
 

@@ -105,10 +105,10 @@ def _parsed(field: str, name: str, path: str, form: str = FORM) -> ast.Module:
 def check_planner_files(config: RunConfig) -> None:
     """Raise `UserError` for what ``[planner]`` names and is not there; with an explicit split nothing else reads it."""
     own = config.planner
-    for key in ("trace", "train_speed", "devices"):
-        path = getattr(own, key)
+    named = {"planner.train_speed": own.train_speed, "planner.devices": own.devices, **_traces(config)}
+    for field, path in named.items():
         if path and not os.path.exists(path):
-            raise invalid(f"planner.{key}", path, "no such file", "a file, or a run directory")
+            raise invalid(field, path, "no such file", "a file, or a run directory")
     if config.run.engine == "real":
         with naming(config):
             if own.device or own.devices:
@@ -149,7 +149,17 @@ def _check_names(task: TaskSection) -> None:
 
 def check_task(key: str, name: str, task: TaskTable) -> None:
     """Raise `UserError` for mistakes of one task; ``key`` names its class, ``name``."""
-    section = key.rpartition(".")[0]
+    section, found = key.rpartition(".")[0], class_text(key, name)
+    taken = _constructor_options(found)
+    for option in task.own_arguments:
+        if taken is not None and option not in taken:
+            field = f"{section}.options" if option in task.options else section
+            raise invalid(field, option, f"{found.name} has no such option", taken)
+    _check_data(section, name, task)
+
+
+def class_text(key: str, name: str) -> ast.ClassDef:
+    """Parse the class of the task ``name``; raises `UserError` where there is none."""
     path, separator, wanted = name.rpartition(":")
     if not separator or path == GYM:
         if not separator and name not in TASKS:
@@ -163,12 +173,7 @@ def check_task(key: str, name: str, task: TaskTable) -> None:
     if wanted not in classes:
         known = f"valid: {', '.join(classes)}{nearest(wanted, classes)}" if classes else "it defines none"
         raise UserError(f"{key} = {name!r}: {path} defines no class {wanted!r}; {known}.")
-    taken = _constructor_options(classes[wanted])
-    for option in task.own_arguments:
-        if taken is not None and option not in taken:
-            field = f"{section}.options" if option in task.options else section
-            raise invalid(field, option, f"{wanted} has no such option", taken)
-    _check_data(section, name, task)
+    return classes[wanted]
 
 
 def _check_data(section: str, name: str, task: TaskTable) -> None:
@@ -205,19 +210,23 @@ def reading(field: str, path: str) -> Iterator[None]:
 
 @contextmanager
 def naming(config: RunConfig) -> Iterator[None]:
-    """``device = 'a80': ...`` becomes ``planner.device = 'a80': ...``, and a trace's path ``planner.trace = ...``."""
+    """``device = 'a80': ...`` becomes ``planner.device = 'a80': ...``, and a trace's path ``task.work.trace = ...``."""
     try:
         yield
     except UserError as error:
         text, keys = str(error), _keys(config)
-        traces = {"planner.trace": config.planner.trace, "simulated.trace": config.simulated.trace}
         kind, mark, rest = text.partition(" = ")
         if mark and kind in keys:
             raise UserError(f"{keys[kind]} = {rest}") from error
-        for key, path in traces.items():
+        for key, path in _traces(config).items():
             if path and text.startswith(path):
                 raise UserError(f"{key} = {path!r}: {text.removeprefix(path).lstrip(': ,')}") from error
         raise
+
+
+def _traces(config: RunConfig) -> dict[str, str]:
+    """Recorded work by the key that names it."""
+    return {f"{field}.trace": work.trace for field, (_, _, work) in config.task.works.items()}
 
 
 def _keys(config: RunConfig) -> dict[str, str]:

@@ -6,7 +6,6 @@ of ``[planner]`` by it and multiplies ``moves_per_hour``.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 from libra_hpc.config.job import Component
@@ -17,10 +16,9 @@ from libra_hpc.models.capacity import blocks_of
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
-from libra_hpc.traces import profiles
-from libra_hpc.traces.read import read_trace
+from libra_hpc.traces.run_work import run_work
 
-from .workload import dials
+from .workload import in_order
 
 TASK = "simulated"
 """Task name in records and for scheduling policies."""
@@ -58,11 +56,8 @@ def check_simulated(config: RunConfig) -> None:
     for name in ("train", "hybrid", "rollout"):
         if getattr(config.components, name).nodes:
             _check_hardware(config, name)
-    if trace := config.simulated.trace:
-        read_trace(Path(trace))
-        return
-    for _, preset, part in dials(config):
-        part.check(profiles.profile(preset))
+    for kind in in_order(config, run_work(config)):
+        kind.batch(1, 0)
 
 
 def _check_hardware(config: RunConfig, component: str) -> None:

@@ -34,9 +34,9 @@ class WorkloadTask(Task):
 
     def open(self, index: int, sample: int, progress: float) -> Episode:
         """Replay sample ``sample`` of prompt ``index``; both wrap around at the end of the workload."""
-        number = index % len(self._groups)
-        group = self._groups[number]
-        return _Replayed(group[sample % len(group)], number, sample, self._speedup)
+        group = self._groups[index]
+        # Ids of tokens have 32 bits.
+        return _Replayed(group[sample % len(group)], index % 2**31, sample, self._speedup)
 
 
 class _Replayed(Episode):

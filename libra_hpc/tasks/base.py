@@ -165,6 +165,9 @@ class Task(ABC):
     """Seconds per call of tools that need longer than ``task.tool_timeout_s``."""
     step_limit_s: float = 0.0
     """Seconds per step outside tool calls, if longer than ``deadlines.first_s``; then the step is cancelled."""
+    work: Mapping[str, float] = {}
+    """What its trajectories are like: keys of ``[task.work]``, of which those of the run file go first. It is written
+    out in the class itself, which is parsed and not run."""
     chats: tuple[ChatChoice, ...] = ()
     """How a chat task writes the policy's chat: a fact of the run."""
 

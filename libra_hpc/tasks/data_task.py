@@ -31,6 +31,8 @@ NO_LIMIT = 2**31 - 1
 class DataTask(Task):
     """See the module docstring; ``prompt`` is a column. ``drop_answer`` leaves out an answer at its end."""
 
+    work = {"turns": 1}
+
     def __init__(
         self,
         tokenizer: TaskTokenizer,

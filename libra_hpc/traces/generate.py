@@ -47,15 +47,11 @@ class Dials(msgspec.Struct, frozen=True):
     """Correlation of outcomes with the log of the remaining tokens; measured on two software sets: at most 0.17."""
     drift: float = 1.0
     """Typical length at the end of the trace over that at its start."""
-    epochs: int = 1
-    """How often each prompt appears, in a new order each time."""
-    turns: float | None = None
-    """Mean turns; None: the profile's."""
     max_context: int = 131_072
     """Tokens."""
 
     def check(self, profile: Profile) -> None:
-        for name, count in (("trajectories", self.trajectories), ("group", self.group), ("epochs", self.epochs)):
+        for name, count in (("trajectories", self.trajectories), ("group", self.group)):
             if count < 1:
                 raise invalid(name, count, "out of range", "an integer >= 1")
         for name, share in (("sibling", self.sibling), ("outcome", self.outcome)):
@@ -63,18 +59,9 @@ class Dials(msgspec.Struct, frozen=True):
                 raise invalid(name, share, "out of range", "a number from 0 to 1")
         if not (self.drift > 0 and math.isfinite(self.drift)):
             raise invalid("drift", self.drift, "out of range", "a number > 0")
-        if self.trajectories % (self.group * self.epochs):
-            multiple = self.group * self.epochs
-            raise invalid(
-                "trajectories",
-                self.trajectories,
-                "not a whole number of groups",
-                f"a multiple of group * epochs = {multiple}",
-            )
-        if self.turns is not None and not (self.turns >= 1 and math.isfinite(self.turns)):
-            raise invalid("turns", self.turns, "out of range", "a number >= 1")
-        if self.turns is not None and self.turns > 1 and not profile.tools:
-            raise invalid("turns", self.turns, f"preset {profile.name} has no tools", "1")
+        if self.trajectories % self.group:
+            why, valid = "not a whole number of groups", f"a multiple of group = {self.group}"
+            raise invalid("trajectories", self.trajectories, why, valid)
         least = int(profile.prompt.most) + 1
         if self.max_context < least:
             raise invalid(
@@ -105,7 +92,7 @@ def generate(preset: str | Profile, dials: Dials = Dials()) -> list[TrajectoryRe
     # Separate random streams, so that one dial does not change the rest of the trace.
     lengths, calls, scores = (random.Random(f"{dials.seed}/{name}") for name in ("lengths", "calls", "scores"))
     drafts = _drafts(profile, dials, lengths)
-    _deal(drafts, dials.turns or profile.turns, profile, lengths)
+    _deal(drafts, profile, lengths)
     mean, spread = _remaining(drafts)
     result = []
     for draft in drafts:
@@ -142,40 +129,35 @@ def generate(preset: str | Profile, dials: Dials = Dials()) -> list[TrajectoryRe
 
 
 def _drafts(profile: Profile, dials: Dials, rng: random.Random) -> list[_Draft]:
-    prompts = dials.trajectories // (dials.group * dials.epochs)
+    prompts = dials.trajectories // dials.group
     difficulties = [
         _normal.inv_cdf(min(max((index + rng.random()) / prompts, 1e-9), 1 - 1e-9)) for index in range(prompts)
     ]
     rng.shuffle(difficulties)
     tokens = [max(round(_draw(profile.prompt, rng)), 1) for _ in range(prompts)]
     drafts = []
-    order = list(range(prompts))
-    for epoch in range(dials.epochs):
-        if epoch:
-            rng.shuffle(order)
-        for place, prompt in enumerate(order):
-            position = (epoch * prompts + place) / max(dials.epochs * prompts - 1, 1)
-            for sample in range(dials.group):
-                x = math.sqrt(dials.sibling) * difficulties[prompt] + math.sqrt(1 - dials.sibling) * rng.gauss(0, 1)
-                length = math.exp(profile.sigma * x + math.log(dials.drift) * (position - 0.5))
-                drafts.append(
-                    _Draft(
-                        prompt_id=f"{profile.name}/{prompt}",
-                        sample=sample,
-                        prompt_tokens=tokens[prompt],
-                        difficulty=difficulties[prompt],
-                        length=length,
-                        generated=[],
-                    )
+    for prompt, difficulty in enumerate(difficulties):
+        position = prompt / max(prompts - 1, 1)
+        for sample in range(dials.group):
+            x = math.sqrt(dials.sibling) * difficulty + math.sqrt(1 - dials.sibling) * rng.gauss(0, 1)
+            drafts.append(
+                _Draft(
+                    prompt_id=f"{profile.name}/{prompt}",
+                    sample=sample,
+                    prompt_tokens=tokens[prompt],
+                    difficulty=difficulty,
+                    length=math.exp(profile.sigma * x + math.log(dials.drift) * (position - 0.5)),
+                    generated=[],
                 )
+            )
     return drafts
 
 
-def _deal(drafts: Sequence[_Draft], mean_turns: float, profile: Profile, rng: random.Random) -> None:
+def _deal(drafts: Sequence[_Draft], profile: Profile, rng: random.Random) -> None:
     shares = [draft.length**profile.turns_power * math.exp(TURNS_SIGMA * rng.gauss(0, 1)) for draft in drafts]
-    scale = mean_turns * len(shares) / sum(shares)
+    scale = profile.turns * len(shares) / sum(shares)
     for draft, share in zip(drafts, shares, strict=True):
-        turns = max(round(share * scale), 1) if mean_turns > 1 else 1
+        turns = max(round(share * scale), 1) if profile.turns > 1 else 1
         weights = [math.exp(TURN_SIGMA * rng.gauss(0, 1)) for _ in range(turns)]
         per_weight = profile.generated * draft.length / sum(weights)
         draft.generated = [max(round(weight * per_weight), 1) for weight in weights]

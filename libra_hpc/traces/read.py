@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from libra_hpc.errors import UserError, invalid
+from libra_hpc.errors import UserError
 from libra_hpc.files import write_result
 from libra_hpc.protocol.trace import TrajectoryRecord, live_lines
 
@@ -30,13 +30,11 @@ class Trace(NamedTuple):
     """What is wrong with each line that was passed over."""
 
 
-def read_trace(path: Path, skip_bad: bool = False, limit: int | None = None) -> Trace:
-    """Read the first ``limit`` trajectories (None: all) of a file.
+def read_trace(path: Path, skip_bad: bool = False) -> Trace:
+    """Read the trajectories of a file.
 
     Raises `UserError` for a file that is unreadable or without trajectories, and for a bad line unless ``skip_bad``.
     """
-    if limit is not None and limit < 1:
-        raise invalid("limit", limit, "out of range", "an integer >= 1")
     lines = [(number, line) for number, line in enumerate(content(path).split(b"\n"), 1) if line.strip()]
     if not lines:
         raise UserError(f"{path}: the trace is empty.")
@@ -47,11 +45,9 @@ def read_trace(path: Path, skip_bad: bool = False, limit: int | None = None) -> 
         except (ValueError, RecursionError) as error:
             problem = f"line {lines[place - 1][0]}: {why(error)}"
             if not skip_bad:
-                hint = "--skip-bad goes on without such lines; examples/convert_trace.py reads other formats"
+                hint = "--skip-bad goes on without such lines"
                 raise UserError(f"{path}, {problem} ({hint}).") from None
             trace.bad.append(f"{problem}.")
-        if len(trace.trajectories) == limit:
-            break
     if not trace.trajectories:
         passed = f" that can be read; bad lines: {len(trace.bad)}, the first: {trace.bad[0]}" if trace.bad else ""
         raise UserError(f"{path}: the trace has no trajectory{passed.rstrip('.')}.")

@@ -66,7 +66,8 @@ def test_an_engine_whose_log_probabilities_are_off_is_reloaded_then_closed_and_t
 def test_a_run_whose_policy_breaks_is_paused_and_goes_back(tmp_path: Path) -> None:
     trace = workload(tmp_path / "trace.jsonl")
     # Ten steps apart, so that one of the two newest checkpoints is good when the break is noticed.
-    text = SIMULATED.replace('presets = ["search"]', f'trace = "{trace}"').replace("every = 5", "every = 10")
+    text = SIMULATED.replace('presets = ["search"]', "").replace("every = 5", "every = 10")
+    text += f'[task.work]\ntrace = "{trace}"\n'
     text = text.replace("speedup = 100.0", "speedup = 20.0")
     case = Chaos(tmp_path, text=text.replace("restarts = 3", "restarts = 3\nrequeues = 9"), steps=STEPS, hybrid=0)
     run = case.submit()

@@ -102,7 +102,7 @@ def test_a_dry_run_without_slurm_prints_what_a_run_starts(
 
 def test_resume_keeps_folder_and_configuration_and_counts_attempts(site: Path, queue: Queue, cli: Cli) -> None:
     (site / "planned.jsonl").touch()
-    cli("submit", "run.toml", "-o", "algorithm.eta=3", "-o", "planner.trace=planned.jsonl")
+    cli("submit", "run.toml", "-o", "algorithm.eta=3", "-o", "task.work.trace=planned.jsonl")
     (site / "planned.jsonl").unlink()
     queue.answer = JobInfo("4711", JobState.FAILED)
     assert cli("submit", "--resume", "quick-001", "-o", "run.steps=200").code == 0

@@ -10,6 +10,7 @@ import pytest
 
 from libra_hpc.config import reference
 from libra_hpc.config.learn import EvalPart, TrainPart
+from libra_hpc.config.load import flat
 from libra_hpc.config.run import RunConfig
 from tests.docs import keys_page
 
@@ -33,8 +34,8 @@ def test_every_key_of_a_run_is_in_the_reference_with_its_default() -> None:
             else:
                 assert defaults.pop(f"{section}.{key}") == value
     for section, part in (("train", TrainPart()), ("eval", EvalPart())):
-        for name, value in msgspec.to_builtins(part).items():
-            assert defaults.pop(f"task.{section}.{name}") == value
+        for name, value in flat(msgspec.to_builtins(part), prefix=f"task.{section}.").items():
+            assert defaults.pop(name) == value
     assert defaults == {}
 
 

@@ -18,7 +18,6 @@ ELSEWHERE = {
     r"libra-hpc (submit --resume|show|plan run.toml -o planner.train)": "tests/cli has it, with such runs",
     r"\.venv/bin/libra-hpc submit examples": "plans for minutes: tests/cluster/test_two_environments",
     r"libra-hpc (check|submit) examples/quickstart.toml": "needs its policy: tests/cluster",
-    r"python examples/convert_trace": "needs a file of Azure's",
 }
 """Beginnings of commands that are not run here, and why."""
 STAND_INS = {

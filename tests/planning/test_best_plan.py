@@ -15,11 +15,11 @@ from libra_hpc.planning import best_plan
 from libra_hpc.planning.best_plan import FINAL_ROUNDS, FINALISTS, Bound, best_plans, scene
 from libra_hpc.planning.layout_space import LayoutSpace
 from libra_hpc.planning.request import PlanRequest, RunPlan, request
-from libra_hpc.planning.work import Assumed
 from libra_hpc.simulator.play import STOPPED, Played, batches_of, play
 
 from .conftest import run_file
 
+SHORT = {"work": {"answer_tokens": 200, "turns": 4}}
 TWO_KINDS = {
     "train": {"nodes": 2, "gpus": 8, "gpu_type": "a800"},
     "hybrid": {"nodes": 0},
@@ -29,8 +29,7 @@ TWO_KINDS = {
 
 def question(eta: int = 1, prompts: int = 8, nodes: int = 4, **sections: dict[str, object]) -> PlanRequest:
     batch = {"prompts_per_step": prompts, "eta": eta}
-    config = validate(run_file((nodes - 2, 0, 2), algorithm=batch, **sections))
-    return request(config, assumed=Assumed(generated=800, turns=4))
+    return request(validate(run_file((nodes - 2, 0, 2), algorithm=batch, task=SHORT, **sections)))
 
 
 def seconds(asked: PlanRequest, plan: RunPlan, *, rounds: int = FINAL_ROUNDS, most_s: float = math.inf) -> Played:
@@ -59,9 +58,9 @@ def test_two_kinds_of_nodes_have_a_degree_each_and_either_may_train() -> None:
 
 
 def test_few_seats_on_environment_nodes_make_a_batch_longer() -> None:
-    config = validate(run_file((2, 0, 2), algorithm={"prompts_per_step": 8}))
+    config = validate(run_file((2, 0, 2), algorithm={"prompts_per_step": 8}, task=SHORT))
     env = replace(config.components.env, nodes=2, seats=4)
-    asked = request(config.changed(components={"env": env}), assumed=Assumed(generated=800, turns=4))
+    asked = request(config.changed(components={"env": env}))
     plan = next(iter(LayoutSpace(asked).plans([4], 0)))
     assert scene(asked, LayoutSpace(asked), plan, 0.5)[1].seats == 4
     assert (

@@ -15,7 +15,6 @@ from libra_hpc.planning.in_turn import ASSUMED_S, asked_in_turn, in_turn_of
 from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.planning.layout_space import LayoutSpace
 from libra_hpc.planning.request import PlanRequest, request
-from libra_hpc.planning.work import Assumed
 from libra_hpc.preflight.checks import problems
 from libra_hpc.simulator.play import batches_of, play
 
@@ -23,13 +22,13 @@ from .conftest import Call, run_file
 
 pytestmark = pytest.mark.slow
 
-LONG = Assumed(generated=6_000, turns=6)
+LONG = {"work": {"answer_tokens": 1_000, "turns": 6}}
 
 
 def asked(eta: int = 0, prompts: int = 16, switch_s: float = 5.0, host: bool = True) -> PlanRequest:
     algorithm = {"prompts_per_step": prompts, "eta": eta}
-    config = validate(run_file((2, 0, 2), algorithm=algorithm, optimizer={"host": host}))
-    return asked_in_turn(request(config, assumed=LONG), config, switch_s)
+    config = validate(run_file((2, 0, 2), algorithm=algorithm, optimizer={"host": host}, task=LONG))
+    return asked_in_turn(request(config), config, switch_s)
 
 
 @pytest.mark.parametrize("eta", [0, 1])
@@ -78,7 +77,7 @@ def test_groups_that_are_complete_are_trained_beside_rollout() -> None:
 @pytest.mark.parametrize("changes", [{"minibatches": 2}, {"eta": 1}])
 def test_nothing_is_hidden_where_batches_are_trained_whole(changes: dict[str, Any]) -> None:
     algorithm = {"prompts_per_step": 16, "eta": 0, **changes}
-    made = request(validate(run_file((2, 0, 2), algorithm=algorithm)), assumed=LONG)
+    made = request(validate(run_file((2, 0, 2), algorithm=algorithm, task=LONG)))
     assert best_plans(made).plans[0].hidden_s == 0.0
 
 

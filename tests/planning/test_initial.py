@@ -14,8 +14,6 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.preflight.checks import problems
-from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
-from libra_hpc.traces.read import write_trace
 from tests.models.support import device_file
 
 from .conftest import run_file
@@ -80,14 +78,6 @@ def test_nodes_of_another_kind_roll_out_and_what_does_not_train_is_hybrid() -> N
     assert made.plan.pool == 0
 
 
-def test_lengths_come_from_an_earlier_run(tmp_path: Path) -> None:
-    turn = TurnRecord(0, 900, tool_s=0.5)
-    write_trace(tmp_path / "trajectories.jsonl", [TrajectoryRecord("p", n, 500, (turn,), 1.0) for n in range(40)])
-    made = planned(auto(planner={"trace": str(tmp_path)}))
-    assert made.asked.facts()["lengths"]["generated"] == pytest.approx(900)
-    assert "40 trajectories" in made.asked.lengths
-
-
 def test_the_record_has_question_choice_and_prediction() -> None:
     made = planned(auto())
     written = json.loads(json.dumps(made.record, allow_nan=False))
@@ -110,7 +100,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"model": {"path": "mixtral-8x7b"}}, f"{AUTO}: this version cannot train mixtral-8x7b"),
     ({"model": {"path": "qwen3-15b"}}, "model = 'qwen3-15b': neither a known short name nor"),
     ({"model": {"path": "llama-3.1-70b"}, "components": TWO_NODES}, "No training layout fits"),
-    ({"planner": {"trace": "/nowhere.jsonl"}}, "/nowhere.jsonl"),
+    ({"task": {"work": {"trace": "/nowhere.jsonl"}}}, "/nowhere.jsonl"),
     (
         {"components": {"hybrid": {"nodes": 1, "gpus": 4, "gpu_type": "a800"}}},
         "hybrid nodes are of the training nodes' kind; valid: 8.",

@@ -91,7 +91,7 @@ def test_engines_of_another_degree_have_the_capacity_of_the_table_as_measured(co
         ({"rollout": {"tp": [1, 1, 4, 4], "engines_per_node": [4, 4, 1, 1], "policy": "sticky"}}, False),
         ({"components": {"train": {"nodes": 2, "gpus": 4, "gpu_type": "h100"}, "hybrid": {"nodes": 0}}}, False),
         ({"components": {"rollout": {"nodes": 2, "gpus": 4, "gpu_type": "abacus"}}}, False),
-        ({"planner": {"trace": "no/such/file"}}, True),
+        ({"task": {"work": {"trace": "no/such/file"}}}, True),
         (
             {
                 "run": {"engine": "simulated"},

@@ -42,7 +42,7 @@ def test_the_default_shows_split_limits_and_sources(call: Call) -> None:
     for fact in (
         "qwen3-14b on 48 x a800 (6 nodes of 8), steps from operator tables\n128 trajectories a batch, eta 1 (stages",
         "note: engines run 256 of 384 turns, form no step ahead, and compute KV caches again at an update\n",
-        "assumed log-normal",
+        "lengths: assumed: 8 turns, prompts of 2,048 tokens, 512 tokens a turn, 128 of a tool, ",
         "TP, PP, CP, EP, DP: tensor, pipeline, context, expert, data parallel",
         "rollout steps: operator tables",
         "played in the simulator, 2 batches of the first row",
@@ -54,7 +54,7 @@ def test_the_default_shows_split_limits_and_sources(call: Call) -> None:
 @pytest.mark.parametrize(
     ("more", "note"),
     [
-        (("--tool-s", "600"), "rollout waits for its longest trajectory"),
+        (("-o", "task.work.tool_s=600"), "rollout waits for its longest trajectory"),
         (("-o", "planner.model=llama-3.1-70b"), "fits on hybrid nodes too, so it has none"),
     ],
 )
@@ -112,14 +112,6 @@ def test_a_sweep_is_a_curve_with_its_knee(call: Call, tmp_path: Path) -> None:
     assert f">knee at {found['knee']} GPUs</text>" in (tmp_path / "curve.svg").read_text()
 
 
-def test_lengths_of_a_trace(call: Call, tmp_path: Path) -> None:
-    turns = (TurnRecord(new_tokens=0, gen_tokens=500),)
-    write_trace(tmp_path / "trace.jsonl", [TrajectoryRecord(f"p{i}", 0, 100, turns) for i in range(20)])
-    out = call.shown("-o", "planner.trace=trace.jsonl")
-    assert "lengths: 20 trajectories of trace.jsonl" in out
-    assert "generated 500 tokens, longest 500; context up to 600" in out
-
-
 def test_a_device_of_the_users_own(call: Call, tmp_path: Path) -> None:
     device_file(tmp_path / "more.toml", memory_bytes=96e9)
     out = call.shown("-o", "planner.devices=more.toml", "-o", "planner.device=mi250x", "--gpus", "32")
@@ -137,10 +129,11 @@ MISTAKES: dict[tuple[str, ...], str] = {
     ("--gpus", "8..64"): "gpus = 8: nodes have 8",
     ("--gpus", "64..16"): "--gpus = '64..16': an empty range",
     ("--gpus", "many"): "--gpus = 'many': malformed; valid: a number such as 48 or a range such as 16..128.",
-    ("-o", "planner.trace=absent.jsonl"): "absent.jsonl cannot be read",
-    ("--sigma", "50"): "sigma = 50",
-    ("--generated", "100000"): "room for 30,720",
-    ("--generated", "0"): "generated = 0.0: out of range; valid: a number >= 1.",
+    ("-o", "task.work.trace=absent.jsonl"): "absent.jsonl cannot be read",
+    ("-o", "task.work.spread=50"): "task.work.spread = 50: out of range; valid: a number >= 0 and <= 5.",
+    ("-o", "task.work.turns=0.5"): "task.work.turns = 0.5: out of range; valid: 0, or a number >= 1.",
+    ("-o", "task.work.answer_tokens=9e4"): "8 turns of them and a prompt of 2,048 are more than rollout.max_model_len",
+    ("-o", "task.work.turn=2"): "task.work.turn = 2: unknown key in [task.work]; valid: ",
     ("-o", "components.hybrid.gpus=0"): "components.hybrid.gpus = 0: the other components have GPUs",
     ("-o", "components.rollout.gpu_type="): "components.rollout.gpu_type = '': the planner has to know the GPU",
     ("--plot", "no/such/folder.svg"): "no/such/folder.svg cannot be written (No such file or directory).",

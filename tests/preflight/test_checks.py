@@ -123,7 +123,7 @@ def test_problems_name_field_value_and_limit(values: dict[str, Any], sentence: s
     assert all(message.endswith(".") for message in found)
 
 
-AGENT, GENERATED = {"task.name": "agent"}, {"simulated.trace": ""}
+AGENT = {"task.name": "agent"}
 IN_USE: dict[str, tuple[Any, dict[str, Any]]] = {
     "components.env.gpus": (2, {"components.env.nodes": 0}),
     "algorithm.advantage": ("none", {"algorithm.kl_coef": 0.1}),
@@ -158,17 +158,12 @@ IN_USE: dict[str, tuple[Any, dict[str, Any]]] = {
     "chat.max_bad_calls": (1, {"task.name": "reasoning_gym:chain_sum"}),
     "track.wandb.entity": ("us", {"track.wandb.project": "libra"}),
     "track.wandb.mode": ("online", {"track.wandb.project": "libra"}),
-    "simulated.presets": (["math"], GENERATED),
-    "simulated.sibling": (0.5, GENERATED),
-    "simulated.outcome": (0.5, GENERATED),
-    "simulated.drift": (2.0, GENERATED),
 }
 """Of each key that may be idle, a value, and what makes it count."""
 BESIDE: dict[str, dict[str, Any]] = {
     "components.env.gpus": {"components.env.nodes": 1},
     "planner.repartition": {"planner.enabled": False},
     "rollout.max_num_seqs": {"rollout.max_inflight": 96},
-    **{f"simulated.{key}": {"simulated.trace": "trace.jsonl"} for key in ("presets", "sibling", "outcome", "drift")},
 }
 """Values beside which it is idle, where these are no defaults."""
 

@@ -83,20 +83,18 @@ def test_planner_times_are_divided_by_the_speedup(tmp_path: Path) -> None:
 
 
 def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Groups(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"]}))
-    assert [len(group) for group in made] == [2] * 16
-    assert [group[0].prompt_id.split("/")[1] for group in made] == ["search"] * 5 + ["math"] * 5 + ["r2e"] * 6
-    assert max(spec.context for group in made for spec in group) <= 16384
     monkeypatch.setattr("libra_hpc.simulated.workload.MOST_PROMPTS", 4)
-    for drift, drawn in ((1.0, [0, 1, 2, 3, 0]), (2.0, [0, 0, 1, 2, 3])):
-        few = Groups(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"], "drift": drift}))
-        assert [group[0].prompt_id.split("/")[1] for group in few] == ["search"] * 5 + ["math"] * 5 + ["r2e"] * 6
-        assert [few[index] for index in range(5)] == [few[drawn.index(number)] for number in drawn]
-    turns = (TurnRecord(0, 5),)
-    records = [TrajectoryRecord(name, sample, 9, turns) for sample in range(3) for name in "ab"]
+    groups = Groups(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"]}))
+    made = [groups[index] for index in range(17)]
+    assert {len(group) for group in made} == {2}
+    kinds = [group[0].prompt_id.split("/")[1] for group in made]
+    assert kinds == ["search"] * 6 + ["math"] * 5 + ["r2e"] * 5 + ["search"]
+    assert made[4] == made[0] == made[16] != made[1], "four are made of each preset"
+    assert max(spec.context for group in made for spec in group) <= 16384
+    records = [TrajectoryRecord(name, sample, 9, (TurnRecord(0, 5),)) for sample in range(3) for name in "ab"]
     write_trace(tmp_path / "t.jsonl.gz", records)
-    work = run_file(tmp_path, simulated={"trace": str(tmp_path / "t.jsonl.gz")})
-    grouped = [[(spec.prompt_id, spec.sample) for spec in group] for group in Groups(work)]
+    groups = Groups(run_file(tmp_path, task={"work": {"trace": str(tmp_path / "t.jsonl.gz")}}))
+    grouped = [[(spec.prompt_id, spec.sample) for spec in groups[index]] for index in range(2)]
     assert grouped == [[(name, n) for n in range(3)] for name in "ab"]
 
 
@@ -107,7 +105,7 @@ def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path, mon
         ({"simulated": {"model": ""}}, r"simulated\.model = ''.*model\.path"),
         ({"simulated": {"device": "a900"}}, r"device = 'a900'.*did you mean 'a800'"),
         ({"simulated": {"presets": ["maths"]}}, r"simulated\.presets = 'maths'.*did you mean 'math'"),
-        ({"simulated": {"trace": "/nowhere.jsonl"}}, r"simulated\.trace = '/nowhere\.jsonl': cannot be read"),
+        ({"task": {"work": {"trace": "/nowhere.jsonl"}}}, r"task\.work\.trace = '/nowhere\.jsonl': cannot be read"),
         ({"simulated": {"calibration": "/nowhere.json"}}, r"/nowhere\.json"),
         ({"simulated": {"speedup": 0.0}}, r"simulated\.speedup = 0\.0: out of range; valid: a number > 0"),
         ({"run": {"engine": "simulate"}}, r"run\.engine = 'simulate'.*did you mean 'simulated'"),
@@ -115,7 +113,10 @@ def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path, mon
         ({"train": {"tp": 1, "ep": 2}}, r"train\.ep = 2: the model has no experts"),
         ({"rollout": {"tp": 4}}, r"rollout\.tp = 4: rollout\.tp \* rollout\.engines_per_node needs 16 GPUs"),
         ({"rollout": {"max_model_len": 1_000_000}}, r"max_model_len = 1000000: the KV cache of qwen3-14b on 2 x a800"),
-        ({"rollout": {"max_model_len": 8000}}, r"rollout.max_model_len = 8000: the longest prompt leaves no room"),
+        (
+            {"rollout": {"max_model_len": 8000}, "simulated": {"presets": ["r2e"]}},
+            r"rollout.max_model_len = 8000: the longest prompt leaves no room",
+        ),
     ],
 )
 def test_mistakes_are_found_before_anything_is_queued(

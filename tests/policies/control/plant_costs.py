@@ -6,13 +6,16 @@ import math
 from statistics import NormalDist
 from typing import Any
 
+from msgspec.structs import replace
+
+from libra_hpc.config.load import validate
 from libra_hpc.models.devices import Device, device
 from libra_hpc.models.shapes import ModelShape, model_shape
 from libra_hpc.models.train_seconds import TrainWork, work_of
 from libra_hpc.planning.request import DevicePool, PlanRequest
 from libra_hpc.planning.train_layout import TrainSpace
-from libra_hpc.planning.work import Assumed, Work
 from libra_hpc.simulator.settings import SimulationSettings
+from libra_hpc.traces.run_work import run_work
 
 A800 = device("a800")
 QWEN = model_shape("qwen3-14b")
@@ -67,7 +70,6 @@ def question(shape: ModelShape, *pools: DevicePool, trajectories: int = 512, **m
         batch=agentic(trajectories),
         settings=SimulationSettings(batch_groups=trajectories, eta=1),
         space=TrainSpace(),
-        lengths="made up",
-        work=Work((), Assumed(), 32768, 1),
+        work=replace(run_work(validate({"rollout": {"max_model_len": 32768}})), group=1),
         **more,
     )
