@@ -27,6 +27,7 @@ from libra_hpc.preflight.checks import check_files
 from libra_hpc.preflight.task_trial import try_task
 from libra_hpc.process.lease import start_ticks
 from libra_hpc.slurm.interpreter import check_python
+from libra_hpc.slurm.launch import named_cluster
 from libra_hpc.slurm.node_job import answered, submit_on_nodes
 from libra_hpc.slurm.queue.command import slurm_environment
 from libra_hpc.slurm.queue.job_record import JobRecord, new_mark, start_attempt, write_job
@@ -224,5 +225,7 @@ def queued(config: RunConfig, place: RunDir, policies: dict[int, str]) -> Handle
         pid = int(handle.job_id)
         write_job(place, JobRecord("local", f"local-{pid}", 1, time.time(), pid=pid, started=start_ticks(pid) or 0))
     else:
-        write_job(place, JobRecord("slurm", handle.job_id, 1, time.time(), cluster_name(env), name=JOB, mark=mark))
+        asked = named_cluster(config)
+        cluster = asked or cluster_name(env)
+        write_job(place, JobRecord("slurm", handle.job_id, 1, time.time(), cluster, bool(asked), name=JOB, mark=mark))
     return handle

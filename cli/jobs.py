@@ -109,24 +109,28 @@ class JobQueue:
         if not queued:
             return found
         try:
-            known = self._known({run: record.job_id for run, record in queued.items()})
+            known = self._known(queued)
         except OperationError as error:
             print_note(f"runs are shown as their folders have them: {error}")
             return {**found, **{str(run.path): _silence(error) for run in queued}}
         for run, record in queued.items():
-            info, none = known.get(record.job_id), JobInfo(record.job_id, JobState.UNKNOWN)
+            info, none = known.get((record.asked, record.job_id)), JobInfo(record.job_id, JobState.UNKNOWN)
             found[str(run.path)] = info if info is not None and info.of(run, record) else none
         return found
 
-    def _known(self, queued: Mapping[RunDir, str]) -> dict[str, JobInfo]:
-        """What queue and accounting know, by job id."""
-        known = query.own_jobs(self._slurm())
-        unlisted = [job_id for run, job_id in queued.items() if job_id not in known and not run.result.exists()]
-        try:
-            known.update(query.accounts(self._slurm(), unlisted) if unlisted else {})
-        except OperationError as error:
-            print_note(f"runs that have left the queue are shown as their folders have them: {error}")
-        return known
+    def _known(self, queued: Mapping[RunDir, JobRecord]) -> dict[tuple[str, str], JobInfo]:
+        """What queue and accounting know, by cluster and job id."""
+        found: dict[tuple[str, str], JobInfo] = {}
+        for cluster in sorted({record.asked for record in queued.values()}):
+            ids = {record.job_id: run for run, record in queued.items() if record.asked == cluster}
+            known = query.own_jobs(self._slurm(), cluster)
+            unlisted = [job_id for job_id, run in ids.items() if job_id not in known and not run.result.exists()]
+            try:
+                known.update(query.accounts(self._slurm(), unlisted, cluster) if unlisted else {})
+            except OperationError as error:
+                print_note(f"runs that have left the queue are shown as their folders have them: {error}")
+            found |= {(cluster, job_id): info for job_id, info in known.items()}
+        return found
 
     def _slurm(self) -> Environment:
         if self._found is None:

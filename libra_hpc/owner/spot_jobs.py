@@ -20,7 +20,7 @@ from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.retry import Retry
 from libra_hpc.slurm.queue.command import call, clean_environment
-from libra_hpc.slurm.queue.query import JobState, own_jobs
+from libra_hpc.slurm.queue.query import JobState, answered_job, own_jobs
 
 from .owner_records import log_line
 
@@ -107,7 +107,7 @@ class SpotJobs:
                 if self._stop.is_set():
                     return
                 job = call(["sbatch", "--parsable", str(self._script)], self._environment, tries=1)
-                queue.jobs[job.strip().split(";")[0]] = None
+                queue.jobs[answered_job(job)[0]] = None
         except OperationError as error:
             queue.retry.failed(time.monotonic())
             if str(error) != self._logged:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from libra_hpc.config.node_groups import COMPONENTS
+from libra_hpc.config.node_groups import COMPONENTS, SHARED, het_groups
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.process.child_environment import NO_PROXY
@@ -22,6 +22,7 @@ from libra_hpc.slurm.queue.query import Partition, partitions, settings
 
 from .interpreter import PYPI, check_python, compute_python, mpi_plugins
 
+NO_STEPS = "disable_hetjob_steps"
 COMMANDS = ("sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 OLDEST = (20, 11)
 """Slurm's first release with ``srun --overlap``; heterogeneous steps are older."""
@@ -62,7 +63,7 @@ def examine(config: RunConfig, env: Mapping[str, str] | None, why: str = "") -> 
             facts = slurm_facts(env)
         except OperationError as error:
             return [*found, Finding("controller", "bad", str(error).rstrip("."), "try again when Slurm answers")]
-        found += [controller(facts, env), version(facts), heterogeneous(facts), plugin(config, facts)]
+        found += [controller(facts, env), version(facts), heterogeneous(config, facts), plugin(config, facts)]
         found += [accounting(facts), gpus(facts), *site_partitions(config, facts)]
     image = container(config, env)
     # Without an image no interpreter can be looked for.
@@ -99,12 +100,17 @@ def version(facts: SlurmFacts) -> Finding:
     return Finding("Slurm version", "bad" if old else "good", facts.version, fix)
 
 
-def heterogeneous(facts: SlurmFacts) -> Finding:
-    """Heterogeneous jobs are started by the backfill scheduler alone."""
-    kind = facts.settings.get("SchedulerType", "?")
+def heterogeneous(config: RunConfig, facts: SlurmFacts) -> Finding:
+    """Heterogeneous jobs are started by the backfill scheduler alone, and a site may allow no step over all of one."""
+    kind, why = facts.settings.get("SchedulerType", "?"), ""
     if kind != "sched/backfill":
-        return Finding("scheduler", "bad", kind, "heterogeneous jobs start under sched/backfill only")
-    return Finding("scheduler", "good", f"{kind}: heterogeneous jobs can start")
+        why = "heterogeneous jobs start under sched/backfill only"
+    elif NO_STEPS in facts.settings.get("SchedulerParameters", ""):
+        kind, why = f"SchedulerParameters = {NO_STEPS}", "no step spans a heterogeneous job"
+    if not why:
+        return Finding("scheduler", "good", f"{kind}: heterogeneous jobs can start")
+    plain = f"a plain job: components that agree in {', '.join(SHARED)}, one of a single node"
+    return Finding("scheduler", "warning" if len(het_groups(config)) == 1 else "bad", f"{kind}: {why}", plain)
 
 
 def plugin(config: RunConfig, facts: SlurmFacts) -> Finding:

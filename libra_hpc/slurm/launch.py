@@ -20,6 +20,7 @@ from libra_hpc.facts.rundir import RunDir
 from .fit import with_resources
 from .interpreter import compute_python
 from .queue.job_record import new_mark
+from .queue.query import cluster_in
 
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """Would end a line of a script, or hide a part of it from who reads it."""
@@ -261,6 +262,11 @@ def _extras(config: RunConfig, name: str, component: Component) -> list[tuple[st
     """Field and text of every option that `extra_options` looks at."""
     given = {"slurm.extra": config.slurm.extra, f"components.{name}.extra": component.extra}
     return [(place, option) for place, words in given.items() for option in joined(place, words)]
+
+
+def named_cluster(config: RunConfig) -> str:
+    """The cluster, or list of clusters, that ``slurm.extra`` names; empty: none."""
+    return cluster_in(joined("slurm.extra", config.slurm.extra))
 
 
 def given_options(config: RunConfig, components: Mapping[str, Component]) -> Iterator[tuple[str, str]]:

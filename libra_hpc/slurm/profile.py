@@ -41,7 +41,7 @@ def profile_text(known: Sequence[Partition], mpi: str, python: str = "", account
     up = [part for part in known if part.state == "up"]
     # Of several with the same nodes, the default one: others may preempt.
     largest = min(
-        up, key=lambda part: (-part.nodes * sum(part.gpus.values()), not part.default, part.name), default=None
+        up, key=lambda part: (-part.nodes * sum(part.whole_gpus.values()), not part.default, part.name), default=None
     )
     lines = TEXT.format(
         device="cuda" if largest is not None and largest.gpus else "cpu",
@@ -57,6 +57,6 @@ def profile_text(known: Sequence[Partition], mpi: str, python: str = "", account
         for name in STAGES:
             lines += ["", f"[components.{name}]", f'partition = "{largest.name}"']
             if largest.gpus:
-                kind, count = max(largest.gpus.items(), key=lambda item: item[1])
+                kind, count = max(largest.whole_gpus.items(), key=lambda item: item[1])
                 lines += [f"gpus = {count}", *([f'gpu_type = "{kind}"'] if kind else [])]
     return "\n".join(lines) + "\n"

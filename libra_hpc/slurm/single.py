@@ -27,7 +27,7 @@ from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.slurm.queue.command import complaint
-from libra_hpc.slurm.queue.query import JobState, job, slurm_seconds
+from libra_hpc.slurm.queue.query import JobState, cluster_in, job, slurm_seconds
 
 from .queue.command import clean_environment
 
@@ -41,14 +41,14 @@ GONE_AFTER_S = 30.0
 class QueueWatcher(SlurmInfoWatcher):
     """Reads the states of submitit's jobs from the controller."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], cluster: str = "") -> None:
         super().__init__(delay_s=5)
-        self._env = env
+        self._env, self._cluster = env, cluster
 
     def update(self) -> None:
         """Query every job that has not ended."""
         for job_id in self._registered - self._finished:
-            state = job(self._env, job_id).state
+            state = job(self._env, job_id, self._cluster).state
             self._info_dict[job_id] = {"State": state.value}
             if state.ended:
                 self._finished.add(job_id)
@@ -64,7 +64,7 @@ class EnvironmentExecutor(submitit.SlurmExecutor):
         self._prefix, self._options = env_command(env), options
 
         class WatchedJob(SlurmJob[Any]):
-            watcher = QueueWatcher(env)
+            watcher = QueueWatcher(env, cluster_in(options))
 
         self.job_class = WatchedJob
 

@@ -20,17 +20,15 @@ from libra_hpc.process.agent_folders import removal
 from libra_hpc.protocol.ranks_stop import STATES
 from libra_hpc.slurm.queue.command import SlurmRefused, SlurmSilent, call
 from libra_hpc.slurm.queue.job_record import JobRecord, read_job, start_attempt, write_job
-from libra_hpc.slurm.queue.query import JobInfo, JobState, cluster_name, job, own_jobs
+from libra_hpc.slurm.queue.query import JobInfo, JobState, answered_job, cluster_name, job, on_cluster, own_jobs
 
 from . import local
-from .launch import Launch, component_options, given_options
+from .launch import Launch, component_options, given_options, named_cluster
 from .writer import het_script, spot_script
 
 SUBMIT_TIMEOUT_S = 90.0
 """sbatch itself gives up after 60 s without a controller.  Ending it earlier could leave a queued job without a record.
 """
-JOB_ID = re.compile(r"^\s*(\d+)(?:;\S*)?\s*$", re.MULTILINE)
-"""What ``--parsable`` prints: ``id`` or ``id;cluster``."""
 USER_MISTAKES = (
     "invalid",
     "not available",
@@ -90,39 +88,44 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
         write_atomic(launch.run.spot_script, spot_script(launch).encode(), OWNER_ONLY)
     start_attempt(launch.run, launch.attempt)
     # Before the job is queued: a failure after that would leave a job without a record.
-    cluster = cluster_name(env)
-    job_id = _queue(launch, env)
+    own = cluster_name(env)
+    job_id, cluster = _queue(launch, env)
+    name, mark = launch.config.run.name, launch.mark
+    record = JobRecord(
+        "slurm", job_id, launch.attempt, time.time(), cluster or own, bool(cluster), name=name, mark=mark
+    )
     try:
-        name, mark = launch.config.run.name, launch.mark
-        write_job(launch.run, JobRecord("slurm", job_id, launch.attempt, time.time(), cluster, name=name, mark=mark))
+        write_job(launch.run, record)
     except OSError:
         # Nobody could find it, or cancel it.
-        cancel(job_id, env)
+        cancel(job_id, env, record.asked)
         raise
     return job_id
 
 
-def _queue(launch: Launch, env: Mapping[str, str]) -> str:
-    """Queue the script and return its job id.
+def _queue(launch: Launch, env: Mapping[str, str]) -> tuple[str, str]:
+    """Queue the script and return its job id, and its cluster where sbatch was asked for one.
 
     Sites print greetings beside the id, and an answer can get lost: then the queue is asked for a job of this script.
     """
+    script, named = str(launch.run.script), named_cluster(launch.config)
     try:
         answer = _sbatch(["--parsable"], launch, env)
-        if ids := JOB_ID.findall(answer):
-            return str(ids[-1])
+        job_id, cluster = answered_job(answer)
+        if job_id:
+            return job_id, cluster or named
         failure = OperationError(f"sbatch answered {answer.strip()!r} instead of a job id.")
     except SlurmSilent as silence:
         failure = silence
-    script = str(launch.run.script)
     try:
-        ids = [job_id for job_id, info in own_jobs(env).items() if info.script == script and not info.state.ended]
+        jobs = own_jobs(env, named)
+        ids = [job_id for job_id, info in jobs.items() if info.script == script and not info.state.ended]
     except OperationError:
         why = f"{str(failure).partition(';')[0].rstrip('.')}; its job may be queued, and squeue does not answer either"
         raise MaybeQueued(f"{why}. A job of {script} is in `squeue --me -o '%i %o'`, or was not queued.") from None
     if not ids:
         raise failure
-    return max(ids, key=int)
+    return max(ids, key=int), named
 
 
 def expected_start(launch: Launch, env: Mapping[str, str]) -> float | None:
@@ -172,8 +175,8 @@ def _given(config: RunConfig, components: Mapping[str, Component], keys: Sequenc
     return found
 
 
-def cancel(target: RunDir | str, env: Mapping[str, str] | None = None) -> bool:
-    """Cancel a run, or a Slurm job by id; returns False when it had ended already.
+def cancel(target: RunDir | str, env: Mapping[str, str] | None = None, cluster: str = "") -> bool:
+    """Cancel a run, or a Slurm job by id on a ``cluster``; returns False when it had ended already.
 
     ``env`` is Slurm's client environment, not needed for a local run.
     """
@@ -181,14 +184,14 @@ def cancel(target: RunDir | str, env: Mapping[str, str] | None = None) -> bool:
         record = read_job(target)
         if record.executor == "local":
             return local.cancel(target)
-        job_id, found = record.job_id, state(target, env)
+        job_id, cluster, found = record.job_id, record.asked, state(target, env)
     else:
-        job_id, found = target, job(_required(env, target), target)
+        job_id, found = target, job(_required(env, target), target, cluster)
     env = _required(env, job_id)
     if found.state.ended or found.state is JobState.UNKNOWN:
         return False
     try:
-        call(["scancel", job_id], env)
+        call(["scancel", *on_cluster(cluster), job_id], env)
     except SlurmRefused as refusal:
         if re.search("invalid job id", str(refusal), re.IGNORECASE):
             return False
@@ -242,7 +245,7 @@ def state(run: RunDir, env: Mapping[str, str] | None = None) -> JobInfo:
     record = read_job(run)
     if record.executor == "local":
         return local.state(run)
-    found = job(_required(env, record.job_id), record.job_id)
+    found = job(_required(env, record.job_id), record.job_id, record.asked)
     return found if found.of(run, record) else JobInfo(record.job_id, JobState.UNKNOWN)
 
 

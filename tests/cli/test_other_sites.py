@@ -82,6 +82,8 @@ class Site(NamedTuple):
     overrides: tuple[str, ...] = ()
     old: str = "time_limit"
     """State of an earlier run, whose job has left the queue."""
+    cancelled: str = "4711\n"
+    """What scancel gets."""
 
 
 SITES = {
@@ -110,6 +112,26 @@ SITES = {
             "sinfo": sinfo(f'echo "CLUSTER: $SLURM_CLUSTERS"; {NODES}'),
         },
         environ={"SLURM_CLUSTERS": "slaking"},
+        cancelled="-M slaking 4711\n",
+    ),
+    # https://slurm.schedmd.com/multi_cluster.html: of a job on another cluster the own one knows nothing.
+    "another cluster": Site(
+        {name: f'case "$*" in *"-M west "*) {QUIET[name]};; esac' for name in ("squeue", "scancel")}
+        | {
+            "sbatch": f'{TESTED}{QUEUED}";west"',
+            "scontrol": f'case "$*" in "show job"*) {UNKNOWN_ID};; esac; {scontrol()}',
+        },
+        overrides=("slurm.extra=['--clusters=west']",),
+        cancelled="-M west 4711\n",
+    ),
+    # https://github.com/dask/dask-jobqueue/issues/209: sbatch is a script that passes on no option but its own.
+    "a wrapper that drops --parsable": Site({"sbatch": f'{TESTED}{QUEUED} | sed "s/^/Submitted batch job /"'}),
+    # https://github.com/basnijholt/slurm-usage/issues/11: fields that nobody can read.
+    "fields that cannot be read": Site(
+        {
+            "sinfo": sinfo('echo "a800*|up|n/a|idle|N/A|?|gpu:a800:8"; echo "a800*|up|1:0:0:0:0|idle|64|1000000|gpu"'),
+            "scontrol": scontrol().replace("JobId=4711", "JobId=4711 Restarts=? HetJobOffset=N/A"),
+        }
     ),
     # https://github.com/Parsl/parsl/pull/2293, https://github.com/llnl/maestrowf/pull/431 and
     # https://github.com/NordicHPC/slurm2sql/pull/19: login scripts set formats for people.
@@ -252,7 +274,7 @@ def test_a_run_is_queued_and_found_again_whatever_the_site_s_habits(
     for facts in (json.loads(cli("status", "quick-001", "--json").out), listed["quick-001"]):
         assert (facts["job_id"], facts["state"], facts["reason"]) == ("4711", "pending", "other jobs come first")
     assert "job 4711 cancelled" in cli("cancel", "quick-001").out
-    assert (other / "cancelled").read_text() == "4711\n"
+    assert (other / "cancelled").read_text() == there.cancelled
 
 
 @pytest.mark.parametrize("name", ["quick-001", "4711"])

@@ -37,10 +37,12 @@ class Calls:
         self.made: list[str] = []
         self.known: dict[str, JobInfo] = {}
         monkeypatch.setattr(jobs, "slurm_environment", lambda: self.made.append("ping") or {})
-        monkeypatch.setattr(query, "own_jobs", lambda env: self.made.append("squeue") or dict(self.known))
+        monkeypatch.setattr(
+            query, "own_jobs", lambda env, cluster: self.made.append(f"squeue{cluster}") or dict(self.known)
+        )
         monkeypatch.setattr(query, "accounts", self.accounts)
 
-    def accounts(self, env: object, ids: list[str]) -> dict[str, JobInfo]:
+    def accounts(self, env: object, ids: list[str], cluster: str) -> dict[str, JobInfo]:
         self.made.append(f"sacct {','.join(ids)}")
         return {job_id: JobInfo(job_id, JobState.TIMEOUT) for job_id in ids}
 
@@ -67,7 +69,7 @@ def test_a_follower_finds_slurm_once_and_asks_one_question_a_poll(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = Calls(monkeypatch)
-    monkeypatch.setattr("libra_hpc.slurm.submit.job", lambda env, job_id: JobInfo(job_id, JobState.PENDING))
+    monkeypatch.setattr("libra_hpc.slurm.submit.job", lambda env, job_id, cluster: JobInfo(job_id, JobState.PENDING))
     now = [100.0]
     follower = Follower(make_run(tmp_path), clock=lambda: now[0])
     for _ in range(5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ SETTINGS = {
     "AccountingStorageType": "accounting_storage/slurmdbd",
 }
 
+NO_STEPS = {**SETTINGS, "SchedulerParameters": "bf_interval=60,disable_hetjob_steps"}
+HET = validate({"components": {"planner": {"partition": "cpu"}}})
+
 FAR = {"container": "apptainer", "image": "/nowhere/libra.sif", "setup": ["module load apptainer"]}
 
 
@@ -34,7 +38,7 @@ def facts(**changes: Any) -> SlurmFacts:
 
 def test_a_good_site_has_only_good_findings() -> None:
     config = validate({"components": {"train": {"partition": "a800,cpu"}}})
-    found = [doctor.controller(facts(), {}), doctor.version(facts()), doctor.heterogeneous(facts())]
+    found = [doctor.controller(facts(), {}), doctor.version(facts()), doctor.heterogeneous(config, facts())]
     found += [doctor.plugin(config, facts()), doctor.accounting(facts()), doctor.gpus(facts())]
     assert {finding.state for finding in found} == {"good"}
     assert doctor.site_partitions(config, facts()) == []
@@ -46,7 +50,10 @@ def test_a_good_site_has_only_good_findings() -> None:
     ("finding", "state", "words"),
     [
         (doctor.version(facts(version="slurm 20.02.1")), "bad", "20.11"),
-        (doctor.heterogeneous(facts(settings={"SchedulerType": "sched/builtin"})), "bad", "backfill"),
+        (doctor.heterogeneous(HET, facts(settings={"SchedulerType": "sched/builtin"})), "bad", "backfill"),
+        # https://slurm.schedmd.com/slurm.conf.html#OPT_disable_hetjob_steps: the default on Cray systems.
+        (doctor.heterogeneous(HET, facts(settings=NO_STEPS)), "bad", "no step spans a heterogeneous job"),
+        (doctor.heterogeneous(validate({}), facts(settings=NO_STEPS)), "warning", "a plain job"),
         (doctor.plugin(validate({"slurm": {"mpi": "pmi1"}}), facts()), "bad", "pmi1: srun has pmi2, pmix"),
         (doctor.plugin(validate({}), facts(plugins=[])), "warning", "none"),
         (doctor.accounting(facts(settings={"MinJobAge": "60 sec"})), "warning", "60 sec"),
@@ -83,6 +90,8 @@ def test_a_profile_is_written_from_the_partitions_and_valid() -> None:
     assert config.components.planner.partition == "cpu"
     assert [getattr(config.components, name).partition for name in ("train", "hybrid", "rollout")] == ["a800"] * 3
     assert (config.components.train.gpus, config.components.train.gpu_type) == (8, "a800")
+    sliced = replace(A800, gpus={"a800": 7, "1g.10gb": 28})
+    assert 'gpu_type = "a800"' in profile_text([sliced], "pmi2"), "a slice of a GPU is none"
     assert validate(tomllib.loads(profile_text([], "pmi2"))).slurm.device == "cpu"
 
 

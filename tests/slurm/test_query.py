@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from libra_hpc.slurm.queue.query import (
     JobState,
     Partition,
+    answered_job,
+    cluster_in,
     gpus_of,
     job_state,
     parse_accounts,
@@ -30,31 +34,44 @@ HET = (
 )
 
 
-def test_partitions() -> None:
-    assert parse_partitions(SINFO) == [
-        Partition(
-            name="a800",
-            default=True,
-            state="up",
-            nodes=3,
-            idle=1,
-            cpus=128,
-            memory_mb=1000000,
-            gpus={"a800": 8, "h100": 2},
-            max_seconds=None,
-        ),
-        Partition(
-            name="cpu",
-            default=False,
-            state="down",
-            nodes=1,
-            idle=1,
-            cpus=32,
-            memory_mb=256000,
-            gpus={},
-            max_seconds=129600,
-        ),
-    ]
+def test_a_partition_has_an_entry_for_each_kind_of_its_nodes() -> None:
+    a800 = Partition("a800", True, "up", 1, 1, 64, 1_000_000, {"a800": 8}, None)
+    small = replace(a800, idle=0, memory_mb=512_000)
+    mixed = Partition("a800", True, "up", 1, 0, 128, 512_000, {"a800": 4, "h100": 2}, None)
+    cpu = Partition("cpu", False, "down", 1, 1, 32, 256_000, {}, 129_600)
+    assert parse_partitions(SINFO) == [a800, small, mixed, cpu]
+
+
+def test_what_cannot_be_read_is_not_known() -> None:
+    (odd,) = parse_partitions("gpu|up|n/a|idle|N/A||gpu:a800:8(S:0-1)\n\nCLUSTER: west\n")
+    assert (odd.cpus, odd.memory_mb, odd.max_seconds, odd.gpus) == (0, 0, None, {"a800": 8})
+    words = "JobId=41 HetJobOffset=N/A JobName=x JobState=RUNNING Restarts=? ExitCode=x StartTime=Unknown"
+    info = parse_job("41", words)
+    assert (info.state, info.restarts, info.start_time, info.components) == (JobState.RUNNING, 0, None, ())
+    (job,) = parse_queue("41+N/A|ODD|?|n/a|??|a|(null)|b\n42|RUNNING|None|n/a|??|a|(null)|b\n").values()
+    assert (job.job_id, job.start_time) == ("42", None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "job"),
+    [
+        ("4242\n", ("4242", "")),
+        ("4242;west\n", ("4242", "west")),
+        ("Submitted batch job 4242\n", ("4242", "")),
+        ("hello\nSubmitted batch job 4242 on cluster west\n", ("4242", "west")),
+        ("12 jobs wait\n", ("", "")),
+    ],
+)
+def test_what_sbatch_answers(answer: str, job: tuple[str, str]) -> None:
+    assert answered_job(answer) == job
+
+
+@pytest.mark.parametrize(
+    ("options", "cluster"),
+    [(["--clusters=west"], "west"), (["-Mwest"], "west"), (["--nice", "--cluster=a,b"], "a,b"), (["--nice"], "")],
+)
+def test_the_cluster_that_options_name(options: list[str], cluster: str) -> None:
+    assert cluster_in(options) == cluster
 
 
 @pytest.mark.parametrize(

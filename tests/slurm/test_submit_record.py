@@ -31,7 +31,7 @@ def test_a_queued_job_is_cancelled(launch: Launch, monkeypatch: pytest.MonkeyPat
     asked: list[list[str]] = []
     monkeypatch.setattr(submit, "write_job", full)
     monkeypatch.setattr(submit, "cluster_name", lambda env: "test")
-    monkeypatch.setattr(submit, "job", lambda env, job_id: JobInfo(job_id, JobState.PENDING))
+    monkeypatch.setattr(submit, "job", lambda env, job_id, cluster: JobInfo(job_id, JobState.PENDING))
     monkeypatch.setattr(submit, "call", lambda argv, *_, **__: asked.append(argv) or "4711")
     with pytest.raises(OSError, match="No space left"):
         submit.submit(launch, {})

@@ -37,6 +37,8 @@ class JobRecord(msgspec.Struct, frozen=True):
     """Epoch seconds."""
     cluster: str = ""
     """Slurm only: the cluster that has the job."""
+    elsewhere: bool = False
+    """Slurm only: sbatch was asked for that cluster, and so are all queries."""
     pid: int = 0
     """Local only: process id and group of the launcher."""
     started: int = 0
@@ -46,6 +48,11 @@ class JobRecord(msgspec.Struct, frozen=True):
     name: str = ""
     """Slurm only: the job's name, and in its comment `new_mark`; empty in records of before there was one."""
     mark: str = ""
+
+    @property
+    def asked(self) -> str:
+        """The cluster that Slurm's commands must name; empty: none."""
+        return self.cluster if self.elsewhere else ""
 
 
 _decoder = msgspec.json.Decoder(JobRecord)

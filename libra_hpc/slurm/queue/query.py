@@ -21,6 +21,9 @@ from libra_hpc.facts.rundir import RunDir
 from .command import SlurmRefused, SlurmSilent, call
 from .job_record import JobRecord, mark_in
 
+JOB_ID = re.compile(r"^\s*(?:Submitted batch job )?(\d+)(?:(?:;| on cluster )(\S+))?\s*$", re.MULTILINE)
+"""What ``--parsable`` prints: ``id`` or ``id;cluster``; and what sbatch prints where a wrapper drops that option."""
+
 
 class JobState(Enum):
     """The states of a job that callers distinguish."""
@@ -55,9 +58,13 @@ _STATES = {
 }
 
 
+SLICE = re.compile(r"\d+g\.\d+gb")
+"""In the type of a part of a GPU, as MIG makes them."""
+
+
 @dataclass(frozen=True)
 class Partition:
-    """One partition and its nodes."""
+    """A partition and its nodes of one kind; one of mixed nodes is several of these."""
 
     name: str
     default: bool
@@ -66,15 +73,20 @@ class Partition:
     nodes: int
     idle: int
     cpus: int
-    """Per node; where nodes differ, of the largest."""
+    """Per node; 0: not known."""
     memory_mb: int
-    """Per node; where nodes differ, of the largest."""
+    """Per node; 0: not known."""
     gpus: dict[str, int]
-    """GPUs per node by type (an empty type: untyped); where nodes differ, of the largest."""
+    """GPUs and slices of GPUs per node by type; an empty type: untyped."""
     max_seconds: int | None
-    """Longest time limit; None: unlimited."""
+    """Longest time limit; None: unlimited, or not known."""
     out: int = 0
     """Nodes that are drained or down at the moment."""
+
+    @property
+    def whole_gpus(self) -> dict[str, int]:
+        """GPUs that are no slices; on nodes with slices alone these."""
+        return {kind: count for kind, count in self.gpus.items() if not SLICE.search(kind)} or self.gpus
 
 
 @dataclass(frozen=True)
@@ -159,40 +171,59 @@ def partitions(env: Mapping[str, str], *options: str) -> list[Partition]:
 
 def parse_partitions(text: str) -> list[Partition]:
     """Partitions from ``sinfo --Node`` with a line ``name|state|limit|node state|cpus|MB|gres`` per node."""
-    found: dict[str, Partition] = {}
+    found: dict[tuple[object, ...], Partition] = {}
     for line in text.splitlines():
         fields = line.strip().split("|")
         if len(fields) != 7:
             continue
         label, state, limit, node_state, cpus, memory, gres = fields
-        name = label.removesuffix("*")
-        old = found.get(name) or Partition(
+        try:
+            max_seconds = slurm_seconds(limit)
+        except ValueError:
+            max_seconds = None
+        name, gpus = label.removesuffix("*"), gpus_of(gres)
+        kind = (name, cpus, memory, *sorted(gpus.items()))
+        old = found.get(kind) or Partition(
             name=name,
             default=label.endswith("*"),
             state=state,
             nodes=0,
             idle=0,
-            cpus=0,
-            memory_mb=0,
-            gpus={},
-            max_seconds=slurm_seconds(limit),
+            cpus=_number(cpus),
+            memory_mb=_number(memory),
+            gpus=gpus,
+            max_seconds=max_seconds,
         )
-        here = gpus_of(gres)
-        found[name] = Partition(
-            name=name,
-            default=old.default,
-            state=state,
+        found[kind] = replace(
+            old,
             nodes=old.nodes + 1,
             # A trailing sign (idle~: powered down, idle*: not answering) matters only where the node cannot be used.
             idle=old.idle + (node_state.startswith("idle") and not node_state.endswith("*")),
-            # A + marks a lower bound.
-            cpus=max(old.cpus, int(cpus.removesuffix("+"))),
-            memory_mb=max(old.memory_mb, int(memory.removesuffix("+"))),
-            gpus={kind: max(old.gpus.get(kind, 0), here.get(kind, 0)) for kind in {**old.gpus, **here}},
-            max_seconds=old.max_seconds,
             out=old.out + node_state.startswith(("drain", "down", "fail")),
         )
     return list(found.values())
+
+
+def _number(text: str) -> int:
+    """A number of Slurm's, of which a + marks a lower bound; 0 where it cannot be read."""
+    digits = text.removesuffix("+")
+    return int(digits) if digits.isdecimal() else 0
+
+
+def on_cluster(cluster: str) -> list[str]:
+    """Option of Slurm's commands that asks another cluster; empty: the one that answers by itself."""
+    return ["-M", cluster] if cluster else []
+
+
+def cluster_in(options: Iterable[str]) -> str:
+    """The cluster, or list of clusters, that sbatch options name; empty: none."""
+    named = [found[1] for option in options if (found := re.match(r"(?:--clu\w*=|-M=?)(.+)", option))]
+    return named[-1] if named else ""
+
+
+def answered_job(answer: str) -> tuple[str, str]:
+    """The job id in what sbatch printed, and the cluster where it was asked for one; empty where it names none."""
+    return [("", ""), *JOB_ID.findall(answer)][-1]
 
 
 def settings(env: Mapping[str, str]) -> dict[str, str]:
@@ -206,12 +237,12 @@ def cluster_name(env: Mapping[str, str]) -> str:
     return settings(env).get("ClusterName", "")
 
 
-def own_jobs(env: Mapping[str, str]) -> dict[str, JobInfo]:
-    """This user's jobs by id, those that Slurm still remembers among them, in one question; raises
+def own_jobs(env: Mapping[str, str], cluster: str = "") -> dict[str, JobInfo]:
+    """This user's jobs on a cluster by id, those that Slurm still remembers among them, in one question; raises
     `SlurmUnreachable`."""
     # Also those in hidden partitions.
     options = ("--me", "--all", "--noheader", "--states=all", "--format=%i|%T|%r|%S|%e|%j|%k|%o")
-    return parse_queue(call(["squeue", *options], env))
+    return parse_queue(call(["squeue", *on_cluster(cluster), *options], env))
 
 
 def parse_queue(text: str) -> dict[str, JobInfo]:
@@ -246,21 +277,21 @@ def parse_queue(text: str) -> dict[str, JobInfo]:
     return {job_id: replace(info, components=tuple(parts.get(job_id, ()))) for job_id, info in found.items()}
 
 
-def job(env: Mapping[str, str], job_id: str) -> JobInfo:
+def job(env: Mapping[str, str], job_id: str, cluster: str = "") -> JobInfo:
     """The job's state; UNKNOWN when Slurm has no record of it.  Raises `SlurmUnreachable`."""
     try:
-        return parse_job(job_id, call(["scontrol", "show", "job", "--oneliner", job_id], env))
+        return parse_job(job_id, call(["scontrol", *on_cluster(cluster), "show", "job", "--oneliner", job_id], env))
     except SlurmRefused:
-        return accounts(env, [job_id])[job_id]
+        return accounts(env, [job_id], cluster)[job_id]
 
 
-def accounts(env: Mapping[str, str], job_ids: Iterable[str]) -> dict[str, JobInfo]:
-    """Jobs by id from the site's accounting, in one question; UNKNOWN where it has no record, or there is none.
+def accounts(env: Mapping[str, str], job_ids: Iterable[str], cluster: str = "") -> dict[str, JobInfo]:
+    """Jobs of a cluster by id from the accounting, in one question; UNKNOWN where it has no record, or there is none.
 
     Raises `SlurmUnreachable`.
     """
     ids = list(job_ids)
-    command = ["sacct", "--noheader", "--parsable2", "--allocations", "--jobs", ",".join(ids)]
+    command = ["sacct", *on_cluster(cluster), "--noheader", "--parsable2", "--allocations", "--jobs", ",".join(ids)]
     try:
         text = call([*command, "--format=JobID,State,ExitCode,Start,JobName"], env)
     except SlurmSilent:
@@ -299,13 +330,16 @@ def parse_job(job_id: str, text: str) -> JobInfo:
             records.append(fields)
     if not records:
         return JobInfo(job_id, JobState.UNKNOWN)
-    records.sort(key=lambda fields: int(fields.get("HetJobOffset", "0")))
+    records.sort(key=lambda fields: _number(fields.get("HetJobOffset", "")))
     components = tuple(
         HetComponent(
-            int(fields["HetJobOffset"]), fields["JobId"], job_state(fields["JobState"]), _text(fields.get("NodeList"))
+            int(fields["HetJobOffset"]),
+            fields.get("JobId", ""),
+            job_state(fields["JobState"]),
+            _text(fields.get("NodeList")),
         )
         for fields in records
-        if "HetJobOffset" in fields
+        if fields.get("HetJobOffset", "").isdecimal()
     )
     leader = records[0]
     state = job_state(leader["JobState"])
@@ -316,7 +350,7 @@ def parse_job(job_id: str, text: str) -> JobInfo:
         exit_code=_exit_code(leader.get("ExitCode", "")) if state.ended else None,
         start_time=_epoch(leader.get("StartTime", "")) if state is not JobState.PENDING else None,
         end_time=_epoch(leader.get("EndTime", "")) if state.ended else None,
-        restarts=int(leader.get("Restarts", "0")),
+        restarts=_number(leader.get("Restarts", "")),
         script=_text(leader.get("Command")),
         name=leader.get("JobName", ""),
         mark=leader.get("Comment", ""),
