@@ -22,7 +22,7 @@ from libra_hpc.facts.series import duration
 from libra_hpc.facts.status import STALE_S, read_status, write_fault
 from libra_hpc.files import complete_folder
 from libra_hpc.slurm import local, submit
-from libra_hpc.slurm.launch import Launch
+from libra_hpc.slurm.launch import Launch, memory_options
 from libra_hpc.slurm.queue import query
 from libra_hpc.slurm.queue.cause import with_cause
 from libra_hpc.slurm.queue.command import clean_environment, slurm_environment
@@ -272,11 +272,11 @@ def make_policy(out: Path, task: str, seed: int, steps: int, executor: str) -> d
         name="make-policy",
         folder=folder,
         executor=kind(found),
-        mem=POLICY_MEMORY,
         time_limit=POLICY_TIME,
         # A container would not see ``out``: there the submitting interpreter makes the policy.
         python=shlex.quote(compute.python) if compute.container == "none" and compute.python else "",
         parameters={"setup": set_up_lines(config, compute.env)},
+        options=memory_options(config.slurm, POLICY_MEMORY),
     )
     print_note(f"job {handle.job_id} makes the policy (logs in {folder})")
     try:

@@ -29,7 +29,7 @@ from libra_hpc.slurm.queue.job_record import read_job
 from libra_hpc.slurm.submit import MaybeQueued
 
 from . import jobs
-from .check import check_all, load, warn
+from .check import check_all, expected_start, load, warn
 from .config_show import OverrideOption
 from .output import print_json, print_line, print_note
 from .runs import RUNS, JsonOption, attempt, find_run, is_own, job_id, run_names
@@ -108,6 +108,7 @@ def submit(
     number = 1 if before is None else before.number + 1
     if dry_run:
         folder = RunDir(Path(config.run.dir) / f"{config.run.name}-NNN") if before is None else before.run
+        expected_start(checked)
         print_line(jobs.script(checked.launch(folder, number, from_step=from_step)).rstrip("\n"))
         return
     run, queued = enqueue(checked, run_file, before, from_step)

@@ -11,6 +11,10 @@ from .section import FilePath, Names, Seconds, Section, Steps, Valid
 NAME, NAME_LENGTH = r"^[A-Za-z0-9][A-Za-z0-9_.-]*\Z", 64
 """Names of runs and sweeps, which are parts of file names."""
 NAME_WORDS = "letters, digits, '_', '.' and '-', a letter or digit first, at most 64 characters"
+NO_OPTION = "none"
+"""A value that leaves out an option of sbatch."""
+Memory = Annotated[str, Valid("a number, one with K, M, G or T, or none"), Meta(pattern=r"^([0-9]+[KMGT]?|none)?\Z")]
+MemOption = Literal["--mem", "--mem-per-cpu", "--mem-per-gpu", "none"]
 VariableName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
 ShellLine = Annotated[str, Meta(pattern=r"^[^\r\n\x00]+\Z")]
 Folder = Annotated[str, Meta(pattern=r"^[^\r\n\x00,]+\Z")]
@@ -90,11 +94,13 @@ class SlurmSection(Section, frozen=True):
     ``env``, whose nodes none replaces then."""
     gpu_option: Annotated[
         str,
-        Valid("an option of sbatch with {gpus}, and {type} or not"),
-        Meta(pattern=r"^--[a-z-]+=[^\s{}]*(\{type\}[^\s{}]*)?\{gpus\}[^\s{}]*\Z"),
+        Valid("an option of sbatch with {gpus}, and {type} or not; or none"),
+        Meta(pattern=r"^(none|--[a-z-]+=[^\s{}]*(\{type\}[^\s{}]*)?\{gpus\}[^\s{}]*)?\Z"),
     ] = "--gres=gpu:{type}:{gpus}"
     """How the cluster spells a request for GPUs of a node; ``{type}`` is left out with its colon where a component
-    has no ``gpu_type``."""
+    has no ``gpu_type``. Empty or ``none``: nodes are given whole."""
+    mem_option: MemOption = "--mem"
+    """The same for memory."""
     mail: str = ""
     """Address that Slurm writes to; empty: nobody."""
     mail_on: list[Literal["BEGIN", "END", "FAIL", "REQUEUE", "TIME_LIMIT", "ALL"]] = field(
@@ -152,7 +158,7 @@ class Component(Section, frozen=True):
     """GRES type of the GPUs, for instance ``a800``; empty: any."""
     cpus: Annotated[int, Meta(ge=0)] = 0
     """CPUs per node; 0: those of the node that belong to its GPUs, and 1 without GPUs."""
-    mem: Annotated[str, Valid("a number, or one with K, M, G or T"), Meta(pattern=r"^([0-9]+[KMGT]?)?\Z")] = ""
+    mem: Memory = ""
     """Memory per node, as Slurm writes it; without a unit MiB, and 0 is all memory of the node. Empty: the memory of
     the node that belongs to its GPUs, and 2G without GPUs."""
     constraint: str = ""
@@ -189,7 +195,7 @@ class EnvComponent(Component, frozen=True):
 
     nodes: Annotated[int, Meta(ge=0, le=10_000)] = 0
     """Nodes; 0 leaves the component out. A run file that has the section without this key has one."""
-    mem: Annotated[str, Valid("a number, or one with K, M, G or T"), Meta(pattern=r"^([0-9]+[KMGT]?)?\Z")] = "0"
+    mem: Memory = "0"
     """Memory per node, as Slurm writes it; 0: all of the node."""
     seats: Annotated[int, Meta(ge=0, le=100_000)] = 0
     """Trajectories of a node at once; others wait. 0: as many as ``cpus``."""

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from .job import Component
+from .job import NO_OPTION, Component
 from .run import RunConfig
 
 COMPONENTS = ("planner", "train", "hybrid", "rollout", "env")
@@ -128,7 +128,9 @@ def env_ranks(config: RunConfig) -> list[int]:
 
 
 def memory_mb(text: str) -> float:
-    """MiB of a Slurm memory size such as ``2G``; a number without a unit is MiB."""
+    """MiB of a Slurm memory size such as ``2G``; a number without a unit is MiB, and ``none`` is 0."""
+    if text == NO_OPTION:
+        return 0.0
     return float(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else float(text)
 
 

@@ -4,7 +4,7 @@
    of evaluations.
 2. The split, where the planner chooses it (`planning.initial`); meanwhile the start of one episode (`task_trial`).
 3. Fields, model and GPU memory (`checks`).
-4. With Slurm: MPI plugin, CPUs and memory of the nodes, and whether the job can ever start (`slurm.fit`).
+4. With Slurm: MPI plugin, CPUs and memory of the nodes, and warnings of what it may refuse (`slurm.fit`).
 5. Host memory, the sbatch options (`slurm.launch`), and a site's template of the script.
 
 Nothing is written or queued.
@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 
 from libra_hpc.config.node_groups import het_groups
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import SlurmUnreachable
+from libra_hpc.errors import SlurmUnreachable, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import cache_folder
 from libra_hpc.models.host_memory import HostRoom
-from libra_hpc.slurm.fit import check_fit, with_resources
+from libra_hpc.slurm.fit import doubts, waits, with_resources
 from libra_hpc.slurm.interpreter import check_container, check_plugin, check_python, mpi_plugins
-from libra_hpc.slurm.launch import JobRequest, Launch, job_request
+from libra_hpc.slurm.launch import JobRequest, Launch, job_request, named_cluster
 from libra_hpc.slurm.queue.command import WAYS_OUT, slurm_environment
-from libra_hpc.slurm.queue.query import Partition, partitions
+from libra_hpc.slurm.queue.query import Partition, on_cluster, partitions
 from libra_hpc.slurm.writer import het_script
 
 from .checks import check_files, check_run
@@ -94,9 +94,10 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
     check_plugin(config, [] if environment is None else mpi_plugins(environment))
     warnings += check_container(config, environment)
     if environment is not None:
-        known = partitions(environment, "--all")
+        known = partitions(environment, "--all", *on_cluster(named_cluster(config)))
         config = with_resources(config, known)
-        warnings += check_fit(config, known)
+        warnings += waits(config, known)
+        warnings += [str(invalid(*doubt)).rstrip(".") for doubt in doubts(config, known, named=True)]
     boxes = _boxes(config)
     warnings += [str(idle).rstrip(".") for idle in idle_keys(config, IDLE)]
     warnings += [*idle_seats(config), *(f"{box.why.rstrip('.')}, and on the nodes it may" for box in boxes if box.why)]
@@ -138,7 +139,7 @@ def known_rooms(config: RunConfig) -> Mapping[str, HostRoom]:
     if not has_hosts(config) or config.components.one_node or config.slurm.executor == "local":
         return {}
     environment = _slurm(config, required=False)
-    known = [] if environment is None else partitions(environment, "--all")
+    known = [] if environment is None else partitions(environment, "--all", *on_cluster(named_cluster(config)))
     return node_rooms(with_resources(config, known) if known else config, known)
 
 

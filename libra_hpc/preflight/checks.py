@@ -223,6 +223,9 @@ def well_formed_time(config: RunConfig) -> Iterator[UserError]:
             if seconds is not None and seconds < LEAST_S:
                 why = "no time at all" if not seconds else f"{seconds} s, and Slurm looks at limits twice a minute"
                 yield invalid(f"{section}.time_limit", text, why, TIME_FORMATS)
+            elif section == "slurm" and seconds is not None and seconds <= config.slurm.notice_s:
+                why = f"the run begins to save slurm.notice_s = {config.slurm.notice_s:g} s before it"
+                yield invalid("slurm.time_limit", text, why, "a longer time")
     if 0.0 < config.slurm.notice_s < LEAST_NOTICE_S:
         why = "too short to save anything"
         yield invalid("slurm.notice_s", config.slurm.notice_s, why, f"0, or a number >= {LEAST_NOTICE_S:g}")

@@ -27,7 +27,7 @@ from libra_hpc.errors import invalid
 from libra_hpc.models.capacity import GIB, MIB
 from libra_hpc.models.host_memory import WEIGHTS, HostRoom, NodeMemory, node_memory, node_work
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, reference_shape
-from libra_hpc.slurm.fit import usable
+from libra_hpc.slurm.fit import offered
 from libra_hpc.slurm.queue.query import Partition
 
 from .gpu_memory import MemoryNeed
@@ -101,7 +101,7 @@ def node_rooms(config: RunConfig, partitions: Sequence[Partition]) -> dict[str, 
     """What the nodes of each component have."""
     found = {}
     for name, part in stages(config).items():
-        whole = _smallest(part, partitions)
+        whole = _smallest(config, part, partitions)
         found[name] = HostRoom(_given(part) or whole, whole and config.compute.shm_share * whole)
     return found
 
@@ -111,9 +111,9 @@ def _machine() -> float:
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def _smallest(component: Component, partitions: Sequence[Partition]) -> float | None:
+def _smallest(config: RunConfig, component: Component, partitions: Sequence[Partition]) -> float | None:
     """Bytes of the smallest node that Slurm may choose; None: not known."""
-    return min((p.memory_mb for p in usable(component, partitions)), default=0) * float(MIB) or None
+    return min((p.memory_mb for p in offered(config, component, partitions)), default=0) * float(MIB) or None
 
 
 def check_boxes(config: RunConfig, needs: Sequence[HostNeed], partitions: Sequence[Partition]) -> list[str]:
@@ -123,7 +123,7 @@ def check_boxes(config: RunConfig, needs: Sequence[HostNeed], partitions: Sequen
     where, part, taken = "the rollout leader's node", config.components.rollout, 0.0
     if env.nodes:
         boxes, where, part = min(boxes, env.room), "an environment node", env
-    whole = _machine() if config.slurm.executor == "local" else _given(part) or _smallest(part, partitions)
+    whole = _machine() if config.slurm.executor == "local" else _given(part) or _smallest(config, part, partitions)
     if needs and not env.nodes:
         # The last one is the rollout leader's, or the one node's.
         whole, taken = needs[-1].room.memory, sum(needs[-1].terms.values())

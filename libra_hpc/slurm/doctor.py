@@ -9,23 +9,32 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-from libra_hpc.config.node_groups import COMPONENTS, SHARED, het_groups
+import msgspec
+
+from libra_hpc.config.job import NO_OPTION, Component, MemOption
+from libra_hpc.config.load import with_values
+from libra_hpc.config.node_groups import SHARED, HetGroup, het_groups
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import OperationError, UserError
+from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.process.child_environment import NO_PROXY
 from libra_hpc.slurm.interpreter import check_container
-from libra_hpc.slurm.queue.command import call
-from libra_hpc.slurm.queue.query import Partition, partitions, settings
+from libra_hpc.slurm.queue.command import SlurmRefused, call
+from libra_hpc.slurm.queue.query import Partition, on_cluster, partitions, settings
 
+from .fit import Doubt, doubts, with_resources
 from .interpreter import PYPI, check_python, compute_python, mpi_plugins
+from .launch import named_cluster, node_options
+from .refusal import SPELLED, refusal
 
 NO_STEPS = "disable_hetjob_steps"
 COMMANDS = ("sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
 OLDEST = (20, 11)
 """Slurm's first release with ``srun --overlap``; heterogeneous steps are older."""
+GPU_OPTIONS = ("--gres=gpu:{type}:{gpus}", "--gpus-per-node={type}:{gpus}", NO_OPTION)
 LOCAL_KINDS = ("tmpfs", "overlay", "ext4", "xfs", "btrfs", "ramfs")
 """File systems that one node has for itself."""
 FREE_BYTES = 20e9
@@ -60,21 +69,21 @@ def examine(config: RunConfig, env: Mapping[str, str] | None, why: str = "") -> 
         found.append(Finding("controller", "bad", why, "load the cluster's Slurm module, or ask its operators"))
     else:
         try:
-            facts = slurm_facts(env)
+            facts = slurm_facts(env, named_cluster(config))
         except OperationError as error:
             return [*found, Finding("controller", "bad", str(error).rstrip("."), "try again when Slurm answers")]
         found += [controller(facts, env), version(facts), heterogeneous(config, facts), plugin(config, facts)]
-        found += [accounting(facts), gpus(facts), *site_partitions(config, facts)]
+        found += [accounting(facts), gpus(facts), *requests(config, env, facts)]
     image = container(config, env)
     # Without an image no interpreter can be looked for.
     python = [] if any(finding.state == "bad" for finding in image) else [interpreter(config)]
     return [*found, *python, *image, *proxies({**os.environ, **config.compute.env}), folder(Path(config.run.dir))]
 
 
-def slurm_facts(env: Mapping[str, str]) -> SlurmFacts:
-    """Ask the controller; raises `OperationError` when it does not answer."""
+def slurm_facts(env: Mapping[str, str], cluster: str = "") -> SlurmFacts:
+    """Ask the controller, and ``cluster`` for its partitions; raises `OperationError` when it does not answer."""
     version = call(["sinfo", "--version"], env).strip()
-    return SlurmFacts(version, settings(env), mpi_plugins(env), partitions(env, "--all"))
+    return SlurmFacts(version, settings(env), mpi_plugins(env), partitions(env, "--all", *on_cluster(cluster)))
 
 
 def commands(env: Mapping[str, str]) -> Finding:
@@ -139,20 +148,57 @@ def gpus(facts: SlurmFacts) -> Finding:
         for kind, count in part.gpus.items()
     ]
     if not known:
-        return Finding("GPUs", "warning", "no partition has any", "runs on CPU nodes need slurm.device = 'cpu'")
+        return Finding(
+            "GPUs",
+            "warning",
+            "no partition has any",
+            "slurm.device = 'cpu', or where whole nodes are given slurm.gpu_option = 'none'",
+        )
     return Finding("GPUs", "good", "; ".join(known))
 
 
-def site_partitions(config: RunConfig, facts: SlurmFacts) -> list[Finding]:
-    """The partitions that the site profile names exist and are up."""
-    up = {part.name for part in facts.partitions if part.state == "up"}
-    named = {name: getattr(config.components, name).partition.split(",") for name in COMPONENTS}
-    return [
-        Finding(f"partition of {name}", "bad", f"{one}: no such partition that is up", f"one of {sorted(up)}")
-        for name, wanted in named.items()
-        for one in wanted
-        if one and one not in up
-    ]
+def requests(config: RunConfig, env: Mapping[str, str], facts: SlurmFacts) -> list[Finding]:
+    """Whether sbatch takes a node of each component as the profile asks for it, else in which of `spellings`."""
+    try:
+        return [_request(config, group.name, env, facts.partitions) for group in het_groups(config)]
+    except OperationError as error:
+        return [Finding("nodes", "warning", str(error).rstrip("."), "try again when Slurm answers")]
+
+
+def _request(config: RunConfig, name: str, env: Mapping[str, str], known: Sequence[Partition]) -> Finding:
+    subject, filled, why = f"nodes of {name}", with_resources(config, known), ""
+    # What sinfo does not list is in no spelling there.
+    last = any(doubt.field not in SPELLED for doubt in doubts(filled, known))
+    mistake: Doubt | None = None
+    for changes in spellings(config, name):
+        changed = with_resources(with_values(config, changes), known)
+        node = msgspec.structs.replace(getattr(changed.components, name), nodes=1)
+        try:
+            options = node_options(changed, HetGroup(name, node, (name,)))
+            call(["sbatch", "--test-only", *options, "--wrap=true"], env, tries=1)
+        except (SlurmRefused, UserError) as refused:
+            why = why or str(refused)
+            mistake = refusal(filled, why, known)
+            if last or (mistake and mistake.field not in (*SPELLED, f"components.{name}.partition")):
+                break
+            continue
+        lines = ", ".join(f'{key} = "{value}"' for key, value in changes.items())
+        if not lines:
+            return Finding(subject, "good", f"sbatch takes {' '.join(options)}")
+        return Finding(subject, "bad", f"Slurm refuses them ({why})", lines)
+    fix = str(invalid(*mistake)).rstrip(".") if mistake else "what this sentence asks for"
+    return Finding(subject, "bad", f"Slurm refuses them ({why})", fix)
+
+
+def spellings(config: RunConfig, name: str) -> list[dict[str, str]]:
+    """Values of at most two keys that change how nodes of a component are asked for, those of the profile first."""
+    component: Component = getattr(config.components, name)
+    ways = {"slurm.mem_option": get_args(MemOption)}
+    ways |= {"slurm.gpu_option": GPU_OPTIONS} if component.gpus else {}
+    ways |= {f"components.{name}.partition": ("",)} if component.partition else {}
+    single = [{key: value} for key, values in ways.items() for value in values]
+    both = [{**one, **other} for one, other in combinations(single, 2) if one.keys() != other.keys()]
+    return [{}, *single, *both]
 
 
 def interpreter(config: RunConfig) -> Finding:

@@ -1,19 +1,19 @@
-"""Whether a job can ever start on this cluster: components of the run file against the partitions.
+"""What sinfo says of a request: the share of a node that it takes, and what no node that is listed could meet.
 
-Slurm accepts some impossible requests and leaves the job pending for ever.  For the others it names no field.
+Slurm is the judge.  A plugin of the site may choose other nodes, so a doubt is a warning; where sbatch refuses without
+naming a field, the one doubt that fits its words names it (`libra_hpc.slurm.refusal`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from libra_hpc.config.job import Component, SlurmSection
+from libra_hpc.config.job import NO_OPTION, Component, SlurmSection
 from libra_hpc.config.node_groups import COMPONENTS, PLAIN_CPUS, PLAIN_MEM, het_groups, memory_mb
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import UserError, invalid
 from libra_hpc.slurm.queue.query import Partition, slurm_seconds
 
 QUEUES = ("up", "down")
@@ -33,16 +33,22 @@ def with_resources(config: RunConfig, partitions: Sequence[Partition]) -> RunCon
     for name in COMPONENTS:
         component: Component = getattr(config.components, name)
         cpus, mem = (component.gpus, "0") if component.gpus else (PLAIN_CPUS, PLAIN_MEM)
-        allowed = [(part, there) for part in usable(component, partitions) if (there := _gpus(component, part))]
-        if component.gpus and allowed:
-            shares = [(part, min(1.0, component.gpus / there)) for part, there in allowed]
-            # Of several partitions Slurm takes any, so the request fits a node of each.
-            cpus = min(max(1, int(part.cpus * share)) for part, share in shares)
-            whole = all(share == 1.0 for _, share in shares)
-            mem = "0" if whole else f"{min(int(part.memory_mb * share) for part, share in shares)}M"
+        nodes = [node for node in offered(config, component, partitions) if node.cpus and node.memory_mb]
+        if component.gpus and nodes:
+            shares = [(node, min(1.0, component.gpus / _gpus(config, component, node))) for node in nodes]
+            # Slurm takes any of several kinds of nodes, so the request fits each.
+            cpus = min(max(1, int(node.cpus * share)) for node, share in shares)
+            # All of the memory has a spelling with --mem alone.
+            whole = all(share == 1.0 for _, share in shares) and config.slurm.mem_option == "--mem"
+            mem = "0" if whole else f"{min(int(node.memory_mb * share) for node, share in shares)}M"
         update = {"cpus": component.cpus or cpus, "mem": component.mem or mem}
         filled[name] = msgspec.structs.replace(component, **update)
     return msgspec.structs.replace(config, components=msgspec.structs.replace(config.components, **filled))
+
+
+def offered(config: RunConfig, component: Component, partitions: Sequence[Partition]) -> list[Partition]:
+    """Return the nodes of `usable` with as many GPUs as the component asks for."""
+    return [part for part in usable(component, partitions) if _gpus(config, component, part) >= component.gpus]
 
 
 def usable(component: Component, partitions: Sequence[Partition]) -> list[Partition]:
@@ -51,105 +57,125 @@ def usable(component: Component, partitions: Sequence[Partition]) -> list[Partit
     return [part for part in partitions if (part.name in named if component.partition else part.default)]
 
 
-def _gpus(component: Component, partition: Partition) -> int:
-    """GPUs of the component's type that a node of the partition has."""
-    return partition.gpus.get(component.gpu_type, 0) if component.gpu_type else sum(partition.gpus.values())
+def whole_nodes(config: RunConfig) -> bool:
+    """Whether GPUs are not asked for, because the site gives nodes as a whole."""
+    return config.slurm.gpu_option in ("", NO_OPTION)
 
 
-def check_fit(config: RunConfig, partitions: Sequence[Partition]) -> list[str]:
-    """Raise `UserError` naming field, value and limit when the cluster could never start the job.
+def _gpus(config: RunConfig, component: Component, node: Partition) -> int:
+    """GPUs of the component's type that a node has."""
+    if whole_nodes(config):
+        return component.gpus
+    return node.gpus.get(component.gpu_type, 0) if component.gpu_type else sum(node.whole_gpus.values())
 
-    Returns a sentence for each partition that has to come back first.
-    """
-    slurm, used = config.slurm, dict[str, int]()
-    limit = slurm_seconds(slurm.time_limit)
-    if limit is not None and limit <= slurm.notice_s > 0.0:
-        why = f"the run begins to save slurm.notice_s = {slurm.notice_s:g} s before it"
-        raise invalid("slurm.time_limit", slurm.time_limit, why, "a longer time")
-    parts = [(name, part) for name in COMPONENTS if (part := getattr(config.components, name)).nodes]
+
+class Doubt(NamedTuple):
+    """A value that no node which sinfo lists could meet: the arguments of `libra_hpc.errors.invalid`."""
+
+    field: str
+    value: object
+    why: str
+    valid: str | tuple[str, ...]
+
+
+def doubts(config: RunConfig, partitions: Sequence[Partition], *, named: bool = False) -> list[Doubt]:
+    """What of the request cannot be met, by sinfo; ``named``: only on partitions that the run file names."""
+    found: list[Doubt] = []
+    asked = {name: part for name in COMPONENTS if (part := getattr(config.components, name)).nodes}
     if config.components.one_node:
-        parts = [(group.name, group.component) for group in het_groups(config)]
-    found = {name: _check_component(config, name, component, partitions, used) for name, component in parts}
-    if config.borrow.spot.nodes:
-        _check_spot(config, partitions)
-    # Spare nodes are of the one partition that all components but environments are in.
-    own = found["train"]
-    if slurm.spare and (spare := max(p.nodes - used.get(p.name, 0) for p in own)) < slurm.spare:
-        why = f"partition {own[0].name} has {own[0].nodes} nodes"
-        raise invalid("slurm.spare", slurm.spare, why, f"at most {spare}")
-    return [why for part in partitions if part.name in used for why in _waits(part, used[part.name])]
+        asked = {group.name: group.component for group in het_groups(config)}
+    lists = whole_nodes(config) or any(part.gpus for part in partitions)
+    if not lists and any(component.gpus for component in asked.values()):
+        why = "no node of this cluster lists GPUs"
+        found = [Doubt("slurm.gpu_option", config.slurm.gpu_option, why, "none, where nodes are given whole")]
+        config = config.changed(slurm={"gpu_option": NO_OPTION})
+    used = dict[str, int]()
+    for name, component in asked.items():
+        if component.partition or not named:
+            found += _doubts(config, name, component, partitions, used)
+    return list(dict.fromkeys(found))
 
 
-def _waits(partition: Partition, needed: int) -> list[str]:
-    """What a queued job waits for, in words."""
-    if partition.state == "down":
-        return [f"partition {partition.name} is down; the job waits until it is up"]
-    if needed <= partition.nodes - partition.out:
-        return []
-    here = f"{partition.out} of its {partition.nodes} nodes are drained or down"
-    return [f"partition {partition.name}: {here}; the job waits until {needed} are in service"]
-
-
-def _check_spot(config: RunConfig, partitions: Sequence[Partition]) -> None:
-    """Raise `UserError` for jobs of ``[borrow.spot]`` that no partition could start."""
-    spot, own = config.borrow.spot, config.components.rollout
-    component = msgspec.structs.replace(own, nodes=1, partition=spot.partition or own.partition)
-    found = _partitions("borrow.spot", component, partitions)
-    if (most := max(_gpus(component, part) for part in found)) < component.gpus:
-        why = f"its nodes have {most} such GPUs, and components.rollout.gpus is {component.gpus}"
-        raise invalid("borrow.spot.partition", spot.partition, why, "a partition of such nodes")
-    longest = max(found, key=lambda part: part.max_seconds or math.inf)
-    _check_limit("borrow.spot", spot.time_limit, longest)
-
-
-def _partitions(field: str, component: Component, partitions: Sequence[Partition]) -> list[Partition]:
-    """Partitions of a component that take jobs; raises `UserError` for one that is not there, and where none does."""
-    known = sorted(partition.name for partition in partitions)
-    for name in component.partition.split(","):
-        if component.partition and name not in known:
-            raise invalid(f"{field}.partition", name, "no such partition", known)
-    found = usable(component, partitions)
-    if not found:
-        raise invalid(f"{field}.partition", "", "this cluster has no default partition", known)
-    if all(partition.state not in QUEUES for partition in found):
-        valid = sorted(p.name for p in partitions if p.state in QUEUES)
-        raise invalid(f"{field}.partition", found[0].name, f"the partition takes no jobs: {found[0].state}", valid)
-    return [partition for partition in found if partition.state in QUEUES]
-
-
-def _check_component(
+def _doubts(
     config: RunConfig, name: str, component: Component, partitions: Sequence[Partition], used: dict[str, int]
-) -> list[Partition]:
-    """The partitions that Slurm may choose; adds its nodes to ``used``.  Raises `UserError` where it fits none."""
-    field = f"components.{name}"
-    found, refusals = _partitions(field, component, partitions), []
-    for partition in found:
-        try:
-            _check_node(field, component, partition)
-            # Components of one job never share a node.
-            _check_size(field, component, partition, used.get(partition.name, 0) if len(found) == 1 else 0)
-            _check_limit("slurm", config.slurm.time_limit, partition)
-        except UserError as refusal:
-            refusals.append(refusal)
-    if len(refusals) == len(found):
-        raise refusals[0]
-    if len(found) == 1:
-        used[found[0].name] = used.get(found[0].name, 0) + component.nodes
-    return found
-
-
-def _check_size(field: str, component: Component, partition: Partition, before: int) -> None:
-    if before + component.nodes > partition.nodes:
+) -> list[Doubt]:
+    """Those of one component; adds its nodes to ``used``."""
+    field, known = f"components.{name}", tuple(sorted({part.name for part in partitions}))
+    absent = [one for one in component.partition.split(",") if component.partition and one not in known]
+    if absent:
+        return [Doubt(f"{field}.partition", absent[0], "no such partition", known)]
+    # The largest first: of kinds that lack as much, its limits are the ones to name.
+    found = sorted(usable(component, partitions), key=lambda part: (-_gpus(config, component, part), -part.cpus))
+    takes = [part for part in found if part.state in QUEUES]
+    if found and not takes:
+        valid = tuple(sorted({part.name for part in partitions if part.state in QUEUES}))
+        why = f"the partition takes no jobs: {found[0].state}"
+        return [Doubt(f"{field}.partition", found[0].name, why, valid)]
+    lacks = [[*_node_doubts(config, name, component, part), *_limit(config.slurm, part)] for part in takes]
+    if not takes or all(lacks):
+        # Without a default partition a plugin of the site chooses.
+        return min(lacks, key=len, default=[])
+    rooms = dict[str, int]()
+    for part in (part for part, lack in zip(takes, lacks, strict=True) if not lack):
+        rooms[part.name] = rooms.get(part.name, 0) + part.nodes
+    most = max(rooms, key=lambda partition: rooms[partition] - used.get(partition, 0))
+    before, nodes = used.get(most, 0), component.nodes
+    if before + nodes > rooms[most]:
         others = f" and components before it take {before}" if before else ""
-        why = f"partition {partition.name} has {partition.nodes} nodes{others}"
-        raise invalid(f"{field}.nodes", component.nodes, why, f"at most {partition.nodes - before}")
+        why = f"partition {most} has {rooms[most]} such nodes{others}"
+        return [Doubt(f"{field}.nodes", nodes, why, f"at most {max(0, rooms[most] - before)}")]
+    if len(rooms) == 1:
+        # Components of one job never share a node.
+        used[most] = before + nodes
+    return []
 
 
-def _check_limit(section: str, text: str, partition: Partition) -> None:
-    limit = slurm_seconds(text)
-    if partition.max_seconds is not None and (limit is None or limit > partition.max_seconds):
-        why = f"partition {partition.name} allows {partition.max_seconds // 60} minutes"
-        raise invalid(f"{section}.time_limit", text, why, "a shorter time")
+def _node_doubts(config: RunConfig, name: str, component: Component, node: Partition) -> Iterator[Doubt]:
+    """What one kind of node lacks; the sums of one node for all agents stand at no key of their own."""
+    field, here = f"components.{name}", f"nodes of partition {node.name} have"
+    gpus, types = _gpus(config, component, node), tuple(sorted(kind for kind in node.gpus if kind))
+    if component.gpus and component.gpu_type and not gpus:
+        why = f"{here} {'none' if types else 'no typed GPUs'}"
+        yield Doubt(f"{field}.gpu_type", component.gpu_type, why, types or "'' (any GPU)")
+        gpus = component.gpus
+    limits = (
+        ("gpus", component.gpus, component.gpus, gpus, "GPUs", f"0 to {gpus}"),
+        ("cpus", component.cpus, component.cpus, node.cpus, "CPUs", f"1 to {node.cpus}"),
+        ("mem", component.mem, memory_mb(component.mem or "0"), node.memory_mb, "MB", f"at most {node.memory_mb}M"),
+    )
+    for key, value, asked, has, unit, valid in limits:
+        if asked <= has or (not has and key != "gpus"):
+            continue
+        if config.components.one_node:
+            why = f"its components take {asked:.0f} {unit} together, and {here} {has}"
+            yield Doubt("components.one_node", True, why, "false, or components that one node holds")
+            return
+        yield Doubt(f"{field}.{key}", value, f"{here} {has} {unit}", valid)
+
+
+def _limit(slurm: SlurmSection, partition: Partition) -> Iterator[Doubt]:
+    limit, most = slurm_seconds(slurm.time_limit), partition.max_seconds
+    if most is not None and (limit is None or limit > most):
+        why = f"partition {partition.name} allows {most // 60} minutes"
+        yield Doubt("slurm.time_limit", slurm.time_limit, why, "a shorter time")
+
+
+def waits(config: RunConfig, partitions: Sequence[Partition]) -> list[str]:
+    """A sentence for each partition that has to come back before the job can start."""
+    needed, found = dict[str, int](), []
+    for group in het_groups(config):
+        names = {part.name for part in usable(group.component, partitions)}
+        for name in names if len(names) == 1 else ():
+            needed[name] = needed.get(name, 0) + group.component.nodes
+    for name, count in needed.items():
+        kinds = [part for part in partitions if part.name == name]
+        nodes, out = sum(part.nodes for part in kinds), sum(part.out for part in kinds)
+        if kinds[0].state == "down":
+            found.append(f"partition {name} is down; the job waits until it is up")
+        elif nodes - out < count <= nodes:
+            here = f"{out} of its {nodes} nodes are drained or down"
+            found.append(f"partition {name}: {here}; the job waits until {count} are in service")
+    return found
 
 
 def notice_s(slurm: SlurmSection) -> float:
@@ -162,23 +188,3 @@ def notice_s(slurm: SlurmSection) -> float:
         return slurm.notice_s
     limit = slurm_seconds(slurm.time_limit)
     return LAST_NOTICE_S if limit is None else min(LAST_NOTICE_S, limit / 10.0)
-
-
-def _check_node(field: str, component: Component, partition: Partition) -> None:
-    here = f"nodes of partition {partition.name} have"
-    if component.cpus > partition.cpus:
-        raise invalid(f"{field}.cpus", component.cpus, f"{here} {partition.cpus} CPUs", f"1 to {partition.cpus}")
-    if component.mem and memory_mb(component.mem) > partition.memory_mb:
-        raise invalid(
-            f"{field}.mem", component.mem, f"{here} {partition.memory_mb} MB", f"at most {partition.memory_mb}M"
-        )
-    if not component.gpus:
-        return
-    types = sorted(kind for kind in partition.gpus if kind)
-    if component.gpu_type and component.gpu_type not in types:
-        if not types:
-            raise UserError(f"{field}.gpu_type = {component.gpu_type!r}: {here} no typed GPUs; valid: '' (any GPU).")
-        raise invalid(f"{field}.gpu_type", component.gpu_type, f"{here} none", types)
-    most = _gpus(component, partition)
-    if component.gpus > most:
-        raise invalid(f"{field}.gpus", component.gpus, f"{here} {most} GPUs", f"0 to {most}" if most else "0")

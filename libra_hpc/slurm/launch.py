@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from libra_hpc.config.job import Component
+from libra_hpc.config.job import NO_OPTION, Component, SlurmSection
 from libra_hpc.config.load import flat
-from libra_hpc.config.node_groups import COMPONENTS, SHARED, HetGroup, differing, het_groups, rank_components
+from libra_hpc.config.node_groups import COMPONENTS, SHARED, HetGroup, differing, het_groups, memory_mb, rank_components
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
 from libra_hpc.facts.rundir import RunDir
 
-from .fit import with_resources
+from .fit import whole_nodes, with_resources
 from .interpreter import compute_python
 from .queue.job_record import new_mark
 from .queue.query import cluster_in
@@ -25,10 +25,8 @@ from .queue.query import cluster_in
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """Would end a line of a script, or hide a part of it from who reads it."""
 
-NO_OPTION = "none"
-"""A component's value that leaves out what stands above it, in the site profile or in ``[slurm]``."""
 OPTIONAL = ("constraint", "reservation", "account", "qos")
-"""sbatch options, and keys of a component, that may be `NO_OPTION`."""
+"""sbatch options, and keys of a component, that may be `NO_OPTION`: it leaves out what stands above it."""
 SPELLINGS = {
     "constraint": ("--constraint", "-C"),
     "reservation": ("--reservation",),
@@ -79,7 +77,7 @@ def job_request(config: RunConfig) -> JobRequest:
         NodeRequest(
             " and ".join(dict.fromkeys(group.ranks)),
             group.component.nodes,
-            _options(config, group),
+            node_options(config, group),
             group.nodes,
             len(group.ranks),
         )
@@ -203,7 +201,7 @@ def component_options(config: RunConfig, name: str, component: Component) -> dic
     for key in ("account", "qos"):
         options[key] = options[key] or _word(f"slurm.{key}", getattr(slurm, key))
     options |= {key: "" for key in OPTIONAL if options[key] == NO_OPTION}
-    if component.gpus:
+    if component.gpus and not whole_nodes(config):
         kind = _word(f"{field}.gpu_type", component.gpu_type)
         spelling = _word("slurm.gpu_option", slurm.gpu_option).removeprefix("--")
         if not kind:
@@ -216,14 +214,25 @@ def component_options(config: RunConfig, name: str, component: Component) -> dic
     return {option: value for option, value in options.items() if value}
 
 
-def _options(config: RunConfig, group: HetGroup) -> list[str]:
+def memory_options(slurm: SlurmSection, mem: str, cpus: int = 1, gpus: int = 0) -> list[str]:
+    """The sbatch option for the memory of a node with ``cpus`` and ``gpus`` of the job; empty where it has none."""
+    option, share = slurm.mem_option, {"--mem-per-cpu": cpus, "--mem-per-gpu": gpus}.get(slurm.mem_option, 0)
+    if mem not in ("", NO_OPTION) and option == "--mem":
+        return [f"{option}={mem}"]
+    # All memory of a node has no such spelling.
+    size = int(memory_mb(mem or NO_OPTION) / share) if share else 0
+    return [f"{option}={size}M"] if size else []
+
+
+def node_options(config: RunConfig, group: HetGroup) -> list[str]:
     """sbatch options of one group of nodes."""
     component, tasks = group.component, group.first
+    cpus = max(1, component.cpus // tasks)
     options = [
         f"--nodes={component.nodes}",
         f"--ntasks-per-node={tasks}",
-        f"--cpus-per-task={max(1, component.cpus // tasks)}",
-        f"--mem={component.mem}",
+        f"--cpus-per-task={cpus}",
+        *memory_options(config.slurm, component.mem, cpus * tasks, component.gpus),
         f"--time={_word('slurm.time_limit', config.slurm.time_limit)}",
         # The job outlives a lost node: the agents notice and go on.
         "--no-kill",
@@ -238,7 +247,7 @@ def spot_options(config: RunConfig) -> list[str]:
     own = with_resources(config, ()).components.rollout
     update = {"nodes": 1, "partition": spot.partition or own.partition, "qos": spot.qos or own.qos}
     group = HetGroup("rollout", msgspec.structs.replace(own, **update), ("rollout",))
-    return _options(config.changed(slurm={"time_limit": spot.time_limit}), group)
+    return node_options(config.changed(slurm={"time_limit": spot.time_limit}), group)
 
 
 def extra_options(config: RunConfig, name: str, component: Component) -> list[str]:
@@ -251,7 +260,7 @@ def extra_options(config: RunConfig, name: str, component: Component) -> list[st
         for key, spellings in SPELLINGS.items():
             if key in own and option.startswith(spellings):
                 raise invalid(place, option, f"the job has --{key}={own[key]} already", f"components.{name}.{key}")
-        if component.gpus and re.match(rf"{GRES}(.*,)?gpu\b", option):
+        if component.gpus and not whole_nodes(config) and re.match(rf"{GRES}(.*,)?gpu\b", option):
             raise invalid(place, option, "it asks for GPUs", f"components.{name}.gpus and slurm.gpu_option")
         if not option.startswith(GRES):
             options.append(option)
@@ -286,8 +295,9 @@ _KEYS = {
     "run.name": "--job-name -J",
     "components.*.nodes": "--nodes -N",
     "components.*.cpus": "--cpus-per-task -c",
-    "components.*.gpus": "--gpus -G --gpus-per-node --gpus-per-task --gpus-per-socket",
-    "components.*.mem": "--mem --mem-per-cpu --mem-per-gpu",
+    "components.*.gpus, and slurm.gpu_option": "--gpus -G --gpus-per-node --gpus-per-task --gpus-per-socket",
+    "components.*.mem": "--mem",
+    "slurm.mem_option": "--mem-per-cpu --mem-per-gpu",
     "components.*.partition": "--partition -p",
     "slurm.time_limit": "--time -t",
     "slurm.preempted": "--requeue --no-requeue",

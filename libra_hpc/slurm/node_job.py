@@ -12,11 +12,19 @@ from msgspec.structs import replace
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError
 from libra_hpc.slurm.interpreter import start_command
-from libra_hpc.slurm.queue.query import partitions
+from libra_hpc.slurm.queue.query import on_cluster, partitions
 
 from .fit import with_resources
 from .interpreter import compute_python
-from .launch import agent_variables, check_lines, component_options, extra_options, marked
+from .launch import (
+    agent_variables,
+    check_lines,
+    component_options,
+    extra_options,
+    marked,
+    memory_options,
+    named_cluster,
+)
 from .queue.job_record import MARK
 from .single import Handle, run_single
 from .writer import RANK_STARTER, set_up_lines
@@ -49,7 +57,7 @@ def submit_on_nodes(
     Raises `UserError` when Slurm refuses the job.
     """
     check_lines(config)
-    config = with_resources(config, partitions(env))
+    config = with_resources(config, partitions(env, *on_cluster(named_cluster(config))))
     wanted = replace(getattr(config.components, component), nodes=nodes)
     started = start_command(config, folder, named=False)
     python = shlex.join([*started.prefix, compute_python(config), *RANK_STARTER])
@@ -60,7 +68,6 @@ def submit_on_nodes(
         name=name,
         folder=folder,
         cpus=wanted.cpus,
-        mem=wanted.mem,
         time_limit=time_limit,
         python=python,
         parameters={
@@ -69,5 +76,11 @@ def submit_on_nodes(
             "srun_args": [f"--mpi={config.slurm.mpi}", "--export=ALL", *started.step],
             "additional_parameters": component_options(config, component, wanted),
         },
-        options=marked(extra_options(config, component, wanted), mark),
+        options=marked(
+            [
+                *memory_options(config.slurm, wanted.mem, wanted.cpus, wanted.gpus),
+                *extra_options(config, component, wanted),
+            ],
+            mark,
+        ),
     )

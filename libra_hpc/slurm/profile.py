@@ -15,10 +15,11 @@ TEXT = """\
 # dir = "/shared/$USER/runs"          # a folder that every node sees
 
 [slurm]
-device = "{device}"
+{device}
 mpi = "{mpi}"
 {account}
-# gpu_option = "--gres=gpu:{{type}}:{{gpus}}"
+# gpu_option = "--gres=gpu:{{type}}:{{gpus}}"  # "none": whole nodes are given; libra-hpc doctor tries others
+# mem_option = "--mem"                # or "--mem-per-cpu", "--mem-per-gpu", "none"
 # mail = "me@site.org"
 
 [compute]
@@ -35,6 +36,11 @@ mpi = "{mpi}"
 """
 
 
+NO_GPUS = """\
+# Slurm lists no GPUs.  Where nodes with GPUs are given whole: gpu_option = "none", and gpus of each component.
+# device = "cuda\""""
+
+
 def profile_text(known: Sequence[Partition], mpi: str, python: str = "", account: str = "") -> str:
     """A profile for these partitions.  GPU components get the partition with the most GPUs; the planner one without
     GPUs, where there is one."""
@@ -44,7 +50,7 @@ def profile_text(known: Sequence[Partition], mpi: str, python: str = "", account
         up, key=lambda part: (-part.nodes * sum(part.whole_gpus.values()), not part.default, part.name), default=None
     )
     lines = TEXT.format(
-        device="cuda" if largest is not None and largest.gpus else "cpu",
+        device='device = "cuda"' if largest is not None and largest.gpus else NO_GPUS,
         mpi=mpi,
         account=f'account = "{account}"' if account else '# account = ""',
         python=f'python = "{python}"' if python else '# python = "/shared/libra/bin/python"',

@@ -175,7 +175,6 @@ def run_single(
     folder: Path,
     executor: Literal["slurm", "local"] = "slurm",
     cpus: int = 1,
-    mem: str = "2G",
     time_limit: str = "01:00:00",
     python: str = "",
     parameters: Mapping[str, Any] | None = None,
@@ -206,7 +205,7 @@ def run_single(
         local.update_parameters(timeout_min=minutes)
         return Handle(name, local.submit(function, *args))
     slurm = EnvironmentExecutor(folder, env, python, options)
-    given: dict[str, Any] = {"job_name": name, "time": minutes, "cpus_per_task": cpus, "mem": mem, "ntasks_per_node": 1}
+    given: dict[str, Any] = {"job_name": name, "time": minutes, "cpus_per_task": cpus, "ntasks_per_node": 1}
     slurm.update_parameters(**given, **(parameters or {}))
     try:
         # submitit prints Slurm's refusal, which the exception also contains.

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from libra_hpc.config.job import Component, SlurmSection
-from libra_hpc.config.node_groups import het_groups, rank_components
+from libra_hpc.config.node_groups import rank_components
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError, invalid
 from libra_hpc.facts.rundir import RunDir, read_lines
@@ -20,15 +19,26 @@ from libra_hpc.process.agent_folders import removal
 from libra_hpc.protocol.ranks_stop import STATES
 from libra_hpc.slurm.queue.command import SlurmRefused, SlurmSilent, call
 from libra_hpc.slurm.queue.job_record import JobRecord, read_job, start_attempt, write_job
-from libra_hpc.slurm.queue.query import JobInfo, JobState, answered_job, cluster_name, job, on_cluster, own_jobs
+from libra_hpc.slurm.queue.query import (
+    JobInfo,
+    JobState,
+    answered_job,
+    cluster_name,
+    job,
+    on_cluster,
+    own_jobs,
+    partitions,
+)
 
 from . import local
-from .launch import Launch, component_options, given_options, named_cluster
+from .launch import Launch, component_options, memory_options, named_cluster
+from .refusal import refusal
 from .writer import het_script, spot_script
 
 SUBMIT_TIMEOUT_S = 90.0
 """sbatch itself gives up after 60 s without a controller.  Ending it earlier could leave a queued job without a record.
 """
+TEST = "--test-only"
 USER_MISTAKES = (
     "invalid",
     "not available",
@@ -52,25 +62,6 @@ CLEAN_MINUTES = 5
 CLEAN_DEADLINE = "now+1day"
 """Until then the node must be up.  Half: over by morning; double: such jobs fill the user's list for longer."""
 
-REFUSED = (
-    ("wallduration", "slurm.time_limit", "--time-min"),
-    ("feature", "components.*.constraint", "--constraint -C"),
-    ("node configuration", "components.*.constraint", "--constraint -C --nodelist -w --exclude -x --gres"),
-    ("reservation", "components.*.reservation", "--reservation"),
-    ("license", "", "--licenses -L"),
-    ("dependency", "", "--dependency -d"),
-    ("qos", "components.*.qos slurm.qos", "--qos -q"),
-    ("account", "components.*.account slurm.account", "--account -A"),
-    ("generic resource", "components.*.gpu_type components.*.gpus", "--gres"),
-    ("time limit", "slurm.time_limit", "--time-min"),
-    ("partition", "components.*.partition", ""),
-    ("memory", "components.*.mem", ""),
-    ("cpu count", "components.*.cpus", ""),
-    ("processors", "components.*.cpus", ""),
-    ("node count", "components.*.nodes", ""),
-)
-"""Words of a refusal, the keys that it may mean, and the verbatim options that do the same."""
-
 
 class MaybeQueued(OperationError):
     """Nobody knows whether a job was queued: its files must stay."""
@@ -84,15 +75,20 @@ def submit(launch: Launch, env: Mapping[str, str]) -> str:
     `MaybeQueued` when nobody knows what it did.
     """
     write_atomic(launch.run.script, het_script(launch).encode(), OWNER_ONLY)
-    if launch.config.borrow.spot.nodes:
-        write_atomic(launch.run.spot_script, spot_script(launch).encode(), OWNER_ONLY)
+    _test_spot(launch, env)
     start_attempt(launch.run, launch.attempt)
     # Before the job is queued: a failure after that would leave a job without a record.
     own = cluster_name(env)
     job_id, cluster = _queue(launch, env)
-    name, mark = launch.config.run.name, launch.mark
     record = JobRecord(
-        "slurm", job_id, launch.attempt, time.time(), cluster or own, bool(cluster), name=name, mark=mark
+        "slurm",
+        job_id,
+        launch.attempt,
+        time.time(),
+        cluster or own,
+        bool(cluster),
+        name=launch.config.run.name,
+        mark=launch.mark,
     )
     try:
         write_job(launch.run, record)
@@ -110,7 +106,7 @@ def _queue(launch: Launch, env: Mapping[str, str]) -> tuple[str, str]:
     """
     script, named = str(launch.run.script), named_cluster(launch.config)
     try:
-        answer = _sbatch(["--parsable"], launch, env)
+        answer = _sbatch("--parsable", launch, env)
         job_id, cluster = answered_job(answer)
         if job_id:
             return job_id, cluster or named
@@ -132,47 +128,11 @@ def expected_start(launch: Launch, env: Mapping[str, str]) -> float | None:
     """Let Slurm check the script (``sbatch --test-only``) and queue nothing; returns the time at which it would start,
     in epoch seconds, None where Slurm names none.  Raises as `submit` does."""
     write_atomic(launch.run.script, het_script(launch).encode(), OWNER_ONLY)
-    answer = _sbatch(["--test-only"], launch, env)
+    _test_spot(launch, env)
+    answer = _sbatch(TEST, launch, env)
     times = re.findall(r"to start at (\S+)", answer)
     # The last component to start starts the job.
     return max((datetime.fromisoformat(text).timestamp() for text in times), default=None)
-
-
-def refused_field(config: RunConfig, reason: str) -> tuple[str, str] | None:
-    """Key and value of the run file that sbatch refuses with ``reason``; None where its words fit none."""
-    components = {group.name: group.component for group in het_groups(config)}
-    options = list(given_options(config, components))
-    for field, option in options:
-        if option.split("=")[0] in reason:
-            return field, option
-    if "submitjob" in reason.lower():
-        # A limit of how many jobs there may be.
-        return None
-    for words, keys, same in REFUSED:
-        if words not in reason.lower():
-            continue
-        for field, option in options:
-            if option.startswith(tuple(same.split()) or ("none",)):
-                return field, option
-        given = _given(config, components, keys.split())
-        if given:
-            # Slurm does not name the component.
-            return (next(iter(given.values())) if len(given) == 1 else keys.split()[0]), ", ".join(given)
-        if keys:
-            return keys.split()[-1], ""
-    return None
-
-
-def _given(config: RunConfig, components: Mapping[str, Component], keys: Sequence[str]) -> dict[str, str]:
-    """The first of these keys that has each value."""
-    found: dict[str, str] = {}
-    for key in keys:
-        section, _, name = key.rpartition(".")
-        parts: Mapping[str, Component | SlurmSection] = components if section == "components.*" else {"": config.slurm}
-        for part, holder in parts.items():
-            if value := str(getattr(holder, name) or ""):
-                found.setdefault(value, key.replace("*", part))
-    return found
 
 
 def cancel(target: RunDir | str, env: Mapping[str, str] | None = None, cluster: str = "") -> bool:
@@ -229,7 +189,6 @@ def queue_clean_up(run: RunDir, config: RunConfig, node: str, env: Mapping[str, 
         "nodelist": node,
         "nodes": "1",
         "ntasks": "1",
-        "mem": "100M",
         "time": str(CLEAN_MINUTES),
         "deadline": CLEAN_DEADLINE,
         "output": "/dev/null",
@@ -237,7 +196,8 @@ def queue_clean_up(run: RunDir, config: RunConfig, node: str, env: Mapping[str, 
         "wrap": removal(run.path),
     }
     given.pop("gres", None)
-    call(["sbatch", "--parsable", *(f"--{option}={value}" for option, value in given.items())], env, tries=1)
+    options = [*(f"--{option}={value}" for option, value in given.items()), *memory_options(config.slurm, "100M")]
+    call(["sbatch", *on_cluster(named_cluster(config)), "--parsable", *options], env, tries=1)
 
 
 def state(run: RunDir, env: Mapping[str, str] | None = None) -> JobInfo:
@@ -255,25 +215,37 @@ def _required(env: Mapping[str, str] | None, job_id: str) -> Mapping[str, str]:
     return env
 
 
-def _sbatch(options: list[str], launch: Launch, env: Mapping[str, str]) -> str:
+def _sbatch(option: str, launch: Launch, env: Mapping[str, str]) -> str:
     name = launch.config.run.name
     try:
-        return call(
-            ["sbatch", *options, str(launch.run.script)],
-            env,
-            tries=1,
-            timeout_s=SUBMIT_TIMEOUT_S,
-            # What a test would find out is on its error output.
-            with_errors="--test-only" in options,
-        )
-    except SlurmRefused as refusal:
-        reason = str(refusal)
-        if any(word in reason.lower() for word in USER_MISTAKES):
-            field, value = refused_field(launch.config, reason) or (f"Slurm refuses the job of run {name!r}", None)
-            if value is None:
-                raise UserError(f"{field}: {reason}.") from None
-            if "--test-only" in options and not value and "not available" in reason:
-                # Enough nodes exist (`slurm.fit`), but not now: a job would be queued.
-                return ""
-            raise invalid(field, value, f"Slurm refuses it ({reason})") from None
-        raise OperationError(f"Slurm did not take the job of run {name!r}: {reason}.") from None
+        # What a test finds out is on its error output.
+        return _answer([option, str(launch.run.script)], env, with_errors=option == TEST)
+    except SlurmRefused as refused:
+        reason = str(refused)
+    try:
+        known = partitions(env, "--all", *on_cluster(named_cluster(launch.config)))
+    except OperationError:
+        known = []
+    if mistake := refusal(launch.config, reason, known):
+        raise invalid(*mistake)
+    if option == TEST and "not available" in reason:
+        # Of nodes that are there: a job would be queued, and wait for them.
+        return ""
+    if any(word in reason.lower() for word in USER_MISTAKES):
+        raise UserError(f"Slurm refuses the job of run {name!r}: {reason}.")
+    raise OperationError(f"Slurm did not take the job of run {name!r}: {reason}.")
+
+
+def _answer(words: Sequence[str], env: Mapping[str, str], *, with_errors: bool = False) -> str:
+    return call(["sbatch", *words], env, tries=1, timeout_s=SUBMIT_TIMEOUT_S, with_errors=with_errors)
+
+
+def _test_spot(launch: Launch, env: Mapping[str, str]) -> None:
+    """Write the script of the jobs of ``[borrow.spot]``, if there are any, and let Slurm check it."""
+    if launch.config.borrow.spot.nodes:
+        write_atomic(launch.run.spot_script, spot_script(launch).encode(), OWNER_ONLY)
+        try:
+            _answer([TEST, str(launch.run.spot_script)], env)
+        except SlurmRefused as refused:
+            if "not available" not in str(refused):
+                raise UserError(f"[borrow.spot]: Slurm refuses its jobs ({refused}).") from None

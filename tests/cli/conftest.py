@@ -100,12 +100,14 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     monkeypatch.setattr(checked_run, "slurm_environment", dict)
     monkeypatch.setattr(checked_run, "try_task", lambda config: nullcontext(lambda: TaskTrial([], [])))
     monkeypatch.setattr(checked_run, "partitions", lambda environment, *_: PARTITIONS)
+    monkeypatch.setattr("libra_hpc.slurm.submit.partitions", lambda environment, *_: PARTITIONS)
     monkeypatch.setattr(jobs, "queue", fake.queue)
     monkeypatch.setattr(jobs.JobQueue, "ask", lambda self, run: fake.ask(run))
     monkeypatch.setattr(jobs.JobQueue, "ask_all", lambda self, runs: {str(run.path): fake.ask(run) for run in runs})
     monkeypatch.setattr(jobs, "run_folder", lambda job_id: None)
     monkeypatch.setattr(jobs, "cancel", fake.cancel)
-    monkeypatch.setattr("libra_hpc_cli.check.expected_start", lambda checked: None)
+    for verb in ("check", "submit"):
+        monkeypatch.setattr(f"libra_hpc_cli.{verb}.expected_start", lambda checked: None)
     return fake
 
 

@@ -48,6 +48,13 @@ def fails(*sentences: str) -> str:
     return "".join(f'echo "sbatch: {sentence}" >&2; ' for sentence in sentences) + "exit 1"
 
 
+def refuses(pattern: str, words: str) -> str:
+    """An sbatch that refuses scripts and options in which grep finds a pattern."""
+    asked = '{ for script; do :; done; cat "$script"; echo "$*"; } 2>/dev/null'
+    refused = f'{{ echo "sbatch: error: {words}" >&2; exit 1; }}'
+    return f'{asked} | grep -qE "(SBATCH|only).* {pattern}" && {refused}; {TESTED}{QUEUED}'
+
+
 def sinfo(nodes: str) -> str:
     return f'[ "$1" = --version ] && echo "slurm 23.11.4" && exit; {nodes}'
 
@@ -86,7 +93,7 @@ class Site(NamedTuple):
     """What scancel gets."""
 
 
-SITES = {
+SITES: dict[str, Site] = {
     # https://github.com/nipy/nipype/pull/613, and the pages of TACC: a filter greets on stdout before and after the id.
     "a greeting": Site(
         {
@@ -226,6 +233,35 @@ SITES = {
     # https://github.com/dask/dask-jobqueue/issues/209 (NIH): sbatch is a script that passes the id on by itself, and
     # warns on stdout in the same breath.
     "a wrapper": Site({"sbatch": f'{TESTED}echo "sbatch: Setting --time to 4711 minutes"; {QUEUED}'}),
+}
+
+
+SHARES = {"sbatch": refuses("--mem=", "lua: memory is given by the CPU: use --mem-per-cpu")}
+WHOLE = {
+    "sbatch": refuses("--gres=gpu", "Batch job submission failed: Invalid generic resource (gres) specification"),
+    "sinfo": sinfo(NODES.replace("gpu:a800:8", "(null)")),
+}
+ROUTED = {
+    "sbatch": refuses("--partition", "lua: please do not name a partition"),
+    "sinfo": sinfo(f'{NODES} | sed "s/[*]//"; echo "cpu|up|1-00:00:00|idle|64|1000000|(null)"'),
+}
+GPUS = tuple(f"components.{name}.gpus=4" for name in ("train", "hybrid", "rollout"))
+SITES |= {
+    # https://doc.dhpc.tudelft.nl/delftblue/Slurm-scheduler, and seven more that want or refuse a spelling of memory.
+    "memory by the CPU": Site(SHARES, refused="slurm.mem_option = '--mem': Slurm refuses it (lua: memory"),
+    "memory by the CPU, spelled": Site(
+        SHARES, found="lua: memory is given by the CPU", overrides=("slurm.mem_option=--mem-per-cpu",)
+    ),
+    # https://docs.tacc.utexas.edu/hpc/frontera: no GRES, a job has its nodes alone.
+    "whole nodes": Site(WHOLE, refused="slurm.gpu_option = '--gres=gpu:{type}:{gpus}': no node of", overrides=GPUS),
+    "whole nodes, spelled": Site(WHOLE, overrides=(*GPUS, "slurm.gpu_option=none")),
+    # https://docs.nersc.gov/jobs/policy: a plugin chooses the partition by constraint and QOS, and none is the default.
+    "a partition is chosen": Site(ROUTED, overrides=(*GPUS, "components.train.constraint=gpu")),
+    "a partition is named": Site(
+        ROUTED,
+        refused="components.train.partition = 'cpu': Slurm refuses",
+        overrides=("components.train.partition=cpu",),
+    ),
 }
 
 

@@ -318,7 +318,7 @@ def test_check_finds_the_same_mistakes_and_prints_what_it_found(
     expected |= {"layout": layout, "facts": []}
     assert facts == {"run_file": "run.toml", "good": True, **expected}
     outcome = cli("check", "run.toml", "-o", "components.train.partition=a80")
-    assert "no such partition" in one_line(outcome)
+    assert "warning: components.train.partition = 'a80': no such partition" in outcome.err, "Slurm is the judge"
     monkeypatch.setattr(
         checked_run, "try_task", lambda config: nullcontext(lambda: TaskTrial([], ["chat: template ab"]))
     )

@@ -32,11 +32,9 @@ def env(slurm_env: dict[str, str]) -> dict[str, str]:
 
 def test_a_result_comes_back(executor: Executor, env: dict[str, str], tmp_path: Path) -> None:
     before = dict(os.environ)
-    options = ["--partition=cpu"] * (executor == "slurm")
+    options = ["--partition=cpu", "--mem=500M"] * (executor == "slurm")
     folder = tmp_path / "jobs"
-    handle = run_single(
-        jobs.add, 2, 3, env=env, name="add", folder=folder, executor=executor, options=options, mem="500M"
-    )
+    handle = run_single(jobs.add, 2, 3, env=env, name="add", folder=folder, executor=executor, options=options)
     total, node = handle.result(timeout=120)
     assert total == 5
     assert node.startswith("cpu-") == (executor == "slurm")

@@ -15,6 +15,7 @@ from libra_hpc.slurm import doctor
 from libra_hpc.slurm.doctor import Finding, SlurmFacts
 from libra_hpc.slurm.profile import profile_text
 from libra_hpc.slurm.queue.query import Partition
+from tests.slurm.scripts import program
 
 A800 = Partition("a800", True, "up", 6, 6, 64, 1_000_000, {"a800": 8}, None)
 CPU = Partition("cpu", False, "up", 2, 2, 16, 64_000, {}, None)
@@ -41,7 +42,6 @@ def test_a_good_site_has_only_good_findings() -> None:
     found = [doctor.controller(facts(), {}), doctor.version(facts()), doctor.heterogeneous(config, facts())]
     found += [doctor.plugin(config, facts()), doctor.accounting(facts()), doctor.gpus(facts())]
     assert {finding.state for finding in found} == {"good"}
-    assert doctor.site_partitions(config, facts()) == []
     assert "cluster big at head" in found[0].found
     assert "a800: 6 x 8 a800" in found[-1].found
 
@@ -58,11 +58,6 @@ def test_a_good_site_has_only_good_findings() -> None:
         (doctor.plugin(validate({}), facts(plugins=[])), "warning", "none"),
         (doctor.accounting(facts(settings={"MinJobAge": "60 sec"})), "warning", "60 sec"),
         (doctor.gpus(facts(partitions=[CPU])), "warning", "slurm.device"),
-        (
-            doctor.site_partitions(validate({"components": {"train": {"partition": "a800,old"}}}), facts())[0],
-            "bad",
-            "['a800', 'cpu']",
-        ),
         (doctor.interpreter(validate({"compute": {"python": "relative/python"}})), "bad", "absolute path"),
         (doctor.container(validate({"compute": {"container": "pyxis"}}), None)[0], "bad", "compute.image"),
         (doctor.container(validate({"compute": FAR}), None)[0], "warning", "/nowhere/libra.sif"),
@@ -92,7 +87,48 @@ def test_a_profile_is_written_from_the_partitions_and_valid() -> None:
     assert (config.components.train.gpus, config.components.train.gpu_type) == (8, "a800")
     sliced = replace(A800, gpus={"a800": 7, "1g.10gb": 28})
     assert 'gpu_type = "a800"' in profile_text([sliced], "pmi2"), "a slice of a GPU is none"
-    assert validate(tomllib.loads(profile_text([], "pmi2"))).slurm.device == "cpu"
+    none = profile_text([CPU], "pmi2")
+    assert validate(tomllib.loads(none)).slurm.device == "cpu"
+    assert '# device = "cuda"' in none, "nodes that are given whole list no GPUs"
+
+
+SITES = {
+    # https://doc.dhpc.tudelft.nl/delftblue/Slurm-scheduler: memory is asked for by the CPU.
+    "no --mem": ("*--mem=*", "memory", 'slurm.mem_option = "--mem-per-cpu"'),
+    # https://github.com/snakemake/snakemake-executor-plugin-slurm/issues/18: memory cannot be asked for at all.
+    "no memory": ("*--mem*", "not allowed", 'slurm.mem_option = "none"'),
+    # https://docs.alliancecan.ca/wiki/Using_GPUs_with_Slurm
+    "no --gres": ("*--gres*", "--gres", 'slurm.gpu_option = "--gpus-per-node={type}:{gpus}"'),
+    # https://docs.nersc.gov/jobs/policy: a plugin chooses the partition by constraint and QOS.
+    "no partition": ("*--partition*", "no partition, please", 'components.train.partition = ""'),
+    "an account": ("*", "no account", "slurm.account = '': Slurm refuses it (no account)"),
+    "something else": ("*", "ask us", "what this sentence asks for"),
+}
+"""What sbatch refuses, as a pattern of a shell, its words, and what doctor proposes."""
+
+
+def requested(folder: Path, refused: str, words: str, train: dict[str, Any], known: SlurmFacts) -> Finding:
+    program(folder / "sbatch", f'case "$*" in {refused}) echo "sbatch: error: {words}" >&2; exit 1;; esac')
+    config = validate({"components": dict.fromkeys(("planner", "train", "rollout"), train)})
+    (found,) = doctor.requests(config, {"PATH": f"{folder}:/usr/bin:/bin"}, known)
+    return found
+
+
+@pytest.mark.parametrize("site", ["none", *SITES])
+def test_the_spelling_that_sbatch_takes_is_proposed(site: str, tmp_path: Path) -> None:
+    refused, words, line = SITES.get(site, ("nothing", "", ""))
+    found = requested(tmp_path, refused, words, {"partition": "a800", "gpus": 8, "gpu_type": "a800"}, facts())
+    assert (found.state, found.fix) == ("bad" if line else "good", line)
+
+
+def test_no_spelling_is_proposed_for_what_is_wrong_in_each(tmp_path: Path) -> None:
+    train = {"partition": "a800", "gpus": 8, "gpu_type": "h100"}
+    found = requested(tmp_path, "*--gres*", "Invalid generic resource (gres) specification", train, facts())
+    assert found.fix.startswith("components.planner.gpu_type = 'h100': nodes of partition a800 have none (Slurm: ")
+    # https://docs.tacc.utexas.edu/hpc/frontera: nodes are given whole, with all that they have.
+    whole = facts(partitions=[replace(A800, gpus={})])
+    found = requested(tmp_path, "*--mem*|*--gres*|*--gpus*", "Requested node", {"gpus": 4}, whole)
+    assert found.fix == 'slurm.mem_option = "none", slurm.gpu_option = "none"'
 
 
 @pytest.mark.cluster
@@ -100,6 +136,21 @@ def test_the_embedded_cluster_is_a_good_site(slurm_env: Mapping[str, str], tmp_p
     found = doctor.examine(validate({"run": {"dir": str(tmp_path / "runs")}}), slurm_env)
     assert not [finding for finding in found if finding.state == "bad" and finding.subject != "interpreter"], found
     assert {"controller", "scheduler", "MPI plugin", "GPUs", "run.dir"} <= {finding.subject for finding in found}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    "slurm", [{}, {"mem_option": "--mem-per-cpu"}, {"mem_option": "--mem-per-gpu", "gpu_option": doctor.GPU_OPTIONS[1]}]
+)
+def test_the_embedded_slurm_takes_every_spelling(slurm: dict[str, str], slurm_env: Mapping[str, str]) -> None:
+    train, known = {"partition": "a800", "gpus": 4, "gpu_type": "a800"}, doctor.slurm_facts(slurm_env)
+
+    def states(**train: Any) -> list[str]:
+        config = validate({"slurm": slurm, "components": {"planner": {"partition": "cpu"}, "train": train}})
+        return [finding.state for finding in doctor.requests(config, slurm_env, known)]
+
+    assert states(**train) == ["good"] * 3
+    assert states(**{**train, "gpu_type": "h100"}) == ["good", "bad", "good"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from libra_hpc.models.shapes import ModelShape, model_shape
 from libra_hpc.planning.initial import initial_plan
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.preflight.host_memory_needs import check_hosts, host_needs, node_rooms
-from libra_hpc.slurm.fit import check_fit, with_resources
+from libra_hpc.slurm.fit import doubts, with_resources
 from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.queue.query import Partition, partitions
 from libra_hpc.slurm.submit import expected_start
@@ -70,7 +70,7 @@ def test_an_a800_file_is_good_and_uses_every_gpu(name: str, tmp_path: Path) -> N
 def test_slurm_accepts_it(name: str, tmp_path: Path, slurm_env: Mapping[str, str]) -> None:
     known = partitions(slurm_env)
     config = with_resources(resolved(name, tmp_path), known)
-    check_fit(config, known)
+    assert doubts(config, known) == []
     run = RunDir.create(tmp_path, config.run.name)
     start = expected_start(Launch(job_request(config), run, 1), slurm_env)
     assert start is not None

@@ -45,8 +45,7 @@ def test_a_partition_has_an_entry_for_each_kind_of_its_nodes() -> None:
 def test_what_cannot_be_read_is_not_known() -> None:
     (odd,) = parse_partitions("gpu|up|n/a|idle|N/A||gpu:a800:8(S:0-1)\n\nCLUSTER: west\n")
     assert (odd.cpus, odd.memory_mb, odd.max_seconds, odd.gpus) == (0, 0, None, {"a800": 8})
-    words = "JobId=41 HetJobOffset=N/A JobName=x JobState=RUNNING Restarts=? ExitCode=x StartTime=Unknown"
-    info = parse_job("41", words)
+    info = parse_job("41", "JobId=41 HetJobOffset=N/A JobState=RUNNING Restarts=? ExitCode=x StartTime=Unknown")
     assert (info.state, info.restarts, info.start_time, info.components) == (JobState.RUNNING, 0, None, ())
     (job,) = parse_queue("41+N/A|ODD|?|n/a|??|a|(null)|b\n42|RUNNING|None|n/a|??|a|(null)|b\n").values()
     assert (job.job_id, job.start_time) == ("42", None)

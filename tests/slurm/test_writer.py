@@ -282,6 +282,25 @@ def test_facts_of_a_site_reach_the_script() -> None:
     assert any('mkdir -pm 700 "$TMPDIR/cache-$UID"; [ "$SLURM_PROCID" != 0 ]' in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("slurm", "train", "words"),
+    [
+        ({"mem_option": "--mem-per-cpu"}, {}, {"mem-per-cpu=4096M", "gres=gpu:a800:8"}),
+        ({"mem_option": "--mem-per-gpu"}, {}, {"mem-per-gpu=8192M", "gres=gpu:a800:8"}),
+        ({"mem_option": "none", "gpu_option": "none"}, {}, set()),
+        ({"gpu_option": ""}, {"mem": "none"}, set()),
+        ({"gpu_option": "none"}, {"extra": ["--gres=gpu:8"]}, {"mem=64G", "gres=gpu:8"}),
+        ({"mem_option": "--mem-per-cpu"}, {"mem": "0"}, {"gres=gpu:a800:8"}),
+    ],
+)
+def test_memory_and_gpus_are_spelled_as_the_site_wants_them(
+    slurm: dict[str, Any], train: dict[str, Any], words: set[str]
+) -> None:
+    parts = {**FULL["components"], "train": {**FULL["components"]["train"], **train}}
+    text = script({"slurm": slurm, "components": parts}).partition("# train")[2].partition("hetjob")[0]
+    assert set(re.findall(r"#SBATCH --((?:mem|gres|gpus)\S*)", text)) == words
+
+
 def test_a_component_may_leave_out_what_stands_above_it() -> None:
     planner = {"nodes": 1, "partition": "cpu,debug", "qos": "none", "account": "none", "constraint": "none"}
     text = script({"slurm": {"qos": "long", "account": "rl"}, "components": {**FULL["components"], "planner": planner}})
