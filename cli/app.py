@@ -22,7 +22,7 @@ import typer.core
 
 from libra_hpc.errors import OperationError, UserError, error_text
 
-from .output import print_error, print_line
+from .output import KEY, no_option, print_error, print_line
 
 INTERRUPTED = 130
 """128 + SIGINT, as a shell reports it."""
@@ -322,6 +322,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def sentence(error: typer.TyperException, arguments: Sequence[str]) -> str:
     """Typer's message as the others are: option, value, what is valid; the nearest name in parentheses."""
+    if found := re.search(rf"extra argument\S* \(({KEY.pattern}\S*?)[ )]", error.format_message()):
+        return str(no_option(found[1]))
     options = () if getattr(error, "param", None) is None else error.param.opts  # type: ignore[attr-defined]
     for name, value in pairwise([*arguments, ""]):
         given, mark, after = name.partition("=")

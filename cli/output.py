@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.status import Status
 from rich.table import Table
 
-from libra_hpc.errors import UserError
+from libra_hpc.errors import UserError, invalid
 
 WIDTH = 100
 """Columns of tables and panels; a pipe has no width of its own."""
@@ -26,6 +26,15 @@ _COMMANDS = re.compile(
     r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"  # C0, C1, direction of text
 )
 """What a terminal obeys instead of showing it, but newline and tab."""
+
+
+KEY = re.compile(r"\w+(?:\.\w+)+=")
+"""Begins an override, which other programs take without an option."""
+
+
+def no_option(word: str) -> UserError:
+    """What to say of an override that stands without ``-o``."""
+    return invalid("OPTION", word, "a key of the run file is changed with -o", f"-o {word}")
 
 
 def plain(text: str) -> str:

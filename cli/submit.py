@@ -31,7 +31,7 @@ from libra_hpc.slurm.submit import MaybeQueued
 from . import jobs
 from .check import check_all, expected_start, load, warn
 from .config_show import OverrideOption
-from .output import print_json, print_line, print_note
+from .output import KEY, no_option, print_json, print_line, print_note
 from .runs import RUNS, JsonOption, attempt, find_run, is_own, job_id, run_names
 
 UNTIL_DONE = 1000
@@ -122,6 +122,8 @@ def submit(
 
 def split_arguments(run_file: Path | None, sbatch: list[str], resume: str | None) -> tuple[Path | None, list[str]]:
     """Run file and options of sbatch: with ``--resume`` the first option after ``--`` stands where a run file would."""
+    if named := [word for word in (str(run_file), *sbatch) if KEY.match(word)]:
+        raise no_option(named[0])
     if resume is not None and run_file is not None and str(run_file).startswith("-"):
         return None, [str(run_file), *sbatch]
     return run_file, sbatch
@@ -148,6 +150,10 @@ class Attempt(NamedTuple):
         for override in overrides:
             apply_override(data, override)
         config = with_absolute_paths(validate(data))
+        saved = Path(self.config.run.dir)
+        if self.run.path.parent != saved == Path(config.run.dir):
+            why = f"it was moved from {saved}, and its files name each other by their paths there"
+            raise invalid("--resume", self.run.name, why, f"its old place: mv {self.run.path} {saved}")
         if self.run.path.parent != Path(config.run.dir) or not self.run.path.name.startswith(config.run.name):
             raise invalid("--resume", self.run.name, "a resumed run keeps its run.name and run.dir")
         if config.components.split == "auto":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -79,6 +80,9 @@ class _JsonlRows:
         self._path, self._starts, at = path, array("Q"), 0
         self._file = open(path, "rb")  # noqa: SIM115, read as long as the task lives
         for line in self._file:
+            if not at and line.startswith(BOM_UTF8):
+                # As editors of Windows begin a file.
+                at, line = len(BOM_UTF8), line.removeprefix(BOM_UTF8)
             if not line.isspace():
                 if not self._starts and not line.lstrip().startswith(b"{"):
                     raise ValueError(

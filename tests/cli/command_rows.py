@@ -21,6 +21,11 @@ COMMANDS = [
     ("submit run.toml -o", "Option '-o' requires an argument."),
     ("submit run.toml --engine fake", "run.engine = 'fake': unknown value; valid: real, simulated."),
     ("submit run.toml -- -t 10", "slurm.extra[0] = '-t': libra-hpc sets -t itself; valid: slurm.time_limit."),
+    (
+        "submit run.toml run.steps=3",
+        "OPTION = 'run.steps=3': a key of the run file is changed with -o; valid: -o run.s",
+    ),
+    ("check run.toml run.steps=3 run.seed=1", "OPTION = 'run.steps=3': a key of the run file is changed with -o; vali"),
     ("submit run.toml -- exclusive", "slurm.extra[0] = 'exclusive': not an sbatch option"),
     ("submit", "either a run file or --resume"),
     ("submit run.toml --resume quick-001", "either a run file or --resume"),

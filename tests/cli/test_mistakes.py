@@ -169,6 +169,12 @@ def test_a_mistake_in_a_resume(
     assert queue.submitted == [("quick-001", 1)]
 
 
+def test_a_moved_run_is_not_resumed(submitted: RunDir, queue: Queue, cli: Cli, tmp_path: Path) -> None:
+    moved, place = submitted.path.rename(tmp_path / "quick-001"), submitted.path.parent
+    why = f"it was moved from {place}, and its files name each other by their paths there"
+    assert f"{why}; valid: its old place: mv {moved} {place}." in one_line(cli("submit", "--resume", str(moved)))
+
+
 @pytest.mark.parametrize(
     ("state", "steps", "sentence"),
     [

@@ -187,7 +187,8 @@ def test_a_bad_row_is_named_by_file_line_and_column(
 def test_messages_and_text_go_through_the_policys_template(
     make: Callable[..., DataTask], place: Path, chat_folder: Path
 ) -> None:
-    (place / "rows.jsonl").write_text(json.dumps({"chat": MESSAGES, "prompt": "Hello"}))
+    # With what editors of Windows begin a file.
+    (place / "rows.jsonl").write_text(json.dumps({"chat": MESSAGES, "prompt": "Hello"}), encoding="utf-8-sig")
 
     def prompt(**options: Any) -> str:
         task = make(**options)
