@@ -232,11 +232,11 @@ def test_the_line_of_a_run_that_is_over_has_no_present_speeds(site: Path, queue:
     queue.answer = JobInfo("4711", JobState.RUNNING, start_time=1.0)
     follower = Follower(run)
     follower.refresh()
-    assert follower.line().endswith("train 912 tok/s, rollout 2,346 tok/s  nodes 1+2")
+    assert follower.line().endswith("train 912 generated/s, rollout 2,346  nodes 1+2")
     write_status(run, "completed", step=60)
     follower.refresh()
     assert "completed  step 60/60  " in follower.line()
-    assert "tok/s" not in follower.line()
+    assert "generated/s" not in follower.line()
 
 
 @pytest.mark.parametrize("hours", [-5.0, 5.0])
