@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from libra_hpc.policies.scheduling.protocol import Policy
-from libra_hpc.policies.scheduling.turn_migration import Running
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings, Training
 from libra_hpc.simulator.simulate import Simulation
@@ -56,9 +55,9 @@ class ControlledSimulation(Simulation):
         """Trajectories that started and have not ended, in order of admission."""
         return [one for one in self._trajectories.values() if one.place not in ("", "done")]
 
-    def running(self) -> Iterator[Running]:
-        """Turns at engines, with the tokens that these have reported."""
-        return self._running()
+    def running(self) -> dict[str, int]:
+        """Tokens so far of the turns at engines, by trajectory."""
+        return {name: sent.request.generated for name, sent in self._sent.items()}
 
     def _control(self, _: None) -> None:
         self._controller(self, self.now)

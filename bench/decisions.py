@@ -1,9 +1,8 @@
 """Cost of one scheduling decision: C-MLFQ at 10,000 turns in flight over 64 engines of three TP classes.
 
-A decision is `Policy.key` (the remaining work) + `Policy.route` + the board's `sent` and `answered`.
-4,000 trajectories in groups of eight have finished before.  Turns come in random order, so caches see what a leader's
-do.  Times are of single calls, minus reading the clock.  Each pass is a process of its own, compiled and interpreted
-(`libra_hpc.compiled`) in turn.  Each quantile is the median over the passes.
+A decision is `Policy.key` + `Policy.route` + the board's `sent` and `answered`.  Turns come in random order, so caches
+see what a leader's do.  Times are of single calls, minus reading the clock.  Each pass is a process of its own,
+compiled and interpreted (`libra_hpc.compiled`) in turn.  Each quantile is the median over the passes.
 
     python -m bench.decisions [--passes 5]
 """
@@ -22,8 +21,8 @@ from msgspec.structs import replace
 from bench.harness import child, median, options, report
 from libra_hpc import compiled
 from libra_hpc.policies.scheduling.board import Board
-from libra_hpc.policies.scheduling.cmlfq.causal_mlfq import CausalMlfq
-from libra_hpc.policies.scheduling.protocol import Finished, TurnView
+from libra_hpc.policies.scheduling.causal_mlfq import CausalMlfq
+from libra_hpc.policies.scheduling.protocol import TurnView
 from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.protocol.env import Signal
 
@@ -33,7 +32,6 @@ LIMIT = 131_072
 """Context tokens."""
 KV_TOKENS = 4_000_000
 """Per GPU: more than there is, so that no turn waits for room in a cache."""
-WARM = 4_000
 QUANTILES = (0.5, 0.9, 0.99)
 
 
@@ -47,24 +45,6 @@ def signals(rng: random.Random, count: int) -> tuple[Signal, ...]:
             exit_code=rng.choice((0, 0, 1)),
         )
         for _ in range(count)
-    )
-
-
-def record(rng: random.Random, name: str, prompt: str) -> Finished:
-    """A trajectory of 20 turns."""
-    made = signals(rng, 19)
-    total = int(rng.lognormvariate(7.5, 1.0)) + 20
-    at = tuple(total * (i + 1) // 20 for i in range(19))
-    return Finished(
-        trajectory=name,
-        prompt_id=prompt,
-        sample=0,
-        task="task",
-        generated_tokens=total,
-        turns=20,
-        at_signal=at,
-        signals=made,
-        version=0,
     )
 
 
@@ -102,8 +82,6 @@ def one_pass(seed: int) -> list[float]:
     """Microseconds of single decisions at `QUANTILES`."""
     rng, clock = random.Random(seed), time.perf_counter_ns
     policy, board = CausalMlfq(), busy_board()
-    for i in range(WARM):
-        policy.finished(record(rng, f"w{i}", f"p{i // 8}"), 0.0)
     at: dict[str, str] = {}
     turns = views(rng, INFLIGHT, at)
     for turn in turns:
@@ -155,7 +133,7 @@ def main() -> None:
         span = f"{min(quantiles[0]):.3g}..{max(quantiles[0]):.3g}"
         rows.append([way, *map(median, quantiles), span])
     notes = (
-        f"{INFLIGHT} in flight, {len(LAYOUT)} engines (TP 1, 2, 4), {WARM} finished before; {given.passes} passes.",
+        f"{INFLIGHT} in flight, {len(LAYOUT)} engines (TP 1, 2, 4); {given.passes} passes.",
         "A decision is answered + key + route + sent; goals: 5 at p50, 20 at p99.",
     )
     columns = ("build", "p50", "p90", "p99", "range of p50")

@@ -68,9 +68,9 @@ class View:
         return self._places.setdefault(prompt_id, len(self._places))
 
     def _groups(self, sim: ControlledSimulation) -> tuple[GroupFact, ...]:
-        """Admitted, unfinished groups; a running turn has a token for each step that its engine has reported."""
+        """Admitted, unfinished groups; a running turn has the tokens so far."""
         found: dict[int, list[int]] = {}
-        running = {one.turn.trajectory: one.generated for one in sim.running()}
+        running = sim.running()
         for one in sim.open_trajectories():
             prompt = one.spec.prompt_tokens + one.spec.turns[0].new_tokens
             group = found.setdefault(self._place(one.spec.prompt_id), [prompt, 0, 0, 0])

@@ -19,13 +19,10 @@ import sysconfig
 from pathlib import Path
 
 MODULES = (
-    "policies/scheduling/cmlfq/remaining_work",
     "policies/scheduling/costs",
     "policies/scheduling/board",
     "policies/scheduling/residency",
-    "policies/scheduling/engine_loads",
-    "policies/scheduling/cmlfq/cmlfq_reasons",
-    "policies/scheduling/cmlfq/causal_mlfq",
+    "policies/scheduling/causal_mlfq",
     "policies/scheduling/dispatch",
     "simulator/event_queue",
     "simulator/stretch",

@@ -93,7 +93,6 @@ ENGINES = (
 ROLLOUT = (
     EventKind("scheduler_warm_start", "The scheduler learned from trajectories of before", "trajectories"),
     EventKind("resubmitted", "A turn was submitted again", "trajectory reason"),
-    EventKind("turn_interrupted", "A running turn goes on at another engine", "trajectory engine to reason"),
     EventKind(
         "trajectory_failed",
         "An attempt failed; `unsaid`: failures before it without an event",

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from libra_hpc.policies.learning.engine_gaps import Gap
 from libra_hpc.policies.scheduling.availability import Availability
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.measured_steps import MeasuredSteps
-from libra_hpc.policies.scheduling.protocol import TurnView
 from libra_hpc.policies.scheduling.slow_engines import SlowEngines
-from libra_hpc.policies.scheduling.turn_migration import Running
 from libra_hpc.process.progress import TURN, DeadlineLimits, ProgressWatch
 from libra_hpc.protocol.engine_state import EngineState, EngineStats, LenderKind
 from libra_hpc.protocol.joining import is_guest
@@ -35,8 +33,6 @@ class OutstandingTurn(NamedTuple):
     trajectory: Trajectory
     tokens: int
     """Tokens of its context, when it was sent."""
-    steps: int
-    """Steps of its engine, as reported when it was sent."""
 
 
 class EngineEntry:
@@ -68,8 +64,6 @@ class EngineRegistry:
         self.of_guests = dict[str, LenderKind]()
         """All engines that guests had, and of what kind these were."""
         self.busy_s = 0.0
-        self._revoked, self._revoked_at = Availability(), self._clock()
-        """How often guests' engines were taken back or lost: one that returns has another name."""
         self._slow = SlowEngines()
         self.measured = MeasuredSteps()
         self._oldest = -1
@@ -102,8 +96,6 @@ class EngineRegistry:
         self._board.down(name)
         self.measured.lost(name)
         lost = self.engines.pop(name, None)
-        if lost is not None and not lost.draining:
-            self._count_revoked(lost)
         if lost is not None and lost.lender is not None:
             lost.lender.gone(name)
         for rid in lost.inflight if lost is not None else ():
@@ -112,9 +104,7 @@ class EngineRegistry:
 
     def send(self, name: str, rid: str, trajectory: Trajectory) -> None:
         """Record a turn that the dispatcher has put on the board as in flight."""
-        self.engines[name].inflight[rid] = OutstandingTurn(
-            trajectory, trajectory.context_tokens, self._board.engines[name].steps
-        )
+        self.engines[name].inflight[rid] = OutstandingTurn(trajectory, trajectory.context_tokens)
         self.turns.begin((name, rid), TURN, self._clock())
 
     def take(self, name: str, rid: str, counts: bool = True) -> Trajectory | None:
@@ -142,13 +132,6 @@ class EngineRegistry:
         for name, rid in found:
             self.take(name, rid, counts=False)
         return found
-
-    def running(self, view: Callable[[Trajectory], TurnView]) -> Iterator[Running]:
-        """Every turn in flight with its tokens so far, estimated by the steps of its engine."""
-        for name, engine in self.engines.items():
-            steps = self._board.engines[name].steps
-            for sent in engine.inflight.values():
-                yield Running(view(sent.trajectory), steps - sent.steps)
 
     def _free_number(self) -> int:
         """The next one that no engine here has, whose gap would be the other's as well; 0: there is none."""
@@ -183,8 +166,6 @@ class EngineRegistry:
 
     def drain(self, rank: int) -> None:
         for name in self.of(rank):
-            if not self.engines[name].draining:
-                self._count_revoked(self.engines[name])
             self.engines[name].draining = True
             self._board.set_open(name, False)
 
@@ -265,23 +246,9 @@ class EngineRegistry:
         found.passed(closed_s, False)
         engine.since = now
         engine.paused = not stats.stands_still and paused_s > 0.0 and stats.steps == last.steps
-        if stats.stands_still and not engine.stands_still and engine.inflight:
-            found.left()
-        self._revoked_pass(now)
-        guests = len(self.engines) - len(self.own)
         lender.passed(name, passed, closed_s, found.share, stats.pause)
         lender.turned(name, stats.stands_still or engine.paused, stats.pause)
-        self._board.lends(name, found.share, found.leaves_per_s + self._revoked.leaves_per_s / guests)
-
-    def _revoked_pass(self, now: float) -> None:
-        self._revoked.passed(now - self._revoked_at, True)
-        self._revoked_at = now
-
-    def _count_revoked(self, engine: EngineEntry) -> None:
-        """Its turns must leave, as those of another guest may have to."""
-        if not engine.own and engine.inflight:
-            self._revoked_pass(self._clock())
-            self._revoked.left()
+        self._board.lends(name, found.share)
 
     def busy_per_token(self) -> float:
         """Busy engine seconds per generated token in the last `SPEED_WINDOW_S`; 0.0 while unknown."""

@@ -154,7 +154,6 @@ class RolloutLeader:
         self._admit()
         self._compose()
         self._turns.dispatch()
-        self._turns.rebalance()
 
     # --- environment hosts
 

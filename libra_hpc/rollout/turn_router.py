@@ -1,7 +1,6 @@
 """Sends waiting turns to engines and takes their answers.
 
 - Turns wait -> the scheduling policy picks the engine of each (`dispatch`).
-- A running turn is better off elsewhere -> abort it, and route its partial output again (`rebalance`).
 - Engine lost, or turn answered with an error -> send the turn again; `MAX_ERRORS` errors -> the attempt fails.
 - Turn overdue -> abort it; `MAX_OVERDUE` times with nothing generated -> the attempt fails.
 - An engine stands still beside the users of its device -> no more turns for it, and those it has are aborted.
@@ -105,15 +104,6 @@ class TurnRouter:
             self._around.routed(Routed(turn, decision, at, now - turn.ready_at))
         for rank, items in outbox.items():
             self._around.send(rank, Turns(tuple(items)))
-
-    def rebalance(self) -> None:
-        """Interrupt turns that should go on elsewhere; each comes back as aborted, with its partial output."""
-        for move in self._queue.rebalance(self.engines.running(self._view), self._clock()):
-            rid = self.engines.request(move.source, move.trajectory)
-            self._abort(move.source, rid)
-            self._around.log(
-                "turn_interrupted", trajectory=move.trajectory, engine=move.source, to=move.target, reason=move.reason
-            )
 
     def engine_load(self, name: str, stats: EngineStats) -> None:
         """A report of an engine."""

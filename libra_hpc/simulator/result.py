@@ -66,9 +66,7 @@ class SimulationResult(msgspec.Struct, frozen=True):
     turn_latency: Quantiles
     """Seconds from a ready turn to its answer: queues, prefill, decoding, hops."""
     moves: int
-    """Turns, or rests of migrated ones, sent to another engine than the one before."""
-    turn_migrations: int
-    """Moves out of ``moves`` of a running turn."""
+    """Turns, or rests of aborted ones, sent to another engine than the one before."""
     preemptions: int
     recomputed: int
     idle_share: float
@@ -86,7 +84,7 @@ class Recorder:
         self.turn_s: list[float] = []
         self.completion_s: list[float] = []
         self.finish_s: list[float] = []
-        self.generated = self.moves = self.turn_migrations = self.decisions = 0
+        self.generated = self.moves = self.decisions = 0
         self.seat_s = 0.0
         """Seconds of all trajectories without a seat."""
         self._gone: list[EngineResult] = []
@@ -134,7 +132,6 @@ class Recorder:
             seat_wait_s=self.seat_s / max(1, len(self.finish_s)),
             turn_latency=quantiles(self.turn_s),
             moves=self.moves,
-            turn_migrations=self.turn_migrations,
             preemptions=self._preemptions,
             recomputed=self._recomputed,
             idle_share=1.0 - self._busy_s / self._present_s if self._present_s > 0.0 else 0.0,

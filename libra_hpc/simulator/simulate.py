@@ -12,15 +12,12 @@ This module is what the rollout leader and the coordinator are in a live run:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-
-from msgspec.structs import replace
+from collections.abc import Callable, Sequence
 
 from libra_hpc.errors import OperationError
 from libra_hpc.policies.scheduling.board import Board
-from libra_hpc.policies.scheduling.dispatch import REBALANCE_EVERY_S, Dispatcher
+from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.protocol import Policy
-from libra_hpc.policies.scheduling.turn_migration import Running
 from libra_hpc.protocol.trace import TrajectoryRecord
 
 from .event_queue import ROUTING, Events
@@ -74,7 +71,7 @@ class Simulation:
         )
         self.engines = self._agents.engines
         self._sent: dict[str, SentTurn] = {}
-        self._routing = self._ticking = self._watching = False
+        self._routing = self._ticking = False
         self._active_at = 0.0
         self._unseated: deque[SimulatedTrajectory] = deque()
         """Admitted trajectories that wait for a seat."""
@@ -153,7 +150,6 @@ class Simulation:
             self._sent[turn.trajectory] = self._agents.send(self._trajectories[turn.trajectory], turn, decision)
         if routed:
             self._active_at = now
-            self._watch()
         if len(self._queue) and self.board.free > 0 and not self._ticking:
             self._ticking = True
             self._at(now + self.settings.tick_s, self._tick, None)
@@ -191,26 +187,6 @@ class Simulation:
         if self.training.close(trajectory.spec.prompt_id, now):
             self._train()
             self._admit()
-
-    # --- migration of running turns
-
-    def _watch(self) -> None:
-        if self._queue.rebalances and not self._watching:
-            self._watching = True
-            self._at(self.now + REBALANCE_EVERY_S, self._migrate, None)
-
-    def _migrate(self, _: None) -> None:
-        self._watching = False
-        for move in self._queue.rebalance(self._running(), self.now):
-            self._agents.abort(self._sent[move.trajectory])
-        if self._agents.in_flight:
-            self._watch()
-
-    def _running(self) -> Iterator[Running]:
-        """Running turns as the leader sees them: progress in steps that their engines have reported."""
-        for sent in self._sent.values():
-            steps = self.board.engines[sent.engine.name].steps - sent.steps
-            yield Running(replace(sent.turn, engine=sent.engine.name), steps)
 
     # --- training and engines
 

@@ -81,7 +81,6 @@ class Agents:
             again = "eviction" if trajectory.version == engine.version else "swap"
         elif turn.engine:
             recorder.moves += 1
-            recorder.turn_migrations += trajectory.partial > 0
         later = f"/{trajectory.name}/{trajectory.sample}" if trajectory.sample else ""
         request = SimulatedRequest(
             trajectory=trajectory.name + later,
@@ -94,8 +93,7 @@ class Agents:
             again=again,
         )
         trajectory.engine, trajectory.place = engine.name, "engine"
-        steps = self._board.engines[engine.name].steps
-        sent = SentTurn(trajectory=trajectory, turn=turn, engine=engine, request=request, steps=steps)
+        sent = SentTurn(trajectory=trajectory, turn=turn, engine=engine, request=request)
         self._requests[request] = sent
         if settings.send_s > 0.0:
             self._at(self._events.now + settings.send_s, self._arrive, sent)

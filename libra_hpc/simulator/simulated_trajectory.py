@@ -55,7 +55,7 @@ class SimulatedTrajectory:
         self.engine = ""
 
     def ready(self, now: float) -> None:
-        """The turn, or the rest of a migrated one, needs an engine."""
+        """The turn, or the rest of an aborted one, needs an engine."""
         self.ready_at, self.place = now, "queue"
         if not self.partial:
             self.asked_at = now
@@ -116,14 +116,12 @@ class SimulatedTrajectory:
 class SentTurn:
     """A turn in flight."""
 
-    __slots__ = ("engine", "request", "steps", "trajectory", "turn")
+    __slots__ = ("engine", "request", "trajectory", "turn")
 
     def __init__(
-        self, trajectory: SimulatedTrajectory, turn: TurnView, engine: Engine, request: SimulatedRequest, steps: int
+        self, trajectory: SimulatedTrajectory, turn: TurnView, engine: Engine, request: SimulatedRequest
     ) -> None:
         self.trajectory, self.turn, self.engine, self.request = trajectory, turn, engine, request
-        self.steps = steps
-        """Steps the engine had reported when the turn was sent."""
 
 
 def grouped(work: Sequence[TrajectoryRecord], seed: int) -> dict[str, list[SimulatedTrajectory]]:

@@ -244,12 +244,6 @@ class Plant:
                 versions=((self.engines[engine], len(tokens)),),
             )
 
-    async def rebalance(self) -> None:
-        """Let the dispatcher ask for moves now."""
-        self.leader._turns._queue._rebalance_at = 0.0
-        self.leader.report()
-        await self.settle()
-
     # --- the environment host
 
     def host_up(self, step_timeout_s: float | None = None, host: int = 0) -> None:

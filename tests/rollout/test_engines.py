@@ -3,53 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 
 import pytest
 
-from libra_hpc.policies.scheduling.board import Board
-from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.agents import Batch, Committed, Turns, TurnsDrained, WrongEngine
-from libra_hpc.protocol.codec import pack_f32, unpack_i32
+from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.engine import Abort
 from libra_hpc.protocol.env import TurnUnwanted
 from libra_hpc.protocol.trainer import ENGINES
-from tests.rollout.plant import STOP, Emptiest, Plant, engine_stats, sampling
+from tests.rollout.plant import Plant, engine_stats, sampling
 
 ALL_ONCE = ["0.0.0", "0.1.0", "1.0.0", "1.1.0"]
 """Every trajectory of the first batch, none of them sampled again."""
-
-
-class Moving(Emptiest):
-    """Everything starts at ``e0``; the first turn that is seen to have generated ``after`` tokens there goes on at
-    ``e1``."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self.after = after
-        self.moved: list[TurnMigration] = []
-
-    def route(self, turn: TurnView, board: Board, now: float) -> Decision:
-        there = any(move.trajectory == turn.trajectory for move in self.moved)
-        return Decision(
-            engine="e1" if there else "e0", priority=0, level=0, template="moved" if there else "first", numbers={}
-        )
-
-    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[TurnMigration]:
-        far = [run for run in running if run.generated >= self.after and not self.moved]
-        numbers = dict.fromkeys(("remaining", "generated", "context", "left_s", "saves_s"), 1.0)
-        self.moved += [
-            TurnMigration(
-                trajectory=run.turn.trajectory,
-                turns=run.turn.turns,
-                source=run.turn.engine,
-                target="e1",
-                numbers=numbers | {"source": "e0", "engine": "e1"},
-            )
-            for run in far[:1]
-        ]
-        return self.moved[-1:] if far else []
 
 
 async def test_a_killed_engine_loses_no_trajectory() -> None:
@@ -116,40 +81,6 @@ async def test_a_version_counts_once_every_live_engine_has_it_and_who_fails_is_n
     assert {name for name, _ in plant.inbox} == {"e0", "e1"}
 
 
-async def test_a_running_turn_is_moved_and_its_record_is_complete() -> None:
-    policy = Moving(after=2)
-    plant = await sampling(4, turns=1, policy=policy)
-    await plant.settle()
-    assert not plant.aborts, "nothing is known of its progress yet"
-    plant.leader.on_engine_load("e0", engine_stats(generated=8, prefilled=12, steps=2))
-    await plant.rebalance()
-    ((engine, abort),) = plant.aborts
-    request = next(r for _, r in plant.inbox if r.rid == abort.rid)
-    episode = policy.moved[0].trajectory
-    assert (engine, request.rid.split(":")[0]) == ("e0", episode)
-    assert [(kind, fields["engine"], fields["to"]) for kind, fields in plant.events] == [
-        ("turn_interrupted", "e0", "e1")
-    ]
-    plant.answer("e0", request, [7], "abort")
-    await plant.settle()
-    ((_, again),) = [(e, r) for e, r in plant.inbox if e == "e1"]
-    assert unpack_i32(again.prompt) == [*unpack_i32(request.prompt), 7]
-    assert again.max_tokens == request.max_tokens - 1
-    plant.answer("e1", again, [8, STOP], logprobs=[-2.0, -3.0], versions=((0, 1), (1, 1)))
-    batch = await plant.batch()
-    index, number = (int(part) for part in episode.split(".")[:2])
-    sample = next(group for group in batch.groups if group.index == index).samples[number]
-    assert unpack_i32(sample.tokens) == [1, 2, index, 7, 8, STOP]
-    assert sample.logprobs == pack_f32([0, 0, 0, -1, -2, -3])
-    assert list(sample.loss_mask) == [0, 0, 0, 1, 1, 1]
-    line = next(line for line in plant.lines if (line.index, line.sample) == (index, number))
-    assert (line.versions, line.turns[0].gen_tokens) == ([(0, 1), (0, 1), (1, 1)], 3)
-    first, second = [d for d in plant.decisions if d["trajectory"] == episode]
-    assert first["engine"] == "e0"
-    assert [second[name] for name in ("engine", "from", "turn", "reason")] == ["e1", "e0", 0, "moved"]
-    assert plant.leader.resubmitted == 0, "nothing went wrong"
-
-
 async def test_an_engine_that_computes_wrongly_is_ended_and_its_turns_go_on_elsewhere() -> None:
     plant = Plant(engines=3, eta=0, steps=3).start()
     batch = await plant.batch()
@@ -167,15 +98,6 @@ async def test_an_engine_that_computes_wrongly_is_ended_and_its_turns_go_on_else
     (event,) = plant.kinds("engine_off")
     assert (event["engine"], event["rank"], event["action"]) == ("e1", 4, "reload")
     assert "e1" not in plant.leader._turns.engines.engines
-
-
-async def test_a_turn_that_ends_before_its_interruption_arrives_is_taken_as_it_is() -> None:
-    plant = await sampling(4, policy=Moving(after=0))
-    await plant.rebalance()
-    await plant.batch()
-    assert len(plant.aborts) == 1
-    assert sorted(plant.finished) == ALL_ONCE
-    assert all(len(sample.tokens) == 10 * 4 for sample in plant.samples())
 
 
 async def test_draining_answers_once_the_last_turn_is_back() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra_hpc.policies.scheduling.availability import LEAVES_S, Availability
+from libra_hpc.policies.scheduling.availability import Availability
 from libra_hpc.policies.scheduling.board import EngineView
 from libra_hpc.protocol.agents import Committed, TurnsDrained
 from libra_hpc.protocol.codec import unpack_i32
@@ -163,15 +163,12 @@ async def test_the_board_learns_how_much_there_is_of_a_guest() -> None:
         same.passed(0.5, False)
     assert of_guest(plant).share == pytest.approx(same.share)
     assert of_guest(plant).share < 0.9
-    assert of_guest(plant).leaves_per_s == 0.0
     plant.leader.on_engine_load(GUEST, paused(paused_s, still=True, steps=100))
-    assert of_guest(plant).leaves_per_s == pytest.approx(1.0 / LEAVES_S)
     share = of_guest(plant).share
     plant.now += 60.0
     plant.leader.on_engine_load(GUEST, paused(paused_s, still=True, steps=100))
     assert of_guest(plant).share < 0.8 * share, "it has no turns, and is closed"
-    own = plant.leader._turns.engines._board.engines[OWN]
-    assert (own.share, own.leaves_per_s) == (1.0, 0.0)
+    assert plant.leader._turns.engines._board.engines[OWN].share == 1.0
 
 
 async def test_a_guest_without_a_step_between_two_reports_gets_no_turns() -> None:
@@ -205,14 +202,3 @@ async def test_what_each_lender_gave_and_why_it_was_paused_is_reported_whoever_i
     assert (lender.engines, lender.tokens) == (1, 3)
     assert batch.stats["guest_tokens"] == batch.stats["spot_tokens"] + batch.stats["lent_tokens"] > 0
     assert batch.stats["spot_tokens"] >= 3 * spot.turns > 0
-
-
-@pytest.mark.parametrize("revoked", [True, False])
-async def test_who_was_taken_back_makes_other_guests_dearer(revoked: bool) -> None:
-    plant = await with_guest(eta=0, turns=1)
-    if revoked:
-        plant.leader.on_drain(FIRST_GUEST, abort=True)
-    plant.down(GUEST)
-    plant.up(GUEST, FIRST_GUEST + 1)
-    plant.leader.on_engine_load(GUEST, paused(0.0, still=False))
-    assert of_guest(plant).leaves_per_s == pytest.approx(1.0 / LEAVES_S), "once"

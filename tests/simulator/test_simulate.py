@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -14,24 +14,16 @@ from libra_hpc.errors import OperationError, UserError
 from libra_hpc.models.update_time import UpdateTime
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
-from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.result import SimulationResult
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings, trajectory_ids
 from libra_hpc.simulator.simulate import simulate
 from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
 
-from .toys import Linear, Restless, Spread, exchange, single, spec, turn
+from .toys import Linear, Spread, exchange, single, spec, turn
 
 NOW = SimulationSettings(block_size=4, send_s=0.0, answer_s=0.0)
 """Hops that take no time."""
-
-
-class Once(Restless):
-    """Moves what runs at the first evaluation."""
-
-    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[TurnMigration]:
-        return [] if self.seen else super().rebalance(running, board, now)
 
 
 def with_(**changes: object) -> SimulationSettings:
@@ -208,34 +200,6 @@ def test_a_policy_sees_what_the_live_leader_shows_it() -> None:
 def test_names_distinguish_repeated_samples() -> None:
     work = [single("p", 4, 1), single("q", 4, 1), single("p", 4, 1), single("p", 4, 1, sample=1)]
     assert trajectory_ids(work) == ["p/0", "q/0", "p/0#2", "p/1"]
-
-
-def test_an_interrupted_turn_goes_on_elsewhere_with_what_it_has_and_ends_sooner() -> None:
-    engines = [spec("a", Linear(400)), spec("b", Linear(400, tp=2))]
-    work = [single("p", 8, 30)]
-    assert simulate(work, engines, Spread(), NOW).makespan_s == 30.0
-    policy = Once()
-    result = simulate(work, engines, policy, with_(report_s=0.25))
-    # Five tokens at 1 s, interrupted at a boundary, then 25 at 0.5 s, the first of which also prefills everything but
-    # its last token once more.
-    assert result.makespan_s == 5.0 + 12.5
-    assert policy.seen == [(5.0, "p/0", 4)], "known up to the last report"
-    assert result.generated_tokens == 30
-    assert [engine.generated_tokens for engine in result.engines] == [5, 25]
-    assert (result.moves, result.turn_migrations, result.reprefilled_by) == (1, 1, {"move": 12})
-    assert (result.turns, result.decisions, result.turn_latency.p50) == (1, 2, 17.5)
-    rest = policy.turns[1]
-    assert (rest.context_tokens, rest.attained_tokens, rest.turns, rest.engine, rest.ready_at) == (13, 5, 0, "a", 5.0)
-    (record,) = policy.records
-    assert (record.generated_tokens, record.turns, record.context_tokens) == (30, 1, 38)
-
-
-def test_a_turn_that_is_interrupted_on_its_way_begins_elsewhere() -> None:
-    policy, engines = Once(), [spec("a", Linear(400)), spec("b", Linear(400, tp=2))]
-    result = simulate([single("p", 8, 4)], engines, policy, with_(send_s=6.0))
-    assert policy.seen == [(5.0, "p/0", 0)]
-    assert (result.makespan_s, result.generated_tokens) == (6.0 + 6.0 + 4 * 0.5, 4)
-    assert result.turn_migrations == 0, "nothing had been generated"
 
 
 def test_a_training_function_gets_the_tokens_of_the_batch_and_the_nodes() -> None:

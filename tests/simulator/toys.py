@@ -6,13 +6,12 @@ All figures are sums of powers of two, hence exact in floating point.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from bench.controlled_simulation import ControlledSimulation
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.scheduling.board import Board, EngineView
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
-from libra_hpc.policies.scheduling.turn_migration import Running, TurnMigration
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
 from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
@@ -62,25 +61,6 @@ class Spread:
 
     def forget(self, trajectory: str) -> None:
         pass
-
-
-class Restless(Spread):
-    """Sends every turn that runs elsewhere whenever it is asked, as far as there are slots."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[float, str, int]] = []
-        self._avoid: dict[str, str] = {}
-
-    def best(self, turn: TurnView, able: list[EngineView]) -> EngineView:
-        avoid = self._avoid.pop(turn.trajectory, "")
-        return min(able, key=lambda view: (view.engine == avoid, view.engine)) if avoid else super().best(turn, able)
-
-    def rebalance(self, running: Iterable[Running], board: Board, now: float) -> list[TurnMigration]:
-        runs = list(running)
-        self.seen += [(now, run.turn.trajectory, run.generated) for run in runs]
-        self._avoid |= {run.turn.trajectory: run.turn.engine for run in runs}
-        return [TurnMigration(run.turn.trajectory, run.turn.turns, run.turn.engine, "", {}) for run in runs]
 
 
 def exchange(leave: str, join: EngineSpec, delay_s: float) -> Callable[[ControlledSimulation, float], None]:

@@ -1,7 +1,6 @@
-"""How much of a borrowed engine there is: its share of the time, and how often its turns must leave.
+"""How much of a borrowed engine there is: its share of the time.
 
 - It is open or paused for some seconds -> `share` follows, the newest `SHARE_S` count most.
-- Its turns had to leave, because a pause was long or the engine was taken back -> `leaves_per_s` follows.
 - A turn stands still for longer than its prefill elsewhere takes (at most `STAND_S`), and than its engine's `Pauses`
   say -> it goes elsewhere.
 
@@ -19,8 +18,6 @@ from .board import Board
 
 SHARE_S: Final = 120.0
 """Seconds.  Half: a burst is taken for the usual state; double: a busy hour is noticed late."""
-LEAVES_S: Final = 300.0
-"""Seconds: leaves are rare, and each is dear."""
 LEAST_SHARE: Final = 0.02
 
 
@@ -30,7 +27,6 @@ class Availability(Pauses):
     def __init__(self) -> None:
         super().__init__()
         self.share = 1.0
-        self.leaves_per_s = 0.0
 
     def patience_s(self, board: Board, context: int) -> float:
         """Seconds that a turn of so many tokens may stand still here."""
@@ -42,11 +38,6 @@ class Availability(Pauses):
             return
         keep = exp(-seconds / SHARE_S)
         self.share = max(LEAST_SHARE, keep * self.share + (1.0 - keep) * is_open)
-        self.leaves_per_s *= exp(-seconds / LEAVES_S)
-
-    def left(self) -> None:
-        """Its turns had to leave."""
-        self.leaves_per_s += 1.0 / LEAVES_S
 
 
 def prefill_s(board: Board, context: int) -> float:

@@ -45,7 +45,6 @@ class EngineView:
         """Context tokens of those turns when they were sent."""
         self.kv_use = 0.0
         """Share of the KV cache, 0..1, as last reported."""
-        self.waiting = self.preemptions = self.steps = 0
         self.base_s = self.slope_s = self.prefill_s = 0.0
         """Its seconds per empty decode step, per KV token in use, and per prefilled token."""
         self.pace = 1.0
@@ -55,8 +54,6 @@ class EngineView:
         """Whether it is another job's, which may pause it or take it back."""
         self.share = 1.0
         """Share of the time that a borrowed engine runs."""
-        self.leaves_per_s = 0.0
-        """How often all its turns must leave it."""
 
     @property
     def level(self) -> int:
@@ -148,10 +145,9 @@ class Board:
         self._recost()
         return view
 
-    def lends(self, engine: str, share: float, leaves_per_s: float) -> None:
+    def lends(self, engine: str, share: float) -> None:
         """What is left of a borrowed engine."""
-        view = self.engines[engine]
-        view.share, view.leaves_per_s = share, leaves_per_s
+        self.engines[engine].share = share
         self._recost()
 
     def set_open(self, engine: str, is_open: bool) -> None:
@@ -189,8 +185,7 @@ class Board:
         view = self.engines.get(engine)
         if view is None:
             return
-        view.kv_use, view.steps = stats.kv_use, stats.steps
-        view.waiting, view.preemptions = stats.waiting, stats.preemptions
+        view.kv_use = stats.kv_use
         count = view.tp_class.fit.count
         if self._observe(view, stats, WINDOW_STEPS) and (count < REFIT_EVERY or (count + 1) % REFIT_EVERY == 0):
             self._recost()

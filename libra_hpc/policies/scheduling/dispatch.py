@@ -4,26 +4,20 @@
 - It waits for any slot -> it returns to its place, after `MAX_REFUSED` of them behind the turns behind it.
 - It waits for its last engine -> it is set aside until that engine has a free slot or new weights, or takes no turns.
 - It waits for room in a KV cache -> it is set aside, and offered first, until the first of these still has no room.
-- Nothing waits -> a policy that migrates running turns (`turn_migration`) chooses moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from math import inf
 
 from .board import Board
 from .protocol import Decision, Finished, Policy, TurnView
-from .turn_migration import Rebalances, Running, TurnMigration
 
 MAX_REFUSED = 32
 """Turns that refuse a free slot before a pass ends; offering thousands would cost more than it finds. The next pass,
 at most a second later, begins with those behind them.
 """
-REBALANCE_EVERY_S = 5.0
-"""Seconds between two evaluations of running turns; a turn worth moving has minutes left."""
-
 
 _Entry = tuple[float, int, int, TurnView]
 """Key of a waiting turn, its number in the order of arrival, a number of its own, and the turn."""
@@ -44,8 +38,6 @@ class Dispatcher:
         self._refused: list[_Entry] = []
         """Turns that refused in passes that ended before the last waiting turn was offered."""
         self._count = 0
-        self._rebalances = policy if isinstance(policy, Rebalances) else None
-        self._rebalance_at = 0.0
 
     def __len__(self) -> int:
         """Waiting turns."""
@@ -91,21 +83,6 @@ class Dispatcher:
                 self._settle(entry, route(entry[3], board, now), routed, refused)
         self._return(refused)
         return routed
-
-    @property
-    def rebalances(self) -> bool:
-        """Whether the policy migrates running turns."""
-        return self._rebalances is not None
-
-    def rebalance(self, running: Iterable[Running], now: float) -> Sequence[TurnMigration]:
-        """Running turns to interrupt, and the engines that continue them.
-
-        ``running`` is read only if the policy evaluates it.
-        """
-        if self._rebalances is None or self._entries or now < self._rebalance_at:
-            return ()
-        self._rebalance_at = now + REBALANCE_EVERY_S
-        return self._rebalances.rebalance(running, self.board, now)
 
     def finished(self, record: Finished, now: float) -> None:
         """A trajectory ended: the policy learns, and the waiting turns of its prompt get new keys."""

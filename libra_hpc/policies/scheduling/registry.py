@@ -12,7 +12,7 @@ from libra_hpc.user_file import FORM, load_class
 from .protocol import Policy
 
 _POLICIES: dict[str, tuple[str, str]] = {
-    "cmlfq": ("cmlfq.causal_mlfq", "CausalMlfq"),
+    "cmlfq": ("causal_mlfq", "CausalMlfq"),
     "least_loaded": ("rules", "LeastLoaded"),
     "sticky": ("rules", "Sticky"),
 }

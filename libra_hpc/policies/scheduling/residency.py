@@ -5,8 +5,9 @@ and prefills it again.  So some trajectories are *resident*, and the others wait
 
 - A trajectory's turn is sent -> it is resident there, through its tool calls too, until it ends or leaves.
 - The residents' contexts stay below `START_AT` of the cache with one more -> it may become resident.
-- They exceed `PARK_AT`, because contexts grow -> residents in tool calls are parked, the last of the queue first.
-- Nobody else can be parked, or the returning trajectory is the last of the queue -> it is parked itself.
+- They exceed `PARK_AT`, because contexts grow -> residents in tool calls are parked, the smallest first: their prefill
+  costs least.
+- Nobody else can be parked, or the returning trajectory is the smallest -> it is parked itself.
 - A trajectory has no room anywhere -> it waits (``wait="room"``), and nobody behind it in the queue is started.
 - An engine has no resident -> any trajectory may become one, so that none waits for ever.
 
@@ -35,9 +36,14 @@ class Claim:
         self.own = 0
         """Context tokens there that no sibling shares."""
         self.key = 0.0
-        """Its place in the queue when its last turn became ready."""
+        """Its place in the queue since its last turn became ready."""
         self.running = False
         """Whether its turn is at an engine: a running turn cannot be parked."""
+
+    @property
+    def context(self) -> int:
+        """Context tokens where it is resident."""
+        return self.own + self.prompt_tokens
 
 
 class EngineCache:
@@ -53,12 +59,10 @@ class EngineCache:
         """Residents by prompt."""
 
     def has_room(self, claim: Claim, context: int) -> bool:
-        """Whether a trajectory of ``context`` tokens may be resident here."""
-        if claim.cache is self or not self._residents:
-            return True
+        """Whether a trajectory of ``context`` tokens that lives elsewhere may be resident here."""
         if claim.prompt_id in self._prompts:
             context -= claim.prompt_tokens
-        return self.held + context <= START_AT * self.capacity
+        return not self._residents or self.held + context <= START_AT * self.capacity
 
     def hold(self, claim: Claim, context: int) -> None:
         """Make a trajectory of ``context`` tokens resident here, and nowhere else."""
@@ -77,13 +81,13 @@ class EngineCache:
     def fits(self, claim: Claim) -> bool:
         """Park residents in tool calls until the rest fits; False where ``claim`` is to be parked instead."""
         while self.held > PARK_AT * self.capacity and len(self._residents) > 1:
-            last: Claim | None = None
+            least: Claim | None = None
             for other in self._residents:
-                if not other.running and other is not claim and (last is None or other.key > last.key):
-                    last = other
-            if last is None or last.key < claim.key:
+                if not other.running and other is not claim and (least is None or other.context < least.context):
+                    least = other
+            if least is None or least.context > claim.context:
                 return False
-            release(last)
+            release(least)
         return True
 
     def _remove(self, claim: Claim) -> None:

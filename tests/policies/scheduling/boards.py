@@ -164,6 +164,6 @@ def drive(policy: Policy, board: Board, seed: int, lost: float = 0.0) -> None:
 def assert_nothing_is_kept(policy: object) -> None:
     """Every trajectory ended: the policy or rule of admission holds nothing of any."""
     per_trajectory = ["_prompt", "_level", "_scouts", "_probes", "_programs", "_placed", "_waits", "_live"]
-    per_trajectory += ["_lives", "_tokens", "_open"]
+    per_trajectory += ["_lives", "_tokens", "_open", "_age", "_at", "_running", "_cached"]
     held = {key: value for key, value in vars(policy).items() if key in per_trajectory}
     assert all(len(value) == 0 for value in held.values()), held
