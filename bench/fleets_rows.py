@@ -64,6 +64,19 @@ OWN = {
             tools=(Tool("tool", 1.0, Lognormal(9, 1.0, 60), Lognormal(300, 1.6, 20_000), error_rate=0.0),),
         ),
         replace(MATH, name="short math", generated=700, sigma=0.6),
+        replace(PROFILES["search"], name="deep search", generated=3_000, sigma=0.9, turns=28),
+        Profile(
+            name="small tools",
+            generated=4_000,
+            sigma=1.0,
+            turns=60,
+            turns_power=0.8,
+            prompt=Lognormal(12_000, 0.4, 40_000),
+            tools=(
+                Tool("command", 0.85, Lognormal(0.3, 1.5, 60), Lognormal(180, 1.0, 3_000), error_rate=0.1),
+                Tool("build", 0.15, Lognormal(30, 1.0, 600), Lognormal(500, 0.9, 6_000), error_rate=0.2),
+            ),
+        ),
     )
 }
 """Profiles of this benchmark.
@@ -71,6 +84,9 @@ OWN = {
 - ``long``, ``middle``: coding on large repositories, contexts of 63k and 46k tokens in the mean, up to 128k: more than
   the KV caches hold.
 - ``slow tools``: builds and test suites that take minutes.
+- ``deep search``: 28 calls with large answers, contexts of some 60k tokens.
+- ``small tools``: 60 small calls, every seventh of half a minute: half of a task is its tools, as in AgentCgroup (arXiv
+  2602.09345).
 - ``sessions``: an agent's turns between two messages of a person, after a long history that no other one shares;
   fitted to 3,765 recorded coding sessions: median prompt, 50 % and 99 % of generated tokens, turns, tool seconds.
 """
@@ -158,8 +174,8 @@ def work(name: str, seed: int) -> tuple[list[list[TrajectoryRecord]], list[Traje
     count = row.trajectories * max(1, row.batches)
     before = []
     if row.change == "mislead":
-        before = [_made(row, count, seed + 1_000)]
-    made = _made(row, count, seed)
+        before = [generated(row, count, seed + 1_000)]
+    made = generated(row, count, seed)
     if row.change == "mislead":
         made = [replace(one, turns=tuple(_opposite(turn) for turn in one.turns)) for one in made]
     if row.change == "giant":
@@ -167,7 +183,8 @@ def work(name: str, seed: int) -> tuple[list[list[TrajectoryRecord]], list[Traje
     return before, made
 
 
-def _made(row: Setting, count: int, seed: int) -> list[TrajectoryRecord]:
+def generated(row: Setting, count: int, seed: int) -> list[TrajectoryRecord]:
+    """Generate so many trajectories of the row's work."""
     dials = Dials(trajectories=count, group=row.group, seed=seed, max_context=MAX_CONTEXT, **dict(row.dials))
     if row.preset != MIXED:
         return generate(OWN.get(row.preset) or PROFILES[row.preset], dials)

@@ -10,9 +10,13 @@ from libra_hpc.policies.scheduling.registry import policy_names
 FILES = {
     "cache_aware": "stays.py:CacheAware",
     "cmlfq_cost": "libra.py:CmlfqCost",
+    "fit": "programs.py:Fit",
+    "kv_router": "programs.py:KvRouter",
     "la_mlfq": "libra.py:LaMlfq",
     "least_live": "stays.py:LeastLive",
+    "program_age": "programs.py:ProgramAge",
     "round_robin": "stays.py:RoundRobin",
+    "thunder_agent": "programs.py:ThunderAgent",
 }
 """Name -> file of this folder and class."""
 POLICIES = {name: name for name in policy_names()} | {

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from bench.policies import FILES, POLICIES
 from bench.policies.admission import Admitted
 from bench.policies.libra import CmlfqCost, LaMlfq, PrefixTree
+from bench.policies.programs import Fit, KvRouter, ProgramAge, ThunderAgent
 from bench.policies.stays import MORE_TURNS, CacheAware, LeastLive, RoundRobin
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
@@ -103,6 +104,46 @@ def test_the_tree_asks_the_prompt_first_walks_as_deep_as_it_matches_and_is_rebui
     tree.insert(ended("c", "p", 77))
     tree.insert(ended("d", "p", 100, signals=(OK,), at=(1,), version=5))
     assert list(tree.look_up("p", ()).recent) == [1000, 100], "of tools alone, and nothing recent is lost"
+
+
+WITH_A = {"at": "a", "turns": 1}
+
+
+@pytest.mark.parametrize(
+    ("policy", "grown", "stays", "parked"),
+    [
+        (Fit(), 550, False, ""),
+        (Fit(), 450, True, ""),
+        (ThunderAgent(), 650, True, "t0"),
+        (ThunderAgent(), 250, True, ""),
+        (ProgramAge(), 650, True, ""),
+    ],
+)
+def test_programs_lose_their_places_where_contexts_exceed_the_cache(
+    policy: Fit, grown: int, stays: bool, parked: str
+) -> None:
+    board = board_of(("a", 1), cap=8, kv=1_000)
+    for name, context in (("t0", 400), ("t1", 300)):
+        policy.key(turn_of(name, context=context), 0.0)
+        assert policy.route(turn_of(name, context=context), board, 0.0).engine == "a"
+    policy.key(turn_of("new", context=200), 0.0)
+    assert policy.route(turn_of("new", context=200), board, 0.0).wait == "room", "900 of 1,000"
+    first = turn_of("t0", context=400, **WITH_A)
+    later = turn_of("t1", context=grown, **WITH_A)
+    policy.key(first, 1.0)
+    policy.key(later, 1.0)
+    assert bool(policy.route(later, board, 1.0).engine) is stays
+    assert policy.route(first, board, 1.0).wait == ("room" if parked else "slot")
+
+
+def test_the_kv_router_weighs_prefill_against_contexts_in_flight() -> None:
+    policy, board = KvRouter(), board_of(("a", 1), ("b", 1))
+    for name, sample in (("t", 0), ("s", 1)):
+        assert policy.route(turn_of(name, sample=sample), board, 0.0).engine == "a", "it has the prompt"
+    board.sent("a", 499)
+    assert policy.route(turn_of("t", **WITH_A), board, 1.0).engine == "a"
+    board.sent("a", 2)
+    assert policy.route(turn_of("t", **WITH_A), board, 2.0).engine == "b"
 
 
 # --- limits of admission
