@@ -95,7 +95,7 @@ def play(name: str, seed: int, lr: float) -> tuple[float, ...]:
         run = RunDir(Path(folder, "learning-001"))
         steps = list(read_lines(run.metrics))
         before, after = evaluate({0: str(model), len(steps): str(run.policy)}, run, sums)
-        gap = statistics.fmean(step["logprob_gap"] for step in steps)
+        gap = statistics.fmean(step["logprob_gap"] for step in steps if "logprob_gap" in step)
         old_kv = sum(step["old_kv_tokens"] for step in steps) / sum(step["gen_tokens"] for step in steps)
     found = before, after, gap, old_kv
     progress(f"{name}, seed {seed}: {found}")
