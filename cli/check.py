@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,21 @@ from libra_hpc.preflight.job_checks import describe_worlds
 from libra_hpc.preflight.named_files import check_planner_files
 from libra_hpc.slurm.submit import expected_start as job_start
 
-from .config_show import OverrideOption, RunFileArgument
-from .output import busy, gigabytes, narrow_table, playing, print_json, print_line, print_note, show
+from .config_show import EngineOption, OverrideOption, RunFileArgument, with_options
+from .output import busy, gigabytes, narrow_table, print_json, print_line, print_note, show
 from .runs import JsonOption
 
 COLUMNS = 80
 """Width of the table: a terminal of usual width shows it whole."""
 
 
-def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOption = False) -> None:  # noqa: B006
-    checked = check_all(load(run_file, override), slurm_required=False)
+def check(
+    run_file: RunFileArgument,
+    override: OverrideOption = [],  # noqa: B006
+    engine: EngineOption = None,
+    json: JsonOption = False,
+) -> None:
+    checked = check_all(load(run_file, with_options(override, None, engine)), slurm_required=False)
     config, made, asked = checked.config, checked.plan, checked.environment is not None
     warnings = list(checked.warnings)
     if not asked and config.slurm.executor != "local":
@@ -60,9 +64,9 @@ def check(run_file: RunFileArgument, override: OverrideOption = [], json: JsonOp
 
 
 def check_all(config: RunConfig, *, slurm_required: bool) -> CheckedRun:
-    """`libra_hpc.preflight.checked_run.check` with a spinner."""
+    """`libra_hpc.preflight.checked_run.check`, and what it does meanwhile."""
     with busy("planning" if config.components.split == "auto" else "checking") as status:
-        return checked_run.check(config, slurm_required=slurm_required, progress=partial(playing, status))
+        return checked_run.check(config, slurm_required=slurm_required, report=status.update)
 
 
 def memory_table(found: Sequence[MemoryNeed]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -52,6 +53,24 @@ OverrideOption = Annotated[
         autocompletion=assignments,
     ),
 ]
+EXECUTORS, ENGINES = ("auto", "slurm", "local"), ("real", "simulated")
+ExecutorOption = Annotated[
+    str | None, typer.Option("--executor", metavar="|".join(EXECUTORS), help="Where to run; default: the run file's.")
+]
+EngineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        metavar="|".join(ENGINES),
+        help="simulated: a dry run with simulated engines; default: the run file's.",
+    ),
+]
+
+
+def with_options(overrides: Sequence[str], executor: str | None, engine: str | None) -> list[str]:
+    """``overrides``, and those that the options `ExecutorOption` and `EngineOption` stand for."""
+    options = {"slurm.executor": executor, "run.engine": engine}
+    return [*overrides, *(f"{key}={value}" for key, value in options.items() if value)]
 
 
 @app.command("show")

@@ -14,9 +14,9 @@ from libra_hpc.preflight.named_files import check_task
 from libra_hpc.user_file import absolute
 
 from . import jobs
+from .config_show import EXECUTORS, ExecutorOption
 from .output import print_json, print_line
 from .runs import JsonOption
-from .submit import EXECUTORS, ExecutorOption
 
 WARM_START_STEPS = 2000
 """Optimizer steps of the supervised warm start: enough to copy keys reliably, in under a minute on one core."""

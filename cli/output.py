@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from rich.table import Table
 
 from libra_hpc.errors import UserError, invalid
 
+SILENT_S, LONGEST_S = 2.0, 60.0
+"""Until the first line in a pipe about work that goes on, and most seconds between two; pauses double."""
 WIDTH = 100
 """Columns of tables and panels; a pipe has no width of its own."""
 _COMMANDS = re.compile(
@@ -101,9 +105,35 @@ def picture_file(path: Path | None) -> Path | None:
     return path
 
 
-def busy(what: str) -> Status:
-    """Context with a spinner on stderr; shows nothing where stderr is no terminal."""
-    return PlainConsole(stderr=True).status(what)
+class Lines(threading.Thread):
+    """What goes on, as lines on stderr."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(daemon=True)
+        self._what, self._began, self._ended = what, time.monotonic(), threading.Event()
+
+    def update(self, what: str) -> None:
+        self._what = what
+
+    def run(self) -> None:
+        pause = SILENT_S
+        while not self._ended.wait(pause):
+            print_note(f"{self._what} ({time.monotonic() - self._began:.0f} s)")
+            pause = min(2 * pause, LONGEST_S)
+
+    def __enter__(self) -> Lines:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self.join()
+
+
+def busy(what: str) -> Status | Lines:
+    """Context that shows on stderr what goes on: a spinner, `Lines` where that is no terminal."""
+    spinner = PlainConsole(stderr=True)
+    return spinner.status(what) if spinner.is_terminal else Lines(what)
 
 
 def console() -> Console:
@@ -114,8 +144,3 @@ def console() -> Console:
 def print_json(value: Any) -> None:
     """Print one JSON document; raises for NaN and infinity, which JSON lacks."""
     print(json.dumps(value, indent=1, allow_nan=False), flush=True)
-
-
-def playing(status: Status, plays: int) -> None:
-    """Show in the spinner how many plans have been played."""
-    status.update(f"playing plans: {plays}")

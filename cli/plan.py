@@ -29,7 +29,7 @@ from libra_hpc.preflight.known_work import known_work
 
 from . import plan_tables
 from .config_show import OverrideOption, RunFileArgument
-from .output import busy, picture_file, playing, print_json, print_line, show
+from .output import busy, picture_file, print_json, print_line, show
 from .plan_write import Target, check_target, write_row
 from .runs import JsonOption
 
@@ -92,7 +92,7 @@ def question(config: RunConfig, *, gpus: int = 0, switch_s: float | None = None)
 def best(asked: PlanRequest, keep: int, steps: StepLookup = lookup) -> PlanResult:
     """The best plans, with a spinner."""
     with busy("searching") as status:
-        result = best_plans(asked, steps, progress=lambda plays: playing(status, plays))
+        result = best_plans(asked, steps, progress=lambda plays: status.update(f"playing plans: {plays}"))
     return msgspec.structs.replace(result, plans=result.plans[:keep])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,6 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich import box
-from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -33,8 +31,6 @@ from .trace import FileArgument, SkipOption, load
 
 DEFAULTS = SimulationSettings()
 POLICIES = f"Of {', '.join(policy_names())} and {FORM}."
-FIRST_LINE_S, LINE_S = 1.0, 10.0
-"""Seconds before the first line of progress, and between lines, where stderr is no terminal."""
 LEGEND = """p50, p95, p99: from a trajectory's start to its end; moves: turns on another
 engine than before; re-prefill: tokens computed again; idle: share of the GPUs'
 time; x best: makespan over the shortest one"""
@@ -92,7 +88,14 @@ def simulate(
     )
     work = within(load(file, skip_bad), max_context)
     with busy("simulating") as status:
-        done = compare(work, built.engines, names, settings, Shown(status, len(names) * len(work)))
+        ended = dict.fromkeys(names, 0)
+
+        def shown(name: str, count: int) -> None:
+            ended[name] = count
+            whole = len(names) * len(work)
+            status.update(f"simulating: {sum(ended.values()):,} of {whole:,} trajectories")
+
+        done = compare(work, built.engines, names, settings, shown)
     note_empty(done, seats, built.empty, gpus)
     what = f"{built.gpus} x {device}, {model}"
     if plot is not None:
@@ -148,23 +151,6 @@ def note_empty(done: dict[str, Compared], seats: int, empty: int, gpus: int) -> 
         print_note(f"{label(name)}: a trajectory waits {one.result.seat_wait_s:,.1f} s for one of {seats:,} seats")
     if empty:
         print_note(f"{empty} of {gpus} GPUs stay empty: they do not fill another pattern of engines")
-
-
-class Shown:
-    """How far the simulations of all policies are: in the spinner; without a terminal a line now and then."""
-
-    def __init__(self, status: Status, whole: int) -> None:
-        self._status, self._whole = status, whole
-        self._ended: dict[str, int] = {}
-        self._line_at = time.monotonic() + FIRST_LINE_S
-
-    def __call__(self, name: str, ended: int) -> None:
-        self._ended[name] = ended
-        text = f"simulating: {sum(self._ended.values()):,} of {self._whole:,} trajectories"
-        self._status.update(text)
-        if not self._status.console.is_terminal and time.monotonic() >= self._line_at:
-            self._line_at = time.monotonic() + LINE_S
-            print_note(text)
 
 
 def named_policies(text: str) -> list[str]:

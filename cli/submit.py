@@ -30,7 +30,7 @@ from libra_hpc.slurm.submit import MaybeQueued
 
 from . import jobs
 from .check import check_all, expected_start, load, warn
-from .config_show import OverrideOption
+from .config_show import EngineOption, ExecutorOption, OverrideOption, with_options
 from .output import KEY, no_option, print_json, print_line, print_note
 from .runs import RUNS, JsonOption, attempt, find_run, is_own, job_id, run_names
 
@@ -41,9 +41,6 @@ LEAVES_S = 2.0
 """For an owner that has written the result to release the lease."""
 KEPT = (*(f"lora.{key}" for key in LoraSection.__struct_fields__), "model.dtype", "run.seed")
 """Keys of what a checkpoint has: adapters, types of weights, a place in the data order."""
-EXECUTORS = ("auto", "slurm", "local")
-
-ENGINES = ("real", "simulated")
 ENDS = {
     "failed": "the run failed",
     "cancelled": "the run was cancelled",
@@ -53,18 +50,6 @@ ENDS = {
     "unknown": "it is not known how the run ended",
 }
 """First words of the error of `submit --wait` by the state of a run that did not complete."""
-
-ExecutorOption = Annotated[
-    str | None, typer.Option("--executor", metavar="|".join(EXECUTORS), help="Where to run; default: the run file's.")
-]
-EngineOption = Annotated[
-    str | None,
-    typer.Option(
-        "--engine",
-        metavar="|".join(ENGINES),
-        help="simulated: a dry run with simulated engines; default: the run file's.",
-    ),
-]
 
 
 def submit(
@@ -196,12 +181,6 @@ def with_job_options(config: RunConfig, sbatch: Sequence[str], until_done: bool)
     if until_done:
         changes["slurm.requeues"] = max(UNTIL_DONE, config.slurm.requeues)
     return with_values(config, changes) if changes else config
-
-
-def with_options(overrides: Sequence[str], executor: str | None, engine: str | None) -> list[str]:
-    """``overrides``, and those that the options `ExecutorOption` and `EngineOption` stand for."""
-    options = {"slurm.executor": executor, "run.engine": engine}
-    return [*overrides, *(f"{key}={value}" for key, value in options.items() if value)]
 
 
 def check_start(config: RunConfig, before: Attempt | None, from_step: int | None) -> None:

@@ -27,10 +27,10 @@ from libra_hpc.facts.sweep_record import PlannedRun, SweepMember, SweepRecord
 from libra_hpc.preflight.checked_run import CheckedRun, check
 
 from .check import load, warn
-from .config_show import OverrideOption, RunFileArgument
+from .config_show import EngineOption, ExecutorOption, OverrideOption, RunFileArgument, with_options
 from .output import busy, print_json, print_note, show, table
 from .runs import JsonOption, all_runs, job_id, rewards
-from .submit import EngineOption, ExecutorOption, create, queue, with_options
+from .submit import create, queue
 
 MOST_RUNS = 32
 """Runs that are queued without ``--yes``: a fourth key of three values triples the GPU hours of a sweep of 27."""

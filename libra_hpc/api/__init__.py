@@ -26,6 +26,7 @@ from libra_hpc_cli import status as status_verb
 from libra_hpc_cli import submit as submit_verb
 from libra_hpc_cli.cancel import end_all
 from libra_hpc_cli.check import check_all, load, warn
+from libra_hpc_cli.config_show import with_options
 from libra_hpc_cli.follow import wait_silently
 from libra_hpc_cli.runs import RUNS, all_runs, attempt, find_run
 from libra_hpc_cli.sweep import swept
@@ -149,7 +150,7 @@ def submit(
 
     ``sbatch``: its options by their long names, as ``mail_type="END"`` or ``exclusive=True``.
     """
-    texts = submit_verb.with_options(_texts(overrides), executor, engine)
+    texts = with_options(_texts(overrides), executor, engine)
     return _queued(Path(run_file), None, texts, None, until_done, sbatch)
 
 
@@ -187,7 +188,7 @@ def sweep(
         if not isinstance(values, list):
             raise invalid(f"over[{key!r}]", values, "one value", "a list of values")
     axes = grid.parse_axes([f"{key}={','.join(map(toml_value, values))}" for key, values in lists.items()])
-    texts = submit_verb.with_options(_texts(overrides), executor, engine)
+    texts = with_options(_texts(overrides), executor, engine)
     _, members, queued = swept(Path(run_file), axes, texts, name=name, most=most)
     return [Job(queued[member.name]) for member in members]
 

@@ -12,7 +12,7 @@ Nothing is written or queued.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +41,6 @@ from .task_trial import check_overlap, try_task
 
 if TYPE_CHECKING:
     from libra_hpc.boxes.box_probe import TriedBox
-    from libra_hpc.planning.best_plan import Progress
     from libra_hpc.planning.initial import InitialPlan
 
 
@@ -70,10 +69,10 @@ class CheckedRun:
         return Launch(self.request, run, attempt, after=after, from_step=from_step)
 
 
-def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambda plays: None) -> CheckedRun:
+def check(config: RunConfig, *, slurm_required: bool, report: Callable[[str], None] = lambda what: None) -> CheckedRun:
     """Fill in what the run file leaves open and run every check; raises the first mistake.
 
-    ``slurm_required``: raise `SlurmUnreachable` when a Slurm is needed and none answers.
+    ``slurm_required``: raise `SlurmUnreachable` when a Slurm is needed and none answers. ``report`` gets what goes on.
     """
     check_files(config)
     config = known_work(config)
@@ -84,10 +83,17 @@ def check(config: RunConfig, *, slurm_required: bool, progress: Progress = lambd
             from libra_hpc.planning.initial import initial_plan
 
             with naming(config):
-                plan = initial_plan(config, progress=progress, cache=cache_folder(), rooms=known_rooms(config))
+                plan = initial_plan(
+                    config,
+                    progress=lambda plays: report(f"playing plans: {plays}"),
+                    cache=cache_folder(),
+                    rooms=known_rooms(config),
+                )
             config = plan.config
         shape, gpus = check_run(config)
+        report("trying the task")
         trial = outcome()
+        report("checking")
     warnings += [*trial.warnings, *gpus.warnings, *rounded_adapters(config)]
     environment = _slurm(config, required=slurm_required)
     known: list[Partition] = []

@@ -3,8 +3,8 @@
 - The task plays the start of one episode (`libra_hpc.host.trial`), whose prompt fits into the context.
 - Functions of files for advantages and loss are called once on made-up values.
 
-- The nodes' interpreter is here -> it plays beside the search for a split, at most `TRIAL_S` longer than that.  A
-  mistake is refused with its sentence.
+- The nodes' interpreter is here -> it plays beside the search for a split, with at most `CPU_S` of computing and
+  `WALL_S` in all.  A mistake is refused with its sentence.
 - The interpreter is inside a container or not visible here, or ``task.trial = false`` -> nothing is played.
 - A step fails, the trial takes longer, or it cannot run here -> a warning: the nodes may differ.
 - It passed before with these settings, tokenizer, data and Python files of the task's folder -> it passes.
@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
@@ -32,8 +35,12 @@ from libra_hpc.slurm.interpreter import compute_python, in_container
 from libra_hpc.tasks.rows import Rows, open_rows
 from libra_hpc.user_file import file_of
 
-TRIAL_S = 10.0
-"""Building a task that reads its data takes seconds.  Double: every `check` of a slow task waits so long."""
+CPU_S = 10
+"""Seconds of computing, on a busy machine as on a quiet one: building a task that reads its data takes some.  Double:
+every `check` of a slow task waits so long."""
+WALL_S = 600.0
+"""For all of it.  Half: a machine that does twenty things at once leaves a mistake unseen; double: a task that waits
+for a server of the cluster holds `check` up for twenty minutes."""
 SKIP = "task.trial = false skips this trial"
 CALL = f"""
 import importlib, sys
@@ -133,20 +140,27 @@ def _playing(config: RunConfig, python: str) -> Iterator[Callable[[], TaskTrial]
                 continue
             started[field] = stack.enter_context(process)
             stack.callback(process.kill)
-        yield lambda: _together([_outcome(config, field, process) for field, process in started.items()])
+            with contextlib.suppress(OSError):
+                # The kernel ends it with SIGXCPU, which is to leave no core file.
+                resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
+                resource.prlimit(process.pid, resource.RLIMIT_CPU, (CPU_S, 2 * CPU_S))
+        ends_at = time.monotonic() + WALL_S
+        yield lambda: _together([_outcome(config, field, process, ends_at) for field, process in started.items()])
 
 
 def _together(trials: list[TaskTrial]) -> TaskTrial:
     return TaskTrial([one for trial in trials for one in trial.warnings], [one for t in trials for one in t.facts])
 
 
-def _outcome(config: RunConfig, field: str, process: subprocess.Popen[str] | str) -> TaskTrial:
+def _outcome(config: RunConfig, field: str, process: subprocess.Popen[str] | str, ends_at: float) -> TaskTrial:
     if isinstance(process, str):
         return _warned(config, field, process)
     try:
-        stdout, stderr = process.communicate(timeout=TRIAL_S)
+        stdout, stderr = process.communicate(timeout=ends_at - time.monotonic())
     except subprocess.TimeoutExpired:
-        return _warned(config, field, f"its trial took longer than {TRIAL_S:.0f} s; {SKIP}")
+        return _warned(config, field, f"its trial took longer than {WALL_S:.0f} s; {SKIP}")
+    if process.returncode == -signal.SIGXCPU:
+        return _warned(config, field, f"its trial computed for more than {CPU_S} s; {SKIP}")
     lines = stderr.strip().splitlines() or [f"exit code {process.returncode}"]
     own = [line.removeprefix(MARK) for line in (*stdout.splitlines(), *lines) if line.startswith(MARK)]
     if process.returncode == UserError.exit_code and own:

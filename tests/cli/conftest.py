@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from libra_hpc_cli import app, follow, jobs
+from libra_hpc_cli import app, follow, jobs, output
 
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import FINAL, encode_status
@@ -121,8 +121,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: Queue) -> Path:
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Run one command line."""
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Run one command line, without lines that only a slow machine prints."""
+    monkeypatch.setattr(output, "SILENT_S", 3600.0)
 
     def call(*arguments: str) -> Outcome:
         capsys.readouterr()

@@ -17,7 +17,7 @@ import pytest
 from libra_hpc_cli import check
 
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.preflight import checked_run, task_trial
+from libra_hpc.preflight import checked_run
 from libra_hpc.preflight.task_trial import try_task
 from libra_hpc.slurm import submit
 from libra_hpc.slurm.queue.command import SlurmRefused
@@ -137,8 +137,6 @@ def test_a_mistake_is_one_sentence_that_names_the_field(
     monkeypatch.setenv("LIBRA_HPC_SITE", mistake.site)
     if mistake.plays:
         monkeypatch.setattr(checked_run, "try_task", try_task)
-        # A busy machine needs longer, and a trial that took too long is no mistake.
-        monkeypatch.setattr(task_trial, "TRIAL_S", 100.0)
     if mistake.refusal:
         monkeypatch.setattr(check, "expected_start", EXPECTED_START)
         monkeypatch.setattr(submit, "call", refusing(mistake.refusal))

@@ -214,3 +214,12 @@ def test_a_watched_run_fits_a_terminal_of_80x24(
         assert f" {role.replace('to_', '→ ' if encoding == 'utf-8' else '> ')} " in text
     assert re.search("planner +node 2 . train .* training 1.42 s a batch", text)
     assert " rank " not in text
+
+
+def test_what_goes_on_is_seen_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(output, "SILENT_S", 0.01)
+    seen = ""
+    with output.busy("checking") as shown:
+        shown.update("playing plans: 7")
+        while not re.search(r"^playing plans: 7 \(\d+ s\)$", seen, re.MULTILINE):
+            seen += capsys.readouterr().err

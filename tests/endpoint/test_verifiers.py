@@ -118,7 +118,7 @@ def test_a_wrong_taskset_is_found_before_the_queue(
     tokenizer: TaskTokenizer, python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LIBRA_HPC_CACHE", str(tmp_path))
-    monkeypatch.setattr(task_trial, "TRIAL_S", 60.0)
+    monkeypatch.setattr(task_trial, "CPU_S", 60)
     task = {"verifiers": {"taskset": "toyz", "python": str(python)}}
     config = validate({"model": {"path": str(write_chat_folder(tmp_path / "policy"))}, "task": task})
     check_tasks(config.task)

@@ -43,7 +43,12 @@ class Mine(Task):
 WARNED = {
     "a step": ("        assert turn", "        1 / 0\n        assert turn", "fails: ZeroDivisionError"),
     "a reward": ("reward=1.0", "reward=float('nan')", "fails: BadReward: reward is nan"),
-    "a slow task": ("        super()", "        __import__('time').sleep(60)\n        super()", "took longer than 3 s"),
+    "a task that waits": (
+        "        super()",
+        "        __import__('time').sleep(60)\n        super()",
+        "longer than 3 s",
+    ),
+    "one that computes": ("        super()", "        while True: pass\n        super()", "computed for more than 1 s"),
 }
 
 
@@ -59,7 +64,6 @@ NOTHING, PLAYED = TaskTrial([], []), TaskTrial(["played"], [])
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A run of ``mine.py:Mine`` with a cache of its own."""
     monkeypatch.setenv("LIBRA_HPC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(task_trial, "TRIAL_S", 60.0)
     model = write_model(tmp_path / "model", MODEL)
     write_text_tokenizer(model)
     (tmp_path / "mine.py").write_text(GOOD)
@@ -83,7 +87,9 @@ def test_what_other_turns_or_nodes_may_do_better_is_a_warning(
     run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, sentence: str
 ) -> None:
     if "sleep" in new:
-        monkeypatch.setattr(task_trial, "TRIAL_S", 3.0)
+        monkeypatch.setattr(task_trial, "WALL_S", 3.0)
+    if "while" in new:
+        monkeypatch.setattr(task_trial, "CPU_S", 1)
     (tmp_path / "mine.py").write_text(GOOD.replace(old, new, 1))
     (warning,) = tried(run).warnings
     assert sentence in warning
