@@ -76,7 +76,8 @@ class RolloutNode(EngineNode[VllmEngine]):
 
     def __init__(self, context: AgentContext, carrier: NodeCarrier) -> None:
         self._tp, count = context.engines
-        super().__init__(context, [f"r{context.rank}.{i}" for i in range(count)])
+        less = "a smaller rollout.kv_cache_mb" if context.config.slurm.device == "cpu" else ""
+        super().__init__(context, [f"r{context.rank}.{i}" for i in range(count)], less=less)
         self._carrier = carrier
         self._again: asyncio.TimerHandle | None = None
         """The next request for weights that did not exist at the last one."""

@@ -3,6 +3,8 @@
 - A process ends by itself -> the telling line of its own log is the reason.
 - A process is late -> event ``slow``; stalled -> event ``hung``, stacks into the logs, SIGKILL (`ProgressWatch`).
 - A process lives `KILL_S` after that (a call into a device or file system) -> ``hung`` again every `REPEAT_S`.
+- The kernel killed one because memory ran out -> the reason, with what it used and the key that lessens it; a second
+  time within `MEMORY_S` fails the run.
 - It ends more often than `RestartBudget` allows, or `MAX_STARTS` times before it was ready -> all ranks restart; the
   same once more at the same step fails the run.
 
@@ -23,6 +25,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child, send_all, spawn
 from libra_hpc.process.log_limit import MOST_BYTES, cut
+from libra_hpc.process.memory_kills import MemoryKills
 from libra_hpc.process.progress import WAITS, ProgressWatch, Stall, ticks
 from libra_hpc.process.retry import RestartBudget
 from libra_hpc.protocol.agents import Fatal
@@ -39,6 +42,9 @@ KILL_S = 10.0
 NO_START_S = 5.0
 """Until the next start where the system refuses a process or its log: a full disk has 75 s to get room before the
 budget is spent."""
+MEMORY_S = 3600.0
+"""Between two ends for want of memory that are one cause.  Half: a run of long steps goes on in vain; double: two
+accidents of a day end one that could go on."""
 CAUSE_S = 2.0
 """For the last lines of a log.  Half: a slow file system hides the cause; double: turns wait for another engine."""
 REPEAT_S = 60.0
@@ -59,6 +65,9 @@ class Supervisor(ABC):
     outbound: Codec[Any]
     inbound: Codec[Any]
     progress: ProgressWatch
+    memory: MemoryKills
+    less_memory: str
+    """What makes its processes smaller, as a key of the run file; empty: none does."""
 
     @abstractmethod
     def received(self, one: Any, process: int, message: Any) -> None:
@@ -81,6 +90,9 @@ class Supervised:
         self.hung = ""
         """Why it was ended; empty: it was not."""
         self.budget = RestartBudget(context.config.deadlines.restarts)
+        self._memory_budget = RestartBudget(1, MEMORY_S)
+        self.out_of_memory = False
+        """Whether that ended it."""
         self._blamed = ""
         """Its process that ended first, whose log has the cause."""
         self._killed_at: float | None = None
@@ -102,7 +114,7 @@ class Supervised:
     async def start(self, commands: Sequence[ChildCommand]) -> None:
         """Start its processes; raises `OSError` where the system refuses one or its log."""
         self.limit_logs()
-        self.children, self.hung, self._blamed, self._killed_at = [], "", "", None
+        self.children, self.hung, self._blamed, self._killed_at, self.out_of_memory = [], "", "", None, False
         self.starts += 1
         for command in commands:
             child = Child(
@@ -193,7 +205,10 @@ class Supervised:
         return reason
 
     def ends_too_often(self, reason: str, now: float) -> bool:
-        """Note an end; True, and all ranks restart, when it has ended too often for another start."""
+        """Note an end; True when it has ended too often for another start: all ranks restart, or the run fails."""
+        if self.out_of_memory and not self._memory_budget.spend(now):
+            self._context.send(0, Fatal(self._context.rank, f"{self.title} ended a second time: {reason}"))
+            return True
         if not self.budget.spend(now):
             often = f"{self.budget.spent} times in {self.budget.window_s:.0f} s"
         elif self.starts >= MAX_STARTS:
@@ -225,10 +240,20 @@ class Supervised:
         self._blamed = self._blamed or child.name
         how = f"ended with {code}" if code >= 0 else f"was killed by signal {-code}"
         known, how = self.hung or child.fault, f"process {child.name} {how}"
+        by_itself = code == -signal.SIGKILL and not (known or child.stopping or self._killed_at)
+        known = known or (self._memory_cause(child.pid) if by_itself else "")
         if known or child.stopping or code in (0, -signal.SIGKILL):
             self._supervisor.exited(self, child, f"{how}: {known}" if known else how)
             return
         spawn(self._exited_by_itself(child, how))
+
+    def _memory_cause(self, pid: int) -> str:
+        """Whether a process was killed for want of memory, and what to change; empty: it was not."""
+        why, part = self._supervisor.memory.cause(pid), self._context.component
+        limited = self._context.config.slurm.executor != "local" and part != "guest"
+        ways = [f"more of components.{part}.mem"] * limited + [self._supervisor.less_memory]
+        self.out_of_memory, helps = bool(why), " or ".join(filter(None, ways))
+        return f"{why}; {helps} helps" if why and helps else why
 
     async def _exited_by_itself(self, child: Child, how: str) -> None:
         """Report an end with its cause from the process's own log, which a file system may be slow to show."""
@@ -248,8 +273,9 @@ class EngineNode(Supervisor, Generic[E]):
 
     engine: type[E]
 
-    def __init__(self, context: AgentContext, names: Sequence[str], title: str = "engine {}") -> None:
+    def __init__(self, context: AgentContext, names: Sequence[str], title: str = "engine {}", less: str = "") -> None:
         self._context, self.progress = context, ProgressWatch(context.config.deadlines)
+        self.memory, self.less_memory = MemoryKills(), less
         self._engines = {name: self.engine(context, self, name, title.format(name)) for name in names}
         self._stopping = False
         self._changing = asyncio.Lock()
@@ -300,7 +326,8 @@ class EngineNode(Supervisor, Generic[E]):
         self.progress.discount(stall)
 
     async def check(self, now: float) -> None:
-        """Log what is late and end what is stalled."""
+        """Log what is late, end what is stalled, and note what memory all use."""
+        self.memory.measure(self.pids.values(), now)
         for late in self.progress.late(now):
             self._having(late).slow(late)
         found = {self._having(stall): stall for stall in reversed(self.progress.stalled(now))}

@@ -94,7 +94,9 @@ class TrainNode(EngineNode[Supervised]):
     engine, outbound, inbound = Supervised, to_worker, from_worker
 
     def __init__(self, context: AgentContext, carrier: NodeCarrier) -> None:
-        super().__init__(context, [f"t{context.rank}"])
+        on_cpus = context.config.slurm.device == "cpu"
+        less = "a smaller train.micro_tokens" if on_cpus else "train.snapshot_every = 0"
+        super().__init__(context, [f"t{context.rank}"], less=less)
         self._carrier = carrier
         self._elastic = context.rank not in context.layout.core
         self._leads = context.rank == context.layout.train_leader
@@ -350,7 +352,7 @@ class TrainNode(EngineNode[Supervised]):
             # It may be why they ended: the next start takes the checkpoint.
             self.keeper.discard(context.resume_point.snapshot)
         if not self._elastic and len(context.layout.core) > 1:
-            trainer.restart_all(reason)
+            trainer.restart_all(reason, defect=trainer.out_of_memory)
         elif not trainer.ends_too_often(reason, time.monotonic()):
             for rank in (0, context.layout.train_leader):
                 context.send(rank, lost)

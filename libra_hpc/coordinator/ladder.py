@@ -85,7 +85,9 @@ class Ladder:
     def late(self, run: Movement, waited_s: float) -> str:
         """A sentence once no step was committed for too long, ``waited_s``; else empty."""
         limit = self._limit(run._replace(starting=frozenset(), least_s=0.0))
-        return f"no step for {waited_s:.0f} s: {run.waits_for}" if waited_s > LATE_SHARE * limit else ""
+        # Who follows the run prints each sentence once: another one comes by the minute.
+        least_s = waited_s // 60 * 60 or waited_s // 10 * 10
+        return f"no step for {least_s:.0f} s: {run.waits_for}" if waited_s > LATE_SHARE * limit else ""
 
     def evaluate(self, run: Movement, now: float) -> Rung | None:
         """What to do now; None: nothing."""

@@ -145,16 +145,19 @@ def _playing(config: RunConfig, python: str) -> Iterator[Callable[[], TaskTrial]
                 resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
                 resource.prlimit(process.pid, resource.RLIMIT_CPU, (CPU_S, 2 * CPU_S))
         ends_at = time.monotonic() + WALL_S
-        yield lambda: _together([_outcome(config, field, process, ends_at) for field, process in started.items()])
+        yield lambda: _together(
+            [
+                _warned(config, field, one) if isinstance(one, str) else _outcome(config, field, one, ends_at)
+                for field, one in started.items()
+            ]
+        )
 
 
 def _together(trials: list[TaskTrial]) -> TaskTrial:
     return TaskTrial([one for trial in trials for one in trial.warnings], [one for t in trials for one in t.facts])
 
 
-def _outcome(config: RunConfig, field: str, process: subprocess.Popen[str] | str, ends_at: float) -> TaskTrial:
-    if isinstance(process, str):
-        return _warned(config, field, process)
+def _outcome(config: RunConfig, field: str, process: subprocess.Popen[str], ends_at: float) -> TaskTrial:
     try:
         stdout, stderr = process.communicate(timeout=ends_at - time.monotonic())
     except subprocess.TimeoutExpired:

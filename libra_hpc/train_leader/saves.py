@@ -159,10 +159,10 @@ class Saves:
             now.missing.clear()
             self._task = spawn(self._end(now))
 
-    def core_lost(self) -> None:
-        """A node of the core has lost its processes; parts that are complete stay."""
+    def core_lost(self, reason: str) -> None:
+        """A node of the core has lost its processes, for this reason; parts that are complete stay."""
         if self.taking:
-            self._give_up("the core ended while it was written")
+            self._give_up(f"the core ended while it was written: {reason}")
             self._due = True
 
     def _give_up(self, reason: str) -> None:

@@ -201,7 +201,7 @@ class TrainLeader(StepRequests):
         super().on_replica_down(rank, reason)
         if rank in self._core:
             for saves in self._tiers.values():
-                saves.core_lost()
+                saves.core_lost(reason)
             self._offers.core_lost()
             self._rest_wanted = self._rests = False
 

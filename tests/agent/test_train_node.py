@@ -279,3 +279,17 @@ async def test_a_core_that_rests_keeps_its_state_and_forms_the_next_generation(h
             await scene.node.start()
             assert len(scene.states("ready")) == 1 + number
     assert [(joined.source, joined.received_bytes) for joined in scene.answers(Joined)] == [("own", 0)] * 2
+
+
+async def test_trainers_that_the_kernel_kills_for_memory_twice_fail_the_run_in_one_sentence(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Scene(here) as scene:
+        monkeypatch.setattr(scene.node.memory, "cause", lambda pid: f"out of memory: {pid}")
+        for fatal in ([], [False]):
+            pid = await scene.ready()
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: scene.node._trainer.state == "lost")
+            assert [one.restart for one in scene.of(Fatal)] == fatal
+    helps = f"out of memory: {pid}; more of components.train.mem or a smaller train.micro_tokens helps"
+    assert scene.of(Fatal)[0].reason == f"engine t1 ended a second time: process t1.0 was killed by signal 9: {helps}"

@@ -75,7 +75,7 @@ def test_a_late_step_is_an_event_once(scene: Scene) -> None:
         scene.coordinator._check_progress(now + later)
     assert scene.coordinator._records._facts.flush(10.0)
     late = [event for event in read_lines(scene.run.events) if event["kind"] == "step_late"]
-    assert [event["reason"] for event in late] == ["no step for 500 s: node 1 is starting"]
+    assert [event["reason"] for event in late] == ["no step for 480 s: node 1 is starting"]
     scene.deliver((1, Fatal(3, "gone")))
     run_until_over(scene)
 

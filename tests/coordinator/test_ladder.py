@@ -152,7 +152,11 @@ def test_a_late_step_names_what_is_waited_for() -> None:
     ladder = Ladder(SETTINGS, 0.0)
     starts = STANDS._replace(starting=frozenset({4}))
     ladder.evaluate(STANDS, 0.0)
-    assert [ladder.late(starts, waited) for waited in (30.0, 31.0)] == ["", "no step for 31 s: 3 turns run"]
+    assert [ladder.late(starts, waited) for waited in (30.0, 31.0, 39.0, 61.0)] == [
+        "",
+        *2 * ["no step for 30 s: 3 turns run"],
+        "no step for 60 s: 3 turns run",
+    ]
 
 
 def test_tokens_are_progress(tmp_path: Path, now: list[float]) -> None:

@@ -126,7 +126,7 @@ async def test_one_node_has_its_part_alone_and_a_dead_core_takes_another_one_at_
     world = World((5,))
 
     world.take(2)
-    world.saves.core_lost()
+    world.saves.core_lost("process t5.0 ended with 1")
     assert world.take(3)
     await world.stored(3, (5, 5))
     assert (world.store.listed, world.events) == ([(3, 30)], [("snapshot_failed", 2)])
