@@ -84,12 +84,12 @@ class PlannerSection(Section, frozen=True):
     """``[planner]``: what the split is planned with before the job is queued, and when the hybrid nodes change role."""
 
     device: str = ""
-    """GPU to plan for, a name of the device table; empty: each component's ``gpu_type``. In a dry run, ``device``,
-    ``devices`` and ``model`` of ``[simulated]`` take precedence."""
+    """GPU to plan for, and of dry runs, a name of the device table; empty: each component's ``gpu_type``."""
     devices: FilePath = ""
     """TOML file with further devices, in the form of `libra_hpc/models/devices.toml`."""
     model: ModelName = ""
-    """Known model whose shape to plan with; empty: ``model.path``."""
+    """Known model such as ``qwen3-14b`` whose shape to plan with, and of dry runs, or a Hugging Face folder, of which
+    only ``config.json`` is read; empty: ``model.path``."""
     train_speed: FilePath = ""
     """Measured training speed to plan with: a file of `libra-hpc calibrate train` or an earlier run's directory. Empty:
     the speed that the cost model assumes."""

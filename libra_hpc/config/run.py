@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -65,14 +65,6 @@ class RunConfig(Section, frozen=True):
     def speedup(self) -> float:
         """Seconds that pass in a second of the wall clock: more than 1 in a dry run, 1 in a real run."""
         return self.simulated.speedup if self.run.engine == "simulated" else 1.0
-
-    def modelled(self, key: Literal["device", "devices", "model"]) -> str:
-        """The key of ``[planner]``; in a dry run that of ``[simulated]`` first, because it is what runs.
-
-        Empty: neither has it, and the value is that of the components or of ``[model]``.
-        """
-        simulated = self.simulated if self.run.engine == "simulated" else None
-        return getattr(simulated, key, "") or getattr(self.planner, key)
 
     @property
     def steps_ahead(self) -> bool:

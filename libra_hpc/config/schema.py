@@ -38,7 +38,7 @@ _REASONS = {
 """Parts of msgspec's messages, and what they mean."""
 _METRICS = "send the lines of metrics.jsonl, or use track.tensorboard or track.wandb"
 _TRACE = "set task.work.trace, for instance to what `libra-hpc trace generate` wrote"
-_TRAINS = "a step takes what `plan` says of the device: set simulated.devices"
+_TRAINS = "a step takes what `plan` says of the device: set planner.devices"
 REMOVED = {
     "track.mlflow": _METRICS,
     "track.prometheus_port": _METRICS,
@@ -50,10 +50,13 @@ REMOVED = {
     "rollout.warm_start": "the scheduler learns from this run alone",
     "planner.trace": _TRACE,
     "simulated.trace": _TRACE,
+    "simulated.device": "set planner.device",
+    "simulated.devices": "set planner.devices",
+    "simulated.model": "set planner.model",
     "simulated.sibling": _TRACE,
     "simulated.outcome": _TRACE,
     "simulated.drift": _TRACE,
-    "simulated.source": "operator tables are used where there are some; a device of simulated.devices has none",
+    "simulated.source": "operator tables are used where there are some; a device of planner.devices has none",
     "simulated.mfu": _TRAINS,
     "simulated.step_s": _TRAINS,
     "notify": "set slurm.mail, or read events.jsonl",

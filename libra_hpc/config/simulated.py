@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from .section import FilePath, ModelName, Seconds, Section
+from .section import FilePath, Seconds, Section
 
 
 class SimulatedSection(Section, frozen=True):
@@ -16,14 +16,6 @@ class SimulatedSection(Section, frozen=True):
     speedup: Annotated[float, Meta(gt=0, le=1e6)] = 10.0
     """Simulated seconds per second of the wall clock. Real work (messages, scheduling) counts this many times, so the
     machine bounds it."""
-    device: str = ""
-    """Accelerator of every node, a name of the device table; empty: ``planner.device``, else each component's
-    ``gpu_type``."""
-    devices: FilePath = ""
-    """TOML file with further devices; empty: ``planner.devices``."""
-    model: ModelName = ""
-    """Known model such as ``qwen3-14b``, or a Hugging Face folder, of which only ``config.json`` is read; empty:
-    ``planner.model``, else ``model.path``."""
     calibration: FilePath = ""
     """File of measured engine steps, used instead of tables; empty: none."""
     presets: list[str] = []

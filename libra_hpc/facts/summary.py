@@ -123,6 +123,12 @@ class Summary(msgspec.Struct, frozen=True):
     """Changes by task of a mixture, or by phase; else one."""
     speedup: float
     """How many times faster than the clock it passed: 1.0 but for a dry run."""
+    since_first_s: float | None
+    """From the start of the first trajectory that ended to the last step."""
+    planned_s: float | None
+    """The same as the plan of the split played it."""
+    kept_up: float
+    """Training seconds over those by its clock, which a machine that is too slow for a dry run lengthens; at most 1."""
     numbers: dict[str, Value]
     """By the names in `columns`; in JSON they stand beside the other keys."""
     accuracy: StepAccuracy | None
@@ -143,12 +149,17 @@ def summarise(run: RunDir) -> Summary:
     """Summarise a run directory, of a running run or an ended one."""
     recorded = series.read(run)
     steps, log, start, end, speedup = recorded
+    first = next((one.started_at for one in trace.recorded(run.trajectories) if one.started_at), None)
+    own_s, clock_s = (sum(series.number(row, key, 0.0) for row in steps) for key in ("train_s", "train_wall_s"))
     return Summary(
         attempts=max(len({e.get("attempt") for e in log if e["kind"] == "job_started"}), 1),
         wall_s=(end - start) / speedup,
         steps=len(steps),
         rewards=series.reward_changes(steps, planned_steps(run)),
         speedup=speedup,
+        since_first_s=steps[-1]["t"] - recorded.since(first) if steps and first else None,
+        planned_s=_planned_s(run, len(steps)) if first else None,
+        kept_up=min(1.0, own_s / clock_s) if clock_s else 1.0,
         numbers=values_of(declared("ended"), steps, log),
         accuracy=step_accuracy(steps),
         moves=_moves(run, recorded),
@@ -161,6 +172,12 @@ def summarise(run: RunDir) -> Summary:
         policy=str(run.policy) if (run.policy / "config.json").exists() else None,
         picture=str(run.summary_picture) if run.summary_picture.exists() else None,
     )
+
+
+def _planned_s(run: RunDir, steps: int) -> float | None:
+    predicted = run.read_json(run.plan).get("predicted", {})
+    ends = predicted.get("step_ends_s", [])[:steps]
+    return ends[-1] + (steps - len(ends)) * predicted["batch_s"] if ends else None
 
 
 def _layouts(rows: Sequence[series.Record], log: Sequence[series.Record]) -> list[LayoutSummary]:
@@ -253,8 +270,15 @@ def state_text(state: str) -> Text:
 
 
 def _elapsed(summary: Summary) -> str:
-    clock = f" simulated, {duration(summary.wall_s)} by the clock" if dry_run(summary.speedup) else ""
-    return duration(summary.wall_s * summary.speedup) + clock
+    clock, first_s, planned_s = duration(summary.wall_s), summary.since_first_s, summary.planned_s
+    since = "" if first_s is None else f"{duration(first_s)} since the first prompt"
+    planned = "" if planned_s is None else f", {duration(planned_s)} planned"
+    if not dry_run(summary.speedup):
+        return f"{clock}; {since}{planned}" if planned else clock
+    return (
+        f"{since or duration(summary.wall_s * summary.speedup)}{planned}; simulated, {clock} by the clock; the machine"
+        f" kept up with {summary.kept_up:.2f} of the simulated time"
+    )
 
 
 def _layout_line(change: LayoutSummary) -> str:

@@ -105,7 +105,7 @@ def _heading(
     run: RunDir, config: Mapping[str, Any], recorded: series.Recorded, *, begun: Sequence[RunStart], ending: Standing
 ) -> list[tuple[str, str]]:
     job = run.read_json(run.job)
-    model = str(_get(config, "model.path", "")) or str(_get(config, "simulated.model", ""))
+    model = str(_get(config, "model.path", "")) or str(_get(config, "planner.model", ""))
     hosts = {str(event.get("host", "")) for event in recorded.log if event["kind"] == "agent_joined"}
     submitted = series.number(job, "submitted_at", 0.0)
     facts = [

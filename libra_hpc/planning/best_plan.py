@@ -24,9 +24,11 @@ from libra_hpc.files import digest, read_or_none, write_atomic
 from libra_hpc.models.devices import STEP_TOKENS
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.simulator.play import Played, batches_of, play
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
+from libra_hpc.simulator.simulate import Simulation
 from libra_hpc.traces.run_work import mean_context
 
 from .layout_space import LayoutSpace
@@ -215,6 +217,13 @@ def scene(
         switch_s=plan.in_turn.switch_s if plan.in_turn else None,
     )
     return engines, settings
+
+
+def step_ends(asked: PlanRequest, plan: RunPlan) -> list[float]:
+    """Seconds from the first admission to the end of each of the first training steps, as played."""
+    engines, settings = scene(asked, LayoutSpace(asked), plan)
+    work = asked.work.batch((settings.eta + 2) * settings.batch_groups, 0)
+    return [step.end_at for step in Simulation(work, engines, make_policy(asked.policy), settings).run().steps]
 
 
 def _family(plan: RunPlan) -> tuple[object, ...]:

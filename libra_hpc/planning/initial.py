@@ -29,7 +29,7 @@ from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.models.supported import TRAINED
 
 from . import in_turn
-from .best_plan import Progress, best_plans
+from .best_plan import Progress, best_plans, step_ends
 from .measured_train_speed import with_train_speed
 from .request import KIND, DevicePool, PlanRequest, PlanResult, RunPlan, as_planned, kind, request
 from .train_layout import Hybrid
@@ -69,6 +69,7 @@ class InitialPlan(msgspec.Struct, frozen=True):
                 "train_s": plan.train.time.total,
                 "rollout_s": plan.rollout_s,
                 "played_batches": plan.played,
+                "step_ends_s": step_ends(asked, plan),
                 "tokens_s": plan.tokens_s,
                 "hidden_s": plan.hidden_s,
                 "switch_s": plan.in_turn.switch_s if plan.in_turn else 0.0,

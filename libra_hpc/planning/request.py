@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -180,19 +180,7 @@ KIND = ("partition", "gpu_type", "gpus", "constraint")
 
 
 def as_planned(config: RunConfig) -> RunConfig:
-    """``config`` with the hardware and model to plan for: in a dry run, the simulated ones."""
-    return _with_devices(_as_simulated(config))
-
-
-def _as_simulated(config: RunConfig) -> RunConfig:
-    if config.run.engine == "real":
-        return config
-    keys: tuple[Literal["device", "devices", "model"], ...] = ("device", "devices", "model")
-    return config.changed(planner={key: config.modelled(key) for key in keys})
-
-
-def _with_devices(config: RunConfig) -> RunConfig:
-    """Components without GPUs stand for whole nodes of ``planner.device``."""
+    """``config`` with whole nodes of ``planner.device`` for components without GPUs."""
     parts = config.components
     if not config.planner.device or any(c.gpus for c in (parts.train, parts.hybrid, parts.rollout)):
         return config

@@ -121,7 +121,7 @@ def check_layout(config: RunConfig) -> ModelShape | None:
         _raise_first(problems(config))
         with naming(config):
             check_simulated(config)
-        _raise_first(shape_fits_world(config, model_shape(config.modelled("model") or config.model.path)))
+        _raise_first(shape_fits_world(config, model_shape(config.planner.model or config.model.path)))
         return None
     model = read_model_config(config)
     _raise_first(problems(config, model))

@@ -86,7 +86,7 @@ class GpuMemory(NamedTuple):
 def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
     """Raise `UserError` for a layout that does not fit in GPU memory.
 
-    ``model`` is the shape of the policy with its adapters; None: that of ``[simulated]``, whose engines
+    ``model`` is the shape of the policy with its adapters; None: that of a dry run, whose engines
     `check_simulated` checks.
     """
     simulated, rollout = config.run.engine == "simulated", config.rollout
@@ -94,7 +94,7 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
     warnings: dict[str, None] = {}
     if config.slurm.device == "cpu" and not simulated:
         return GpuMemory(needs, [])
-    known = model or with_adapters(model_shape(config.modelled("model") or config.model.path), *config.lora.arguments)
+    known = model or with_adapters(model_shape(config.planner.model or config.model.path), *config.lora.arguments)
     for stage, component in stages(config).items():
         gpu = component_device(config, stage)
         if gpu is None:
@@ -122,7 +122,7 @@ def component_device(config: RunConfig, component: str) -> Device | None:
     """
     planner, own = config.planner, getattr(config.components, component).gpu_type
     if config.run.engine == "simulated":
-        return device(config.modelled("device") or own, config.modelled("devices") or None)
+        return device(planner.device or own, planner.devices or None)
     file = Path(planner.devices) if planner.devices else None
     if planner.device:
         with naming(config):

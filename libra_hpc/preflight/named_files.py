@@ -231,16 +231,10 @@ def _traces(config: RunConfig) -> dict[str, str]:
 
 def _keys(config: RunConfig) -> dict[str, str]:
     """Key of a run file by what the other rooms call its value."""
-    sections = ["simulated", "planner"] if config.run.engine == "simulated" else ["planner"]
-
-    def given(key: str, otherwise: str) -> str:
-        """The first section that has the key."""
-        return next((f"{name}.{key}" for name in sections if getattr(getattr(config, name), key)), otherwise)
-
     return {
-        "device": given("device", "components.*.gpu_type"),
-        "device file": given("devices", "planner.devices"),
-        "model": given("model", "model.path"),
+        "device": "planner.device" if config.planner.device else "components.*.gpu_type",
+        "device file": "planner.devices",
+        "model": "planner.model" if config.planner.model else "model.path",
         "calibration file": "simulated.calibration",
         "preset": "simulated.presets",
         "max_context": "rollout.max_model_len",

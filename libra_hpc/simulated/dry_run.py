@@ -6,8 +6,6 @@ of ``[planner]`` by it and multiplies ``moves_per_hour``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from libra_hpc.config.job import Component
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
@@ -24,21 +22,13 @@ TASK = "simulated"
 """Task name in records and for scheduling policies."""
 
 
-class Modelled(NamedTuple):
-    """What the nodes of a component are simulated as."""
-
-    device: str
-    """A device of `libra_hpc.models.devices`, or of the file ``devices``."""
-    devices: str
-    model: str
-    """A short name, or a Hugging Face folder."""
-
-
-def modelled(config: RunConfig, component: str) -> Modelled:
+def modelled(config: RunConfig, component: str) -> tuple[str, str, str]:
+    """What the nodes of a component are simulated as: a device, the file that has it unless it is one of
+    `libra_hpc.models.devices`, and the model's short name or folder."""
     # A guest is taken to be a rollout node.
     nodes: Component = getattr(config.components, "rollout" if component == "guest" else component)
-    device = config.modelled("device") or nodes.gpu_type
-    return Modelled(device, config.modelled("devices"), config.modelled("model") or config.model.path)
+    planner = config.planner
+    return planner.device or nodes.gpu_type, planner.devices, planner.model or config.model.path
 
 
 def in_wall_time(config: RunConfig) -> RunConfig:
@@ -61,28 +51,26 @@ def check_simulated(config: RunConfig) -> None:
 
 
 def _check_hardware(config: RunConfig, component: str) -> None:
-    found = modelled(config, component)
-    if not found.device:
-        raise invalid("simulated.device", "", f"components.{component} has no gpu_type either", "a device such as a800")
-    if not found.model:
+    name, devices, model = modelled(config, component)
+    if not name:
+        raise invalid("planner.device", "", f"components.{component} has no gpu_type either", "a device such as a800")
+    if not model:
         raise invalid(
-            "simulated.model",
+            "planner.model",
             "",
             "there is no model.path either",
             "a known model such as qwen3-14b, or a Hugging Face folder",
         )
-    device(found.device, found.devices or None)
+    device(name, devices or None)
     rollout = config.rollout
-    shape = model_shape(found.model).with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
+    shape = model_shape(model).with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
     if component != "rollout":
         shape.check_tp(config.train.tp)
     for tp in sorted({of_node(rollout.tp, node) for node in config.rollout_nodes(component)}):
-        steps = lookup(
-            found.device, shape, tp, config.simulated.calibration or None, devices_file=found.devices or None
-        )
+        steps = lookup(name, shape, tp, config.simulated.calibration or None, devices_file=devices or None)
         if blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size > steps.kv_capacity:
             raise UserError(
-                f"rollout.max_model_len = {rollout.max_model_len}: the KV cache of {found.model} on {tp} x"
-                f" {found.device} holds {steps.kv_capacity} tokens;"
+                f"rollout.max_model_len = {rollout.max_model_len}: the KV cache of {model} on {tp} x"
+                f" {name} holds {steps.kv_capacity} tokens;"
                 " valid: a shorter context, or a larger rollout.tp."
             )

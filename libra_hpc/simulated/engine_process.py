@@ -46,11 +46,12 @@ def serve(socket: EngineSocket[FromEngine], config: EngineConfig) -> None:
     Raises `EOFError` once the agent has closed the socket, `UserError` for unknown hardware or an unknown model.
     """
     begin, pulse = time.monotonic(), Pulse(socket.send)
-    simulated, rollout, found = config.run.simulated, config.run.rollout, modelled(config.run, config.component)
-    shape = model_shape(found.model).with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
+    simulated, rollout = config.run.simulated, config.run.rollout
+    name, file, model = modelled(config.run, config.component)
+    shape = model_shape(model).with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
     speedup = simulated.speedup
-    devices, calibration = found.devices or None, simulated.calibration or None
-    machine = device(found.device, devices).asynchronous() if config.run.steps_ahead else found.device
+    devices, calibration = file or None, simulated.calibration or None
+    machine = device(name, devices).asynchronous() if config.run.steps_ahead else name
     steps = lookup(machine, shape, config.tp, calibration, devices_file=devices)
     engine = SimulatedEngine(config, steps)
     print(f"step times: {steps.source}; {steps.kv_capacity} KV tokens; 1 s here stands for {speedup:g} s", flush=True)

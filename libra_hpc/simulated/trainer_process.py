@@ -71,9 +71,9 @@ class Trainer(WorkerLoop):
         super().__init__(socket, Pulse(socket.send))
         self._config, self._simulated = config, config.run.simulated
         self._asleep = False
-        found = modelled(config.run, "hybrid" if config.elastic else "train")
-        self._device = device(found.device, found.devices or None)
-        self._shape = msgspec.structs.replace(model_shape(found.model), dtype_bytes=DTYPE_BYTES[config.run.model.dtype])
+        name, devices, model = modelled(config.run, "hybrid" if config.elastic else "train")
+        self._device = device(name, devices or None)
+        self._shape = msgspec.structs.replace(model_shape(model), dtype_bytes=DTYPE_BYTES[config.run.model.dtype])
         self._core_dp, self._elastic_dp = core_world(config.run).dp, elastic_world(config.run).dp
         self._generation, self._others = -1, 0
         """The latter: worlds of hybrid nodes in the generation."""

@@ -28,7 +28,8 @@ class Scene(Outbox):
         config = validate(
             {
                 "run": {"engine": "simulated"},
-                "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
+                "planner": {"model": "qwen3-8b", "device": "a800"},
+                "simulated": {"presets": ["math"]},
                 "components": {"train": {"gpus": 8}, "rollout": {"gpus": 8}},
             }
         )

@@ -51,7 +51,8 @@ class Scene(Outbox):
                 "components": {"rollout": {"nodes": 1, "gpus": 8, "gpu_type": "a800"}},
                 "rollout": {"engines_per_node": engines, "max_model_len": 4096},
                 "deadlines": {"floor_s": FLOOR_S, "first_s": 60.0, "factor": 1.1},
-                "simulated": {"model": "qwen3-8b", "speedup": 1000.0, "start_s": 0.0},
+                "planner": {"model": "qwen3-8b"},
+                "simulated": {"speedup": 1000.0, "start_s": 0.0},
                 **sections,
             }
         )

@@ -26,13 +26,8 @@ class Scene(Outbox):
         config = validate(
             {
                 "run": {"engine": "simulated"},
-                "simulated": {
-                    "model": "qwen3-8b",
-                    "device": "a800",
-                    "presets": ["math"],
-                    "speedup": 1000.0,
-                    "start_s": 0.0,
-                },
+                "planner": {"model": "qwen3-8b", "device": "a800"},
+                "simulated": {"presets": ["math"], "speedup": 1000.0, "start_s": 0.0},
                 "components": {
                     name: {"gpus": 8, "nodes": components.count(name)} for name in ("train", "hybrid", "rollout")
                 },

@@ -41,6 +41,7 @@ recompute = true
 tp = 8
 max_model_len = 4096
 [planner]
+model = "qwen3-4b"
 enabled = false
 hybrid_start = "{hybrid_start}"
 [checkpoint]
@@ -49,7 +50,6 @@ every = 5
 floor_s = 4.0
 first_s = 30.0
 [simulated]
-model = "qwen3-4b"
 presets = ["search"]
 speedup = 100.0
 start_s = 20.0

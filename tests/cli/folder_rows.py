@@ -160,16 +160,19 @@ TASKS = {
 """What is replaced in the task `tests.preflight.test_task_trial.GOOD`, by what."""
 
 ON_SIMULATED_ENGINES = [
-    ("simulated.device=a80", "simulated.device = 'a80': unknown device; valid: a100, a800, "),
-    ("simulated.model=qwen3-14", "simulated.model = 'qwen3-14': neither a"),
+    ("planner.device=a80", "planner.device = 'a80': unknown device; valid: a100, a800, "),
+    ("planner.model=qwen3-14", "planner.model = 'qwen3-14': neither a"),
     ("simulated.presets=['chess']", "simulated.presets = 'chess': unknown preset"),
     ("task.work.trace=good.py", "task.work.trace = 'good.py': line 1: not JSON ("),
     ("simulated.calibration=run.toml", "run.toml': Expected `object`, got `array`; valid: a file of libra-hpc"),
-    ("simulated.device=", "simulated.device = '': components.train has no gpu_type either; valid: a device such as"),
-    ("simulated.devices=garbage.toml", "simulated.devices = 'garbage.toml': Expected ']' at the end of a table"),
-    ("simulated.devices=other.toml", "simulated.devices = 'other.toml': device 'x': Object contains unknown field"),
-    ("simulated.devices=nowhere.toml", "simulated.devices = 'nowhere.toml': No such file or directory; valid: a TOML"),
-    ("simulated.model=torn", "simulated.model = 'torn': its config.json is not valid JSON ("),
+    ("planner.device=", "planner.device = '': components.train has no gpu_type either; valid: a device such as"),
+    ("planner.devices=garbage.toml", "planner.devices = 'garbage.toml': Expected ']' at the end of a table"),
+    ("planner.devices=other.toml", "planner.devices = 'other.toml': device 'x': Object contains unknown field"),
+    (
+        "planner.devices=nowhere.toml",
+        "planner.devices = 'nowhere.toml': no such file; valid: a file, or a run directory.",
+    ),
+    ("planner.model=torn", "planner.model = 'torn': its config.json is not valid JSON ("),
     ("simulated.calibration=nowhere", "simulated.calibration = 'nowhere': No such file or directory; valid: a file of"),
     ("task.work.trace=nowhere", "task.work.trace = 'nowhere': no such file; valid: a file, or a run directory."),
     ("task.work.trace=empty.jsonl", "task.work.trace = 'empty.jsonl': the trace is empty."),

@@ -10,7 +10,7 @@ def overrides(text: str) -> list[str]:
     return [word for one in text.split("; ") for word in ("-o", one)]
 
 
-SIMULATED = ["--engine", "simulated", *overrides("simulated.model=qwen3-14b; simulated.device=a800")] + [
+SIMULATED = ["--engine", "simulated", *overrides("planner.model=qwen3-14b; planner.device=a800")] + [
     word for name in ("train", "hybrid", "rollout") for word in ("-o", f"components.{name}.gpus=8")
 ]
 RUN_FILE = [
@@ -215,7 +215,7 @@ RUN_FILE = [
         "checkpoint.evry = 3: unknown key in [checkpoint]; valid: best, every, experience, keep (did you",
     ),
     ("deadlines.flor_s=3", "deadlines.flor_s = 3: unknown key in [deadlines]; valid: cannot_now_s, factor, "),
-    ("simulated.spedup=3", "simulated.spedup = 3: unknown key in [simulated]; valid: calibration, device, devices,"),
+    ("simulated.spedup=3", "simulated.spedup = 3: unknown key in [simulated]; valid: calibration, presets,"),
     ("roll_out.tp=1", "[roll_out]: unknown section in the run file; valid: algorithm, borrow, chat, checkpoint,"),
     ("run.share=grp", "run.share = 'grp': unknown value; valid: private, group, all (did you mean 'group'?)."),
     ("run.engine=sim", "run.engine = 'sim': unknown value; valid: real, simulated."),

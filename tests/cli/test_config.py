@@ -62,7 +62,7 @@ def test_explain_names_valid_values_default_meaning_places_and_the_present_value
 FILES = [one["key"] for one in as_records(tables()) if one["valid"] == "a path" and not one["key"].startswith("task.")]
 
 
-@pytest.mark.parametrize("key", [*FILES, "compute.python", "planner.model", "simulated.model", "algorithm.reference"])
+@pytest.mark.parametrize("key", [*FILES, "compute.python", "planner.model", "algorithm.reference"])
 def test_every_path_expands_home_and_variables_and_is_relative_to_where_one_types(
     key: str, site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

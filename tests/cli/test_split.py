@@ -100,7 +100,7 @@ def test_a_resumed_run_keeps_its_split(auto: Path, queue: Queue, cli: Cli) -> No
 
 
 def test_a_dry_run_is_planned_for_the_hardware_it_simulates(auto: Path, queue: Queue, cli: Cli) -> None:
-    changed = overrides("slurm.device=cpu; simulated.model=qwen3-14b; rollout.max_model_len=16384")
+    changed = overrides("slurm.device=cpu; planner.model=qwen3-14b; rollout.max_model_len=16384")
     outcome = cli("submit", "run.toml", "--engine", "simulated", *changed)
     assert (outcome.code, outcome.err) == (0, "")
     assert "qwen3-14b on 32 x a800" in outcome.out

@@ -42,6 +42,8 @@ tp = [4, 8]
 engines_per_node = [2, 1]
 max_model_len = 4096
 [planner]
+model = "qwen3-8b"
+devices = "{devices}"
 interval_s = 20.0
 min_dwell_s = 20.0
 switch_cost_s = 20.0
@@ -51,11 +53,9 @@ moves_per_hour = 60
 [checkpoint]
 every = 0
 [simulated]
-model = "qwen3-8b"
 presets = ["math"]
 speedup = 40.0
 start_s = 20.0
-devices = "{devices}"
 """
 """Half of the eight GPUs of the training node in use, which are slow there: training is the slower stage, so the hybrid
 node is needed."""

@@ -205,7 +205,8 @@ async def test_a_run_near_its_time_limit_finishes_its_step_and_stops(
 DRY_RUN = validate(
     {
         "run": {"engine": "simulated"},
-        "simulated": {"model": "qwen3-8b", "device": "a800", "presets": ["math"]},
+        "planner": {"model": "qwen3-8b", "device": "a800"},
+        "simulated": {"presets": ["math"]},
         "components": {name: {"nodes": 1, "gpus": 8} for name in ("train", "hybrid", "rollout")},
     }
 )

@@ -65,7 +65,9 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
     )
     turns = [{"new_tokens": 0, "gen_tokens": 20}, {"new_tokens": 0, "gen_tokens": 30}]
     record = {"prompt_id": "p", "sample": 0, "prompt_tokens": 1, "turns": turns}
-    write(run.trajectories, *({**record, "finished_at": START + i, "index": i} for i in range(180)))
+    write(
+        run.trajectories, *({**record, "started_at": START, "finished_at": START + i, "index": i} for i in range(180))
+    )
     result = {"state": "completed", "message": "step 60 is saved", "step": 60, "attempt": 1, "t": START + 181}
     run.write_json(run.result, result)
     write_atomic(run.status, encode_status(make_status(run, state="completed")))

@@ -167,6 +167,7 @@ def test_screens_of_a_dry_run_are_in_simulated_time(run: RunDir) -> None:
     status = msgspec.structs.replace(synthetic.make_status(run), speedup=60.0)
     status = msgspec.structs.replace(status, numbers=status.numbers | {"update_s": 0.5})
     run.status.write_bytes(encode_status(status))
+    run.write_json(run.plan, {"predicted": {"step_ends_s": [200.0, 350.0], "batch_s": 150.0}})
     got, before = summary.summarise(run), synthetic.EVERY_STEP
     assert (got.wall_s, got.numbers["staleness_mean"]) == (pytest.approx(181), before["staleness_mean"])
     speeds = [got.numbers[f"{stage}_tokens_per_s"] for stage in ("train", "rollout")]
@@ -176,7 +177,8 @@ def test_screens_of_a_dry_run_are_in_simulated_time(run: RunDir) -> None:
     assert (move.steps_meanwhile, move.tokens_meanwhile) == (3, 500)
     assert move.reason == "to_train: training takes 138.0 s a batch, rollout 126.0 s"
     text = flat(ended(run, got))
-    assert "60 in 3:01:00 simulated, 3:01 by the clock" in text
+    # Its plan: two steps end after 350 s, and 58 take 150 s each.
+    assert "60 in 3:00:00 since the first prompt, 2:30:50 planned; simulated, 3:01 by the clock;" in text
     assert "measured 180.00 s (mean" in text
     shown = flat(screen(in_simulated_time(status), 100))
     for fact in ("3:00 by the clock", "train 1 15 85.20", "30.00 s to engines", "expects 192.00 s", "7.5 s"):

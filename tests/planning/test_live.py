@@ -96,7 +96,7 @@ def test_engines_of_another_degree_have_the_capacity_of_the_table_as_measured(co
             {
                 "run": {"engine": "simulated"},
                 "slurm": {"device": "cpu"},
-                "simulated": {"device": "a800", "model": "qwen3-14b"},
+                "planner": {"device": "a800", "model": "qwen3-14b"},
                 "components": {key: {"nodes": 2} for key in ("train", "hybrid", "rollout")},
                 "train": {"tp": 8},
                 "rollout": {"tp": 8},

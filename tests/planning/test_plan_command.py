@@ -147,7 +147,7 @@ def test_mistakes_are_one_sentence(call: Call, arguments: tuple[str, ...]) -> No
 
 
 def test_a_dry_run_is_planned_for_what_it_simulates(call: Call, tmp_path: Path) -> None:
-    dry_run = RUN.replace('[model]\npath = "qwen3-14b"\n', '[simulated]\nmodel = "qwen3-8b"\n')
+    dry_run = RUN.replace('[model]\npath = "qwen3-14b"\n', '[planner]\nmodel = "qwen3-8b"\n')
     (tmp_path / "run.toml").write_text(dry_run)
     assert "model.path = ''" in call.refused(), "a real run needs a model of its own"
     (tmp_path / "run.toml").write_text('[run]\nengine = "simulated"\n' + dry_run)

@@ -127,7 +127,7 @@ def test_a_gpu_in_no_table_is_a_warning_and_nothing_is_checked_on_cpus() -> None
 
 
 def test_a_dry_run_is_checked_with_what_it_simulates() -> None:
-    simulated = {"run": {"engine": "simulated"}, "slurm": {"device": "cpu"}, "simulated": {"model": "qwen3-8b"}}
+    simulated = {"run": {"engine": "simulated"}, "slurm": {"device": "cpu"}, "planner": {"model": "qwen3-8b"}}
     assert check_memory(configured(**simulated, train={"tp": 4}, rollout={"max_model_len": 1024}), None).warnings == []
     with pytest.raises(UserError, match=r"training qwen3-8b with TP1 PP1 needs"):
         check_memory(configured(**simulated, train={"tp": 1}), None)

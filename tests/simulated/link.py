@@ -26,7 +26,8 @@ def dry_run(**simulated: Any) -> RunConfig:
         run={"engine": "simulated", "steps": 1},
         algorithm={"prompts_per_step": 8, "group_size": 2},
         rollout={"max_model_len": 16384},
-        simulated={"device": "a800", "model": "qwen3-14b", "speedup": 10_000.0, **times, **simulated},
+        planner={"device": "a800", "model": "qwen3-14b"},
+        simulated={"speedup": 10_000.0, **times, **simulated},
     )
 
 

@@ -11,7 +11,6 @@ from libra_hpc.agent.commands import child_command
 from libra_hpc.config.load import load_run_file, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
-from libra_hpc.planning.request import as_planned
 from libra_hpc.preflight.checks import check_run
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulated.dry_run import in_wall_time, modelled
@@ -29,7 +28,7 @@ def run_file(folder: Path, **sections: dict[str, Any]) -> RunConfig:
         "algorithm": {"prompts_per_step": 4, "group_size": 2},
         "train": {"tp": 8},
         "rollout": {"tp": 2, "engines_per_node": 4, "max_model_len": 16384},
-        "simulated": {"model": "qwen3-14b"},
+        "planner": {"model": "qwen3-14b"},
     }
     for name, fields in sections.items():
         whole[name] = {**whole.get(name, {}), **fields}
@@ -46,19 +45,9 @@ def test_the_example_is_good_and_has_48_gpus(tmp_path: Path) -> None:
 def test_each_component_has_its_device_and_no_model_folder_is_needed(tmp_path: Path) -> None:
     config = run_file(tmp_path)
     check_run(config)
-    assert (modelled(config, "train").device, modelled(config, "rollout").device) == ("a800", "h100")
-    named = run_file(tmp_path, planner={"device": "h200", "model": "qwen3-8b"}, simulated={"model": ""})
-    assert (modelled(named, "train").device, modelled(named, "train").model) == ("h200", "qwen3-8b")
-
-
-def test_planner_and_simulated_processes_have_the_same_device_and_model(tmp_path: Path) -> None:
-    both = {"device": "h200", "model": "qwen3-8b"}
-    config = run_file(tmp_path, planner=both, simulated={"device": "h100", "model": "qwen3-14b"})
-    planned = as_planned(config).planner
-    simulated = modelled(config, "train")
-    assert (planned.device, planned.model) == (simulated.device, simulated.model) == ("h100", "qwen3-14b")
-    real = run_file(tmp_path, planner=both, run={"engine": "real"}, simulated={"device": "h100"})
-    assert as_planned(real).planner.device == "h200"
+    assert (modelled(config, "train")[0], modelled(config, "rollout")[0]) == ("a800", "h100")
+    named = run_file(tmp_path, planner={"device": "h200", "model": "qwen3-8b"})
+    assert modelled(named, "train") == ("h200", "", "qwen3-8b")
 
 
 def test_only_command_lines_distinguish_a_dry_run_from_a_real_run(tmp_path: Path) -> None:
@@ -101,9 +90,9 @@ def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"simulated": {"model": "qwen3-15b"}}, r"model = 'qwen3-15b'.*qwen3-14b"),
-        ({"simulated": {"model": ""}}, r"simulated\.model = ''.*model\.path"),
-        ({"simulated": {"device": "a900"}}, r"device = 'a900'.*did you mean 'a800'"),
+        ({"planner": {"model": "qwen3-15b"}}, r"model = 'qwen3-15b'.*qwen3-14b"),
+        ({"planner": {"model": ""}}, r"planner\.model = ''.*model\.path"),
+        ({"planner": {"device": "a900"}}, r"device = 'a900'.*did you mean 'a800'"),
         ({"simulated": {"presets": ["maths"]}}, r"simulated\.presets = 'maths'.*did you mean 'math'"),
         ({"task": {"work": {"trace": "/nowhere.jsonl"}}}, r"task\.work\.trace = '/nowhere\.jsonl': cannot be read"),
         ({"simulated": {"calibration": "/nowhere.json"}}, r"/nowhere\.json"),
