@@ -67,7 +67,6 @@ from libra_hpc.state.snapshot_keeper import whole_parts
 from libra_hpc.train_leader.train_leader import TrainLeader
 from libra_hpc.train_leader.train_leader_setup import make_train_leader, rendezvous_folder
 
-from .commands import choose_adapters
 from .coordinator_watch import SAVE_S, CoordinatorWatch
 from .node import LIVE_S, NodeAgent
 from .node_carrier import NodeCarrier
@@ -544,7 +543,6 @@ def main() -> None:
     try:
         config = load_resolved(run.config)
         layout = RankLayout.of(config)
-        choose_adapters(config)
     except (UserError, OperationError) as error:
         problem = problem or str(error)
     try:

@@ -32,7 +32,6 @@ from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.simulated.dry_run import in_wall_time
 
-from .commands import choose_adapters
 from .hosting.rollout_service import RolloutService
 from .node import NodeAgent
 from .node_carrier import NodeCarrier
@@ -52,7 +51,6 @@ def evaluate(folder: str, policies: Sequence[tuple[int, str]]) -> list[dict[str,
     run = RunDir(folder)
     config = load_resolved(run.config)
     layout = RankLayout(("rollout",) * config.components.rollout.nodes)
-    choose_adapters(config)
     world = meet(config.slurm.interface)
     check_world(world.size, layout, os.environ)
     run.logs(1).mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,6 @@ from libra_hpc.protocol.engine_state import LenderKind
 from libra_hpc.protocol.layout import Layout, ResumePoint
 from libra_hpc.simulated.dry_run import in_wall_time
 
-from .commands import choose_adapters
 from .coordinator_watch import CoordinatorWatch
 from .node import NodeAgent
 from .node_carrier import NodeCarrier
@@ -75,13 +74,13 @@ class GuestAgent(NodeAgent):
         self, joined: JoinedWorld, config: RunConfig, run: RunDir, attempt: int, settings: GuestSettings
     ) -> None:
         super().__init__(Mesh(joined.world, self._on_message), "guest", Routes())
-        self._config, self._until = in_wall_time(config), settings.until
+        self._until = settings.until
         behind = settings.behind
         self._given = None if behind is None else GivenTokens(behind)
         self._context = AgentContext(
             rank=joined.world.rank,
             layout=RankLayout.of(config),
-            config=self._config.changed(rollout={"kv_cache_mb": settings.kv_cache_mb}),
+            config=in_wall_time(config).changed(rollout={"kv_cache_mb": settings.kv_cache_mb}),
             run=run,
             attempt=attempt,
             send=self._send,
@@ -116,7 +115,6 @@ class GuestAgent(NodeAgent):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        choose_adapters(self._config)
         self._spawn(self.mesh.run())
         self._spawn(self._outlive_coordinator())
         if self._page is not None:

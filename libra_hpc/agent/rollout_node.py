@@ -22,7 +22,7 @@ import msgspec
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
-from libra_hpc.process.child_environment import VARIABLE, engine_environment
+from libra_hpc.process.child_environment import engine_environment
 from libra_hpc.process.progress import Stall
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine import (
@@ -212,7 +212,7 @@ class RolloutNode(EngineNode[VllmEngine]):
         environment = engine_environment(
             os.environ, context.config.slurm.device, first=first, count=self._tp, threads=rollout.threads
         )
-        argv = child_command(context.config, "engine", path, environment[VARIABLE])
+        argv = child_command(context.config, "engine", path)
         engine.state, engine.ready, engine.updating, engine.reported = "starting", None, -1, None
         engine.refused = 0
         await engine.start([ChildCommand(engine.name, argv, environment)])

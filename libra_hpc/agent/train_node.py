@@ -29,7 +29,7 @@ import msgspec
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child
-from libra_hpc.process.child_environment import VARIABLE, engine_environment, own_devices
+from libra_hpc.process.child_environment import engine_environment
 from libra_hpc.process.progress import Stall
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import PolicySaved, SavePolicy
@@ -280,9 +280,7 @@ class TrainNode(EngineNode[Supervised]):
             name = f"{self._trainer.name}.{worker.device_index}"
             path = context.private / f"{name}.json"
             write_config(worker, path)
-            gpu = own_devices(environment, worker.device_index, 1) if environment[VARIABLE] else ""
-            argv = child_command(config, "trainer", path, gpu)
-            commands.append(ChildCommand(name, argv, environment))
+            commands.append(ChildCommand(name, child_command(config, "trainer", path), environment))
         await self._trainer.start(commands)
 
     def received(self, trainer: Supervised, local_rank: int, message: Any) -> None:

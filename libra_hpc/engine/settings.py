@@ -25,7 +25,7 @@ from libra_hpc.errors import invalid
 from libra_hpc.files import read_named
 from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.models.devices import STEP_TOKENS
-from libra_hpc.process.node_topology import loopback
+from libra_hpc.process.addresses import loopback
 
 WORKER_EXTENSION = "libra_hpc.engine.worker_extension.WorkerExtension"
 MODEL = "model"

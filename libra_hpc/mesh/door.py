@@ -19,8 +19,8 @@ from libra_hpc.config.run_file_text import without_secrets
 from libra_hpc.errors import UserError, error_text, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import OWNER_ONLY, read_own, write_atomic
+from libra_hpc.process.addresses import listen, own_addresses
 from libra_hpc.process.code_stamp import code_stamp
-from libra_hpc.process.node_topology import listen, own_addresses
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.joining import (
     AT_THE_DOOR,

@@ -24,7 +24,7 @@ import msgspec
 import psutil
 
 from libra_hpc.errors import OperationError
-from libra_hpc.process.node_topology import listen, loopback, own_addresses
+from libra_hpc.process.addresses import listen, loopback, own_addresses
 from libra_hpc.process.retry import Patience
 from libra_hpc.protocol.codec import LENGTH
 from libra_hpc.protocol.joining import guest_secret

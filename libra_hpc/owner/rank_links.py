@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from libra_hpc.process.node_topology import listen
+from libra_hpc.process.addresses import listen
 from libra_hpc.process.owner_link import CALL_S, NONCE_BYTES, RankStream, keep_alive, link_key
 from libra_hpc.protocol.callers import MOST_UNPROVEN
 from libra_hpc.protocol.codec import FrameError

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from libra_hpc.errors import SlurmUnreachable
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.process.node_topology import loopback, own_addresses
+from libra_hpc.process.addresses import loopback, own_addresses
 from libra_hpc.process.owner_link import OWNER
 from libra_hpc.protocol.ranks_stop import JOB_END, KILL_WAIT
 from libra_hpc.slurm.queue.command import TRANSIENT_FAILURES

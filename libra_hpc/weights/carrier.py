@@ -31,8 +31,8 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import error_text
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.process.addresses import listen
 from libra_hpc.process.entry import leave, run
-from libra_hpc.process.node_topology import listen
 from libra_hpc.process.progress import Pulse
 from libra_hpc.protocol.carriers import (
     CarrierReady,

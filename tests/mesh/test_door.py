@@ -21,7 +21,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.door import ask_config, ask_to_join, check_record, close_door, open_door, read_record, shown
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.world import Endpoint, World
-from libra_hpc.process.node_topology import PORTS
+from libra_hpc.process.addresses import PORTS
 from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.joining import (
     FIRST_GUEST,
