@@ -15,8 +15,8 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import places
 from libra_hpc.errors import OperationError, SlurmUnreachable, UserError
 from libra_hpc.slurm.doctor import Finding, examine
-from libra_hpc.slurm.node_job import submit_on_nodes
 from libra_hpc.slurm.queue.command import slurm_environment
+from libra_hpc.slurm.single import submit_on_nodes
 
 from . import jobs
 from .check import site_config

@@ -28,11 +28,10 @@ from libra_hpc.preflight.task_trial import try_task
 from libra_hpc.process.lease import start_ticks
 from libra_hpc.slurm.interpreter import check_python
 from libra_hpc.slurm.launch import named_cluster
-from libra_hpc.slurm.node_job import answered, submit_on_nodes
 from libra_hpc.slurm.queue.command import slurm_environment
 from libra_hpc.slurm.queue.job_record import JobRecord, new_mark, start_attempt, write_job
 from libra_hpc.slurm.queue.query import cluster_name
-from libra_hpc.slurm.single import Handle, run_single
+from libra_hpc.slurm.single import Handle, answered, run_single, submit_on_nodes
 from libra_hpc.state.saved_policies import LAST, chosen_policy
 
 from . import jobs

@@ -12,9 +12,8 @@ from typing import Any
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, invalid
 from libra_hpc.slurm.interpreter import check_python
-from libra_hpc.slurm.node_job import answered, submit_on_nodes
 from libra_hpc.slurm.queue.command import slurm_environment
-from libra_hpc.slurm.single import Handle
+from libra_hpc.slurm.single import Handle, answered, submit_on_nodes
 
 from .output import busy, print_note
 

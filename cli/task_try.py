@@ -12,7 +12,7 @@ from libra_hpc.config.load import apply_override, merged, validate, with_absolut
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import OperationError, error_text, invalid
-from libra_hpc.host.one_episode import Writer, play_one
+from libra_hpc.host.trial import Writer, play_one
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 from .check import load

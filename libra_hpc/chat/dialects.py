@@ -23,8 +23,7 @@ from renderers.base import ParsedResponse, ParsedToolCall
 from renderers.parsing import parse_llama_3, parse_qwen3, parse_qwen35
 
 from libra_hpc.errors import invalid
-from libra_hpc.tasks.chat_template import ChatTemplate, Message
-from libra_hpc.tasks.tokenizer import TaskTokenizer
+from libra_hpc.tasks.tokenizer import ChatTemplate, Message, TaskTokenizer
 
 TAIL = 64
 """Tokens of the context before a turn that `parse` and `delta` see: enough for the start of the assistant's turn, so

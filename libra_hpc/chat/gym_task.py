@@ -14,8 +14,7 @@ from typing import Any
 
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.tasks.base import Tools
-from libra_hpc.tasks.chat_template import Message
-from libra_hpc.tasks.tokenizer import TaskTokenizer
+from libra_hpc.tasks.tokenizer import Message, TaskTokenizer
 
 from .chat_task import Chat, ChatTask
 

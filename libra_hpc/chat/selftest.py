@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, get_args
 
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.protocol.env import ChatChoice
-from libra_hpc.tasks.chat_template import ChatTemplate, Message
-from libra_hpc.tasks.tokenizer import TaskTokenizer
+from libra_hpc.tasks.tokenizer import ChatTemplate, Message, TaskTokenizer
 
 from .dialects import DUMMY_ID, TAIL, BridgeError, Calls, Dialect, dummy_turn, message_call
 

@@ -13,7 +13,7 @@ import msgspec
 
 from libra_hpc.errors import invalid
 from libra_hpc.tasks.base import ToolResult
-from libra_hpc.tasks.chat_template import joined
+from libra_hpc.tasks.tokenizer import joined
 
 from .dialects import ToolCall
 

@@ -27,9 +27,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 from msgspec.structs import replace
 
-from .agent_request import REFUSED, AgentRequest, Answer, RequestRefused
+from .agent_request import REFUSED, AgentRequest, Answer, Histories, RequestRefused
 from .apis import APIS, COUNT_PATH, Api
-from .fields import Histories
 
 KEEP_ALIVE_S = 10.0
 """Seconds between two signs of life of a stream that waits."""

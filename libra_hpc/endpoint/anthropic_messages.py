@@ -6,16 +6,19 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from libra_hpc.tasks.chat_template import Message
+from libra_hpc.tasks.tokenizer import Message
 
-from .agent_request import CONTEXT_FULL, AgentRequest, Answer, RequestRefused
-from .fields import (
+from .agent_request import (
+    CONTEXT_FULL,
     FREE,
     NEVER,
     UNENFORCED,
+    AgentRequest,
+    Answer,
     Fields,
     Histories,
     Known,
+    RequestRefused,
     call,
     listed,
     mistake,

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from . import anthropic_messages, chat_completions, responses
-from .agent_request import AgentRequest, Answer, RequestRefused
-from .fields import Histories
+from .agent_request import AgentRequest, Answer, Histories, RequestRefused
 
 
 class Api(Protocol):

@@ -6,14 +6,15 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from libra_hpc.tasks.chat_template import Message
+from libra_hpc.tasks.tokenizer import Message
 
-from .agent_request import AgentRequest, Answer
-from .fields import (
+from .agent_request import (
     COMMON,
     FREE,
     NEVER,
     UNENFORCED,
+    AgentRequest,
+    Answer,
     Fields,
     Histories,
     Known,

@@ -55,12 +55,11 @@ from libra_hpc.tasks.base import Episode, PolicyTurn, Task, Tools, Turn, Why
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 from . import answers
+from .answers import busy_limit, step_limit, tool_limits
 from .contain import hide_memory
-from .declared import busy_limit, step_limit, tool_limits
-from .live_episode import LiveEpisode
+from .live_episode import LiveEpisode, StepTimeout
 from .sandbox import Sandbox
 from .settings import task_of
-from .step import StepTimeout
 
 C = TypeVar("C")
 

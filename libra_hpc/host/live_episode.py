@@ -1,15 +1,22 @@
-"""An open episode of a host: one call of its code at a time, and `Episode.close` once, behind the last one."""
+"""An open episode of a host: one call of its code at a time, each under a deadline; `Episode.close` once, after all.
+
+- What the call (start, step, truncated) itself awaits counts: a judge on the network, a sleep, a lock.
+- Tool calls do not count: each has its own limit, and may wait for a free process before.
+- The event loop was blocked -> the step gets that time again: nothing it waits for could be read.
+- Beyond the limit -> the call ends at once, even when it ignores its cancellation.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import traceback
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from libra_hpc.tasks.base import Episode, Tools, Why
-
-from .step import Over, Step, Work
+from libra_hpc.process.progress import stall_of
+from libra_hpc.tasks.base import Episode, ToolResult, Tools, Why
 
 CANCEL_S = 0.5
 """Seconds for a cancelled call to clean up before `Episode.close` begins."""
@@ -62,3 +69,110 @@ class LiveEpisode:
         except BaseException as error:
             print(f"host: the close of an episode failed ({why}):", file=sys.stderr)
             traceback.print_exception(error)
+
+
+Work = Callable[[Tools], Coroutine[Any, Any, Any]]
+"""A call of an episode's code."""
+Over = Callable[[Any], None]
+"""Gets what a call returned, or its exception."""
+
+
+class StepTimeout(Exception):
+    """A step exceeded its limit."""
+
+
+class Step:
+    """Runs ``work`` and calls ``over`` once, with its result or the exception; not after `cancel`."""
+
+    def __init__(self, work: Work, tools: Tools, limit_s: float, over: Over) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._over: Over | None = over
+        self._limit_s = self._left_s = limit_s
+        self._calls = 0
+        """Tool calls in flight."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._coroutine = self._run(work, _StepTools(self, tools))
+        self._task = self._loop.create_task(self._coroutine)
+        self._resume()
+
+    def cancel(self) -> None:
+        self._over = None
+        self._pause()
+        self._task.cancel()
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Context of a tool call, whose time does not count."""
+        self._calls += 1
+        self._pause()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._resume()
+
+    async def over(self, most_s: float) -> None:
+        """Wait, at most so long, until its code runs no more: a cancelled call may clean up."""
+        await asyncio.wait({self._task}, timeout=most_s)
+
+    async def _run(self, work: Work, tools: Tools) -> None:
+        outcome: Any
+        try:
+            outcome = await work(tools)
+        except BaseException as error:
+            outcome = error  # also the task's own cancellation: the trajectory needs an answer
+        self._end(outcome)
+
+    def _end(self, outcome: Any) -> None:
+        over, self._over = self._over, None
+        self._pause()
+        if over is not None:
+            over(outcome)
+
+    def _resume(self) -> None:
+        if self._limit_s and self._over is not None and not self._calls and self._timer is None:
+            self._timer = self._loop.call_later(self._left_s, self._overdue)
+
+    def _pause(self) -> None:
+        if self._timer is not None:
+            self._left_s = max(0.0, self._timer.when() - self._loop.time())
+            self._timer.cancel()
+            self._timer = None
+
+    def _overdue(self) -> None:
+        assert self._timer is not None
+        late_s = self._loop.time() - self._timer.when()
+        self._timer, self._left_s = None, late_s
+        if stall_of(late_s, 0.0):
+            self._resume()
+            return
+        lines = suspended_at(self._coroutine)
+        print("host: a step is overdue:", *lines, sep="\n  ", file=sys.stderr)
+        place = lines[1] if len(lines) > 1 else lines[0]  # the first is this module's own
+        self._end(StepTimeout(f"no answer within {self._limit_s:g} s outside tool calls; it waits at {place}"))
+        self._task.cancel()
+
+
+def suspended_at(coroutine: Any) -> list[str]:
+    """Where a coroutine waits, outermost call first."""
+    found = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        code = frame.f_code
+        found.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+        coroutine = coroutine.cr_await
+    return found
+
+
+class _StepTools:
+    """`Tools` whose calls stop a step's clock."""
+
+    def __init__(self, step: Step, tools: Tools) -> None:
+        self._step, self._tools = step, tools
+
+    async def call(self, name: str, *args: Any, **named: Any) -> ToolResult:
+        with self._step.outside():
+            return await self._tools.call(name, *args, **named)
+
+    async def python(self, code: str) -> ToolResult:
+        with self._step.outside():
+            return await self._tools.python(code)

@@ -29,7 +29,7 @@ from libra_hpc.process.child import Child, spawn
 from libra_hpc.process.reaper import end_strangers
 from libra_hpc.tasks.base import ToolResult
 
-from .declared import tool_refs
+from .answers import tool_refs
 from .toolproc import ENVIRONMENT, FAULTS, Call, Ready, RunCode, Setup, ToolDone, ToolRef, from_tool, to_tool
 
 START_S = 30.0

@@ -1,4 +1,6 @@
-"""Plays the start of one episode before a job is queued: ``python -m libra_hpc.host.trial``, as `libra_hpc.host.host`.
+"""Plays episodes outside a run: one for the task's author (`task try`), and the start of one before a job is queued.
+
+``python -m libra_hpc.host.trial``, as `libra_hpc.host.host`, plays that start; nobody uses its socket.
 
 - The task is built, sample 0 of prompt 0 opened and started, and at most `TURNS` turns of one stop token are answered.
 - It cannot be built, opened or started, or a method is no coroutine -> a user's mistake, exit code 2.
@@ -6,7 +8,7 @@
 - It is a chat -> how the policy's chat is written, on stdout.
 - A step raises or answers what cannot be used -> a sentence on stdout: other turns may end better.
 
-Tools run in the sandbox of an environment host; nobody uses the socket.
+Sandbox, limits and checks are those of an environment host.
 """
 
 from __future__ import annotations
@@ -14,22 +16,110 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
-from libra_hpc.tasks.base import Episode, PolicyTurn, Task
+from libra_hpc.tasks.base import Episode, PolicyTurn, Task, ToolResult, Turn, Why
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 from . import answers
+from .answers import step_limit, tool_limits
 from .contain import hide_memory
-from .declared import step_limit, tool_limits
 from .host import main
-from .live_episode import LiveEpisode
+from .live_episode import LiveEpisode, Work
 from .sandbox import Sandbox
 from .settings import FOUND, MARK, PROMPT, task_of
+
+Writer = Callable[[list[int], int, tuple[int, ...]], list[int] | None]
+"""(context, most tokens, stop ids) -> the policy's next turn; None when it has no more."""
+Report = Callable[[str, str], None]
+"""Gets who and what: ``prompt``, ``policy``, ``tool``, ``environment`` or ``new sample``, and a text."""
+
+
+async def play_one(config: RunConfig, index: int, write: Writer, report: Report) -> Turn | None:
+    """Play prompt ``index`` of the data order; returns the end, None when ``write`` had no turn before."""
+    tokenizer = TaskTokenizer(config.model.path)
+    task = task_of(config, tokenizer)
+    task.check()
+    with tempfile.TemporaryDirectory(prefix="libra-try-") as folder:
+        limits = tool_limits(task, config.task.tool_timeout_s)
+        tools = Sandbox(task.tools, config.task, folder=folder, limits=limits)
+        try:
+            await tools.start()
+            limit_s = step_limit(task, config.deadlines.first_s)
+            live = LiveEpisode(task.open(index, 0, 0.0), _ReportedTools(tools, report), limit_s)
+            why: Why = "failed"
+            try:
+                end = await _Played(live, tokenizer, write, report).play(config.rollout.max_model_len)
+                why = "dropped" if end is None else "done"
+            finally:
+                await live.end(why)
+            return end
+        finally:
+            await tools.close()
+
+
+class _Played:
+    def __init__(self, live: LiveEpisode, tokenizer: TaskTokenizer, write: Writer, report: Report) -> None:
+        self._live, self._decode, self._write, self._report = live, tokenizer.decode, write, report
+
+    async def play(self, max_model_len: int) -> Turn | None:
+        episode = self._live.episode
+        await self._called(episode.start)
+        answers.opened("", episode)
+        context, info = list(episode.prompt), dict[str, float]()
+        self._report("prompt", self._decode(context))
+        while (room := max_model_len - len(context)) > 0:
+            tokens = self._write(context, min(episode.max_tokens, room), episode.stop_ids)
+            if tokens is None:
+                return None
+            self._report("policy", self._decode(tokens))
+            stopped = tokens[-1:] and tokens[-1] in episode.stop_ids
+            reply = PolicyTurn(tokens, "stop" if stopped else "length", room - len(tokens))
+            turn: Turn = await self._called(partial(episode.step, reply))
+            answers.stepped("", turn)
+            info |= turn.info
+            if turn.done:
+                return replace(turn, info=info)
+            kept = tokens[: len(tokens) - turn.dropped]
+            self._report("new sample" if turn.new_sample else "environment", self._decode(turn.tokens))
+            context = [*turn.tokens] if turn.new_sample else [*context, *kept, *turn.tokens]
+        turn = await self._called(episode.truncated)
+        answers.stepped("", turn)
+        return replace(turn, done=True, info={**info, **turn.info, "truncated": 1.0})
+
+    async def _called(self, work: Work) -> Any:
+        outcome = await self._live.result(work)
+        if isinstance(outcome, BaseException) and not isinstance(outcome, UserError):
+            raise OperationError(f"The episode failed: {type(outcome).__name__}: {outcome}") from outcome
+        if isinstance(outcome, UserError):
+            raise outcome
+        return outcome
+
+
+class _ReportedTools:
+    """`Tools` whose calls are reported."""
+
+    def __init__(self, tools: Sandbox, report: Report) -> None:
+        self._tools, self._report = tools, report
+
+    async def call(self, name: str, *args: Any, **named: Any) -> ToolResult:
+        given = [*map(answers.shown, args), *(f"{key}={answers.shown(value)}" for key, value in named.items())]
+        return self._reported(f"{name}({', '.join(given)})", await self._tools.call(name, *args, **named))
+
+    async def python(self, code: str) -> ToolResult:
+        return self._reported(f"python:\n{code}\n", await self._tools.python(code))
+
+    def _reported(self, call: str, result: ToolResult) -> ToolResult:
+        self._report("tool", f"{call} -> {result.outcome} after {result.seconds:.3f} s: {result.value}")
+        return result
+
 
 TURNS = 2
 """The first may end the episode; the second follows an answer of the environment."""

@@ -1,4 +1,4 @@
-"""Run one Python function as a Slurm job of one task, through submitit.
+"""Run one Python function as a Slurm job, through submitit: of one task, or of one rank on each of several nodes.
 
 - submitit reads job states from ``sacct``, which needs accounting -> `QueueWatcher` asks the controller (`query.job`).
 - Slurm has no record of the job for `GONE_AFTER_S` -> `Handle` reports it as ended.
@@ -21,15 +21,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 import submitit
+from msgspec.structs import replace
 from submitit.core.core import Job
 from submitit.core.utils import FailedJobError, UncompletedJobError
 from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, UserError, invalid
+from libra_hpc.slurm.interpreter import start_command
 from libra_hpc.slurm.queue.command import complaint
-from libra_hpc.slurm.queue.query import JobState, cluster_in, job, slurm_seconds
+from libra_hpc.slurm.queue.query import JobState, cluster_in, job, on_cluster, partitions, slurm_seconds
 
+from .fit import with_resources
+from .interpreter import compute_python
+from .launch import (
+    agent_variables,
+    check_lines,
+    component_options,
+    extra_options,
+    marked,
+    memory_options,
+    named_cluster,
+)
 from .queue.command import clean_environment
+from .queue.job_record import MARK
+from .writer import RANK_STARTER, set_up_lines
 
 POLL_S = 0.5
 RESULT_WAIT_S = 5
@@ -220,3 +236,59 @@ def env_command(env: Mapping[str, str]) -> Sequence[str]:
     removed = [part for name in sorted(os.environ) if name not in env for part in ("-u", name)]
     changed = [f"{name}={value}" for name, value in sorted(env.items()) if os.environ.get(name) != value]
     return ["/usr/bin/env", *removed, *changed]
+
+
+def answered(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
+    """("", what the function returns), or (its error in one sentence, None), to be read in another process."""
+    try:
+        return "", function(*arguments)
+    except (UserError, OperationError) as error:
+        return str(error), None
+
+
+def submit_on_nodes(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    config: RunConfig,
+    env: Mapping[str, str],
+    *,
+    component: str,
+    nodes: int,
+    name: str,
+    folder: Path,
+    time_limit: str,
+    mark: str = MARK,
+) -> Handle:
+    """Queue ``function(*arguments)`` as one rank on each of ``nodes`` nodes of ``component``, started as agents are.
+
+    ``mark``: see `Launch.mark`.
+    Raises `UserError` when Slurm refuses the job.
+    """
+    check_lines(config)
+    config = with_resources(config, partitions(env, *on_cluster(named_cluster(config))))
+    wanted = replace(getattr(config.components, component), nodes=nodes)
+    started = start_command(config, folder, named=False)
+    python = shlex.join([*started.prefix, compute_python(config), *RANK_STARTER])
+    return run_single(
+        function,
+        *arguments,
+        env=env,
+        name=name,
+        folder=folder,
+        cpus=wanted.cpus,
+        time_limit=time_limit,
+        python=python,
+        parameters={
+            "nodes": nodes,
+            "setup": set_up_lines(config, agent_variables(config, {})),
+            "srun_args": [f"--mpi={config.slurm.mpi}", "--export=ALL", *started.step],
+            "additional_parameters": component_options(config, component, wanted),
+        },
+        options=marked(
+            [
+                *memory_options(config.slurm, wanted.mem, wanted.cpus, wanted.gpus),
+                *extra_options(config, component, wanted),
+            ],
+            mark,
+        ),
+    )

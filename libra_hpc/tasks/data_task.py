@@ -18,9 +18,8 @@ from libra_hpc.errors import EnvironmentFailed, UserError, invalid
 from libra_hpc.user_file import load_function
 
 from .base import Episode, PolicyTurn, Task, Tools, Turn
-from .chat_template import ChatTemplate, joined
 from .rows import Row, open_rows, row_at
-from .tokenizer import TaskTokenizer
+from .tokenizer import ChatTemplate, TaskTokenizer, joined
 
 CHECKED_ROWS = 1_000_000
 """Most rows that `DataTask.check` reads: a few seconds."""

@@ -12,8 +12,7 @@ import pytest
 
 from libra_hpc.chat.chat_task import ChatEnvironment, ChatEpisode
 from libra_hpc.errors import UserError
-from libra_hpc.tasks.chat_template import ChatTemplate
-from libra_hpc.tasks.tokenizer import TaskTokenizer
+from libra_hpc.tasks.tokenizer import ChatTemplate, TaskTokenizer
 
 from .chat_folder import TEMPLATES, write_chat_folder
 from .random_chats import Box, Look, sample_turn

@@ -9,8 +9,7 @@ import pytest
 from libra_hpc.chat.dialects import Dialect
 from libra_hpc.chat.selftest import USER, choose_dialect
 from libra_hpc.errors import UserError
-from libra_hpc.tasks.chat_template import ChatTemplate, Message
-from libra_hpc.tasks.tokenizer import TaskTokenizer
+from libra_hpc.tasks.tokenizer import ChatTemplate, Message, TaskTokenizer
 
 from .chat_folder import TEMPLATES, write_chat_folder
 

@@ -14,7 +14,7 @@ from shutil import rmtree
 import pytest
 
 from libra_hpc.errors import EnvironmentFailed, OperationError, UserError
-from libra_hpc.host.declared import tool_refs
+from libra_hpc.host.answers import tool_refs
 from libra_hpc.host.toolproc import Ready, ToolDone, from_tool
 from libra_hpc.process.child import Child
 from libra_hpc.user_file import load_file

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.host import answers
-from libra_hpc.host import step as steps
+from libra_hpc.host import live_episode as steps
 from libra_hpc.process import progress
 from libra_hpc.protocol.env import EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode
 from libra_hpc.tasks.base import Episode, PolicyTurn, ToolResult, Tools, Turn

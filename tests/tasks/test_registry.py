@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.errors import UserError
-from libra_hpc.host.declared import tool_refs
+from libra_hpc.host.answers import tool_refs
 from libra_hpc.tasks.task_registry import build_task, task_class
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.example_files import EXAMPLES, KEYCHAIN_TASK, keychain
