@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.harness import ROOT, Options, median, options, policy, progress, report, seeds, submit
-from libra_hpc.agent.commands import MODULES
+from libra_hpc.agent.child_start import MODULES
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.slurm import local
 from tests.chaos.harness import PROMPTS, SIMULATED, standstill

@@ -30,8 +30,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.engine.steplog import StepLogHeader, read_steps
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir, read_lines
-from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.mesh.agent_context import AgentContext, RankLayout
 from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.process.agent_folders import make_folders
 from libra_hpc.protocol import agents as wire

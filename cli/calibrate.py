@@ -13,8 +13,7 @@ import msgspec
 import typer
 
 from libra_hpc.annexes.calibrate import measure_steps
-from libra_hpc.annexes.calibrate.host_cost import with_host_cost, write_host_cost
-from libra_hpc.annexes.calibrate.measure_steps import earlier, merged
+from libra_hpc.annexes.calibrate.measure_steps import earlier, merged, with_host_cost, write_host_cost
 from libra_hpc.engine.settings import EngineConfig, alone, check_config
 from libra_hpc.engine.steplog import recorded
 from libra_hpc.errors import invalid

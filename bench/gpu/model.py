@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from bench.tabulate import hf_config
-from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.architecture import hf_shapes, read_shape
 from libra_hpc.models.shapes import ModelShape
-from libra_hpc.models.tensors import hf_shapes
 
 SHARED_MEMORY = Path("/dev/shm")
 ROOM = 3.5

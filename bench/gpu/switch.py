@@ -27,11 +27,10 @@ from libra_hpc.engine.offline import OfflineEngine
 from libra_hpc.engine.settings import alone
 from libra_hpc.engine.update.staged_update import POLL_S
 from libra_hpc.errors import OperationError
-from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.architecture import hf_shapes, read_shape
 from libra_hpc.models.memory import train_memory
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.measured import StepPoint
-from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generate, UpdateWeights, VersionFiles
 from libra_hpc.protocol.engine_state import EngineState

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from libra_hpc.agent.hosting.env_node import EnvNode
+from libra_hpc.agent.hosting.hosts import EnvNode
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.config.load import load_resolved
 from libra_hpc.config.node_groups import first_gpu
@@ -38,19 +38,17 @@ from libra_hpc.errors import OperationError, UserError
 from libra_hpc.facts.fact_writer import RESERVE_BYTES, RESULT_BYTES, Reserve
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import renewed_status
-from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.agent_context import AgentContext, RankLayout, check_world
 from libra_hpc.mesh.door import close_door, open_door, shown
 from libra_hpc.mesh.layout_publisher import Publisher, opened
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.mpi_link import MpiLink, NoWorld
-from libra_hpc.mesh.rank_layout import RankLayout, check_world
 from libra_hpc.mesh.world import Endpoint, World, meet
 from libra_hpc.policies.pool.reconcile import Action, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
 from libra_hpc.process.agent_folders import hold, kept_folder, own, owned, remove
 from libra_hpc.process.child_environment import VARIABLE, own_devices
 from libra_hpc.process.code_stamp import other_code
-from libra_hpc.process.dump import STRAY, dump_on_request, stray_words
-from libra_hpc.process.entry import leave
+from libra_hpc.process.entry import STRAY, dump_on_request, leave, stray_words
 from libra_hpc.process.lease import CHECK_S, Fence
 from libra_hpc.process.log_limit import raise_file_limit
 from libra_hpc.process.owner_link import OwnerLink
@@ -68,10 +66,9 @@ from libra_hpc.train_leader.train_leader import TrainLeader
 from libra_hpc.train_leader.train_leader_setup import make_train_leader, rendezvous_folder
 
 from .coordinator_watch import SAVE_S, CoordinatorWatch
-from .node import LIVE_S, NodeAgent
+from .node import LIVE_S, NodeAgent, Routes, add_engines, add_rollout_service, add_train_leader
 from .node_carrier import NodeCarrier
 from .rollout_node import RolloutNode
-from .routes import Routes, add_engines, add_rollout_service, add_train_leader
 from .train_node import TrainNode
 
 FOLDERS_S = 1.0

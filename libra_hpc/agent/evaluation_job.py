@@ -23,9 +23,8 @@ from libra_hpc.errors import OperationError
 from libra_hpc.facts.journal import Journal
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import blank_status
-from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.agent_context import AgentContext, RankLayout, check_world
 from libra_hpc.mesh.mesh import Mesh
-from libra_hpc.mesh.rank_layout import RankLayout, check_world
 from libra_hpc.mesh.world import World, meet
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineState
@@ -33,10 +32,9 @@ from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.simulated.dry_run import in_wall_time
 
 from .hosting.rollout_service import RolloutService
-from .node import NodeAgent
+from .node import NodeAgent, Routes, add_rollout_service
 from .node_carrier import NodeCarrier
 from .rollout_node import RolloutNode
-from .routes import Routes, add_rollout_service
 
 WATCH_S = 1.0
 """Between two looks for the result and for lost nodes."""

@@ -23,20 +23,18 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.gate.behind import Behind, GivenTokens
 from libra_hpc.gate.page import Page
-from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.mesh.agent_context import AgentContext, RankLayout
 from libra_hpc.mesh.door import JoinedWorld
 from libra_hpc.mesh.mesh import Mesh
-from libra_hpc.mesh.rank_layout import RankLayout
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import LenderKind
 from libra_hpc.protocol.layout import Layout, ResumePoint
 from libra_hpc.simulated.dry_run import in_wall_time
 
 from .coordinator_watch import CoordinatorWatch
-from .node import NodeAgent
+from .node import NodeAgent, Routes, add_rollout
 from .node_carrier import NodeCarrier
 from .rollout_node import RolloutNode
-from .routes import Routes, add_rollout
 
 LEAVE_S = 10.0
 """For the turns in flight to go on elsewhere; Slurm gives a preempted job 30 s by default."""

@@ -41,8 +41,7 @@ from libra_hpc.protocol.engine import (
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
 from libra_hpc.protocol.joining import is_guest
 
-from .commands import child_command
-from .engine_start import engine_config
+from .child_start import child_command, engine_config
 from .node_carrier import NodeCarrier
 from .supervised import ChildCommand, EngineNode, Supervised
 

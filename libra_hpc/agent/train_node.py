@@ -58,10 +58,9 @@ from libra_hpc.state import state_folders as folders
 from libra_hpc.state.snapshot_keeper import SnapshotKeeper, successors
 from libra_hpc.trainer.settings import write_config
 
-from .commands import child_command
+from .child_start import child_command, worker_configs
 from .node_carrier import NodeCarrier
 from .supervised import ChildCommand, EngineNode, Supervised
-from .trainer_start import worker_configs
 
 IMAGE_SHARE = 1 / 6
 """Share of the shortest deadline for which a join waits for the image: 10 s by default, in which 100 Gb/s bring 32B.

@@ -36,9 +36,8 @@ from libra_hpc.state.attempt import Event, copy_policy, saved_point, source_of
 
 from .ending import RunEnding
 from .guard_watch import ENDS, GuardWatch
-from .ladder import Ladder, Movement, waits_for
 from .live_planning import LivePlanning, StepSharing
-from .liveness import LostNode, NodeContact, discount
+from .liveness import Ladder, LostNode, Movement, NodeContact, discount, waits_for
 from .nodes import NodePool
 from .observations import Observations
 from .records import Records

@@ -10,8 +10,16 @@ import msgspec
 from libra_hpc.config.node_groups import replicas
 from libra_hpc.facts.columns import declared, values_of
 from libra_hpc.facts.estimate import BLOCK, StageEstimate, step_accuracy
-from libra_hpc.facts.failed import FailedAttempts
-from libra_hpc.facts.status import FINAL, BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status, as_ended
+from libra_hpc.facts.status import (
+    FINAL,
+    BucketStatus,
+    DecisionStatus,
+    FailedAttempts,
+    NodeStatus,
+    StageStatus,
+    Status,
+    as_ended,
+)
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol.agents import RolloutReport

@@ -27,8 +27,8 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
 from libra_hpc.gate.gated_steps import GatedSteps
+from libra_hpc.models.architecture import predicts_ahead
 from libra_hpc.models.shapes import model_shape
-from libra_hpc.models.tensors import predicts_ahead
 from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, WeightsApplied, refusal
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
 from libra_hpc.weights.weightfile import WeightFileError, folder_shapes

@@ -20,10 +20,9 @@ from libra_hpc.protocol import trace
 from . import series
 from .columns import Value, declared, rows_of, values_of
 from .estimate import StepAccuracy, accuracy_line, step_accuracy
-from .failed import FailedAttempts, failed_in, failed_line
 from .rundir import RunDir, read_lines
 from .series import duration, planned_steps
-from .status import because, dry_run
+from .status import FailedAttempts, because, dry_run, failed_in, failed_line
 
 STATE_STYLES = {"completed": "green", "running": "cyan", "failed": "red", "silent": "red"}
 """Styles by state; every other state is yellow."""

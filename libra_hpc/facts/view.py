@@ -24,9 +24,18 @@ from libra_hpc.protocol.agents import LenderReport
 from . import series
 from .columns import rows_of
 from .estimate import accuracy_line, estimate_line
-from .failed import failed_line
 from .series import Record, duration, reward_changes
-from .status import LENDER_HEADS, LENDER_NUMBERS, STALE_S, NodeStatus, Status, because, dry_run, lender_rows
+from .status import (
+    LENDER_HEADS,
+    LENDER_NUMBERS,
+    STALE_S,
+    NodeStatus,
+    Status,
+    because,
+    dry_run,
+    failed_line,
+    lender_rows,
+)
 from .summary import label_grid, reward_text, state_text
 
 WIDTH = 100

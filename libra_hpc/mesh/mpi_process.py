@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-from libra_hpc.process.dump import DUMP_SIGNAL, STRAY
+from libra_hpc.process.entry import DUMP_SIGNAL, STRAY
 from libra_hpc.process.reaper import die_with
 from libra_hpc.protocol.codec import LENGTH, Codec, EngineSocket
 

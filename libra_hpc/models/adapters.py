@@ -19,10 +19,9 @@ import msgspec
 from libra_hpc.config.node_groups import Degrees
 from libra_hpc.errors import invalid
 
-from .architecture import Architecture, stage_layers
+from .architecture import Architecture, Entry, hf_shapes, stage_entries, stage_layers
 from .shapes import Lora, ModelShape
 from .supported import in_float32
-from .tensors import Entry, hf_shapes, stage_entries
 
 KINDS = {"qkv.weight": "attention", "proj.weight": "attention", "fc1.weight": "mlp", "fc2.weight": "mlp"}
 """What Megatron-Core's projections belong to, by the ends of their names."""

@@ -39,7 +39,7 @@ PRE_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_at
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """What a ``model_type`` has besides pre-norm RMSNorm, SwiGLU, rotary embedding and grouped-query attention.
 
-    Shapes, memory and seconds (`libra_hpc.models.shapes`), names (`libra_hpc.models.tensors`) and the model itself
+    Shapes, memory and seconds (`libra_hpc.models.shapes`), names (`libra_hpc.models.architecture`) and the model itself
     (`libra_hpc.trainer.model.megatron_model`) follow from it.
     """
 

@@ -32,7 +32,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.agent_folders import remove_kept
-from libra_hpc.process.dump import STRAY, dump_on_request, stray_words
+from libra_hpc.process.entry import STRAY, dump_on_request, stray_words
 from libra_hpc.process.lease import newest_lease
 from libra_hpc.process.retry import CANNOT_NOW, Patience, cannot, patiently, reason_of
 from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD, START, RanksStart, RanksStop

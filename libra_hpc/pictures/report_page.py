@@ -19,11 +19,10 @@ from libra_hpc.config.reference import as_records, tables
 from libra_hpc.config.run_file_text import HIDDEN, without_secrets
 from libra_hpc.facts import series
 from libra_hpc.facts.columns import rows_of
-from libra_hpc.facts.failed import failed_line
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.series import duration
 from libra_hpc.facts.starts import RunStart, job_gpus, job_seconds, starts
-from libra_hpc.facts.status import dry_run
+from libra_hpc.facts.status import dry_run, failed_line
 from libra_hpc.facts.summary import Summary, reward_text, summarise
 
 from .report_charts import charts

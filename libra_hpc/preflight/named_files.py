@@ -18,11 +18,10 @@ from libra_hpc.config.learn import AGENT, GYM, INITIAL, MIXTURE, VERIFIERS, Name
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.facts.columns import COLUMNS
-from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.architecture import TIED_HEAD, hf_shapes, predicts_ahead, read_shape, tensor_fault
 from libra_hpc.models.devices import device, devices
 from libra_hpc.models.shapes import model_shape, read_config, shape_from_config
 from libra_hpc.models.supported import refusals
-from libra_hpc.models.tensors import TIED_HEAD, hf_shapes, predicts_ahead, tensor_fault
 from libra_hpc.tasks.task_registry import GYM_TASK, TASKS, unknown_task
 from libra_hpc.user_file import FORM, FUNCTION_FORM
 from libra_hpc.weights.weightfile import LENGTH, WeightFileError, folder_shapes

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from libra_hpc.protocol.codec import Codec, FrameBuffer, FrameError
 
-from .dump import DUMP_SIGNAL
+from .entry import DUMP_SIGNAL
 
 READ_BYTES = 1 << 20
 """Per read of the socket: large enough to hide the call."""

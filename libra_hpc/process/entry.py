@@ -1,13 +1,17 @@
-"""How a child process of an agent begins and ends: ``--socket FD --config FILE``.
+"""How a child process of an agent begins and ends (``--socket FD --config FILE``), and what signals mean to it.
 
 - A mistake of the user, or what cannot be done -> one sentence on stderr, and the exit code of that.
 - `leave` -> the process ends at once, without Python taking itself apart.
+- `DUMP_SIGNAL` -> the stacks of all threads are in its log: a process that hangs writes them before it is ended.
+- Signals that mean nothing to a process of the run, and would end it, are named in its log instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +19,24 @@ from typing import NoReturn
 
 from libra_hpc.errors import OperationError, UserError
 
-from .dump import dump_on_request
+DUMP_SIGNAL = signal.SIGUSR2
+"""SIGTERM and SIGUSR1 are Slurm's; this one is free."""
+
+STRAY = (
+    *(signal.SIGQUIT, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGPOLL, signal.SIGPWR, signal.SIGXCPU),
+    *range(signal.SIGRTMIN, signal.SIGRTMAX + 1),
+)
+"""They end a process by default, and no process of a run expects one."""
+
+
+def stray_words(number: int) -> str:
+    """How a log names one that came."""
+    return f"signal {number} ({signal.strsignal(number)}) means nothing here, and is ignored"
+
+
+def dump_on_request() -> None:
+    """Write the stacks of all threads to stderr at `DUMP_SIGNAL`, also while the interpreter is blocked."""
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
 
 
 def run(module: str, work: Callable[[int, Path], int], arguments: Sequence[str] | None = None) -> int:

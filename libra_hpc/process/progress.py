@@ -7,7 +7,7 @@
 - Measured -> ``factor`` times the longest of the last `WINDOW` durations, at least ``floor_s``.
 - A duration doubles the limit at most (`learnt`), and so do those that began under the same one.
 - Stalled -> the limit of the phase doubles until one ends.
-- All processes of the run make no progress -> the last rows, by `libra_hpc.coordinator.ladder`.
+- All processes of the run make no progress -> the last rows, by `libra_hpc.coordinator.liveness`.
 - The observer itself was stopped (`stall_of`) -> `ProgressWatch.discount`.
 
 `ProgressWatch` is pure: times are seconds of any monotonic clock.

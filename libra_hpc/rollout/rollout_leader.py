@@ -32,8 +32,7 @@ from .attempts import ERROR_CHARS, Attempts
 from .environments import Environments
 from .evaluation import Evaluations
 from .failures import FailureBook
-from .group_state import GroupState, batch_stats
-from .open_groups import length_of, open_groups
+from .group_state import GroupState, batch_stats, length_of, open_groups
 from .prompt_order import PromptOrder
 from .surroundings import Surroundings
 from .trajectory import Trajectory

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 from libra_hpc.protocol.agents import Group, MeshMessage
 from libra_hpc.protocol.env import ToHost
 
-from .run_lines import Routed
-from .trajectory import Trajectory
+from .trajectory import Routed, Trajectory
 
 
 class Surroundings(Protocol):

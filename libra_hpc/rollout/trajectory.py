@@ -1,4 +1,8 @@
-"""One trajectory: the record that rollout fills, the scheduler reads, training uses, and the recovery log has whole."""
+"""One trajectory: the record that rollout fills, the scheduler reads, training uses, and the recovery log has whole.
+
+A line of `decisions.jsonl` has a turn, its engine, and the policy's reason with its numbers. Times are epoch seconds,
+durations seconds.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,42 @@ from itertools import accumulate, chain, pairwise, repeat
 from types import MappingProxyType
 from typing import Any, Literal
 
+import msgspec
 from msgspec.structs import replace
 
-from libra_hpc.policies.scheduling.protocol import TurnView
+from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.env import EVALUATIONS, Signal
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord, all_signals, sample_tokens
 from libra_hpc.protocol.trainer import Sample
+
+
+class Routed(msgspec.Struct, frozen=True):
+    """A turn that was sent to an engine at ``at``, after ``waited_s`` in the queue."""
+
+    turn: TurnView
+    decision: Decision
+    at: float
+    waited_s: float
+
+
+def decision_line(routed: Routed) -> dict[str, Any]:
+    turn, decision = routed.turn, routed.decision
+    return {
+        "t": routed.at,
+        "trajectory": turn.trajectory,
+        "prompt_id": turn.prompt_id,
+        "turn": turn.turns,
+        "engine": decision.engine,
+        "from": turn.engine,
+        "level": decision.level,
+        "priority": decision.priority,
+        "reason": decision.reason,
+        "numbers": {name: round(v, 6) if isinstance(v, float) else v for name, v in decision.numbers.items()},
+        "context_tokens": turn.context_tokens,
+        "waited_s": round(routed.waited_s, 6),
+    }
+
 
 TOKEN_BYTES = 4
 """Bytes of an int32 token id."""

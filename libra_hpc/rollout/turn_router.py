@@ -25,9 +25,8 @@ from libra_hpc.protocol.engine import Abort, Generate, Generated
 from libra_hpc.protocol.engine_state import EngineState, EngineStats
 
 from .engine_registry import EngineRegistry
-from .run_lines import Routed
 from .surroundings import Surroundings, TrajectoryListener
-from .trajectory import Trajectory, unusable
+from .trajectory import Routed, Trajectory, unusable
 
 MAX_ERRORS = 3
 """Errors of engines at one attempt until it fails: a few may be the engines' fault."""

@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from libra_hpc.process.agent_folders import orphans, remove_orphans
 from libra_hpc.process.child_environment import of_rank
-from libra_hpc.process.dump import DUMP_SIGNAL, STRAY
+from libra_hpc.process.entry import DUMP_SIGNAL, STRAY
 from libra_hpc.process.owner_link import call_owner
 
 REQUEST_BYTES = 1024

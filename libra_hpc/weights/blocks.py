@@ -20,9 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from libra_hpc.models.architecture import Architecture
+from libra_hpc.models.architecture import Architecture, Entry, Shapes, hf_shapes
 from libra_hpc.models.shapes import FUSED
-from libra_hpc.models.tensors import Entry, Shapes, hf_shapes
 
 from .names import ReplicaPlace, cut, own_entries, sections
 from .pieces import TensorBlock, elements

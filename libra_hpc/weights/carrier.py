@@ -29,8 +29,7 @@ import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import error_text
-from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.models.architecture import hf_shapes, read_shape
 from libra_hpc.process.addresses import listen
 from libra_hpc.process.entry import leave, run
 from libra_hpc.process.progress import Pulse
@@ -50,7 +49,6 @@ from libra_hpc.protocol.carriers import (
 from libra_hpc.protocol.codec import EngineSocket
 from libra_hpc.protocol.engine_state import WRITE_IMAGE
 
-from .bandwidth import BandwidthPace
 from .image import IMAGE_FILE, Image, pin, reading, write_pinned
 from .offers import OfferStore, StoredOffer
 from .parts import pull_part
@@ -59,7 +57,7 @@ from .pull import Landed, Puller
 from .receiver import ArrivingImage
 from .server import CarrierServer
 from .weightfile import WeightFileError, tensor_bytes
-from .wire import WAITING_S, Absent, Caller
+from .wire import WAITING_S, Absent, BandwidthPace, Caller
 
 RETRY_S, RETRY_MAX_S = 1.0, 10.0
 """Pauses after an image that could not be written: somebody makes room in seconds at best."""

@@ -1,4 +1,4 @@
-"""Which parameters a rank has, and which part of each (names: `libra_hpc.models.tensors`).
+"""Which parameters a rank has, and which part of each (names: `libra_hpc.models.architecture`).
 
 Ranks of a world count tensor ranks fastest, then context, data, stage; for experts the ranks of a stage count
 expert-tensor ranks fastest, then expert-parallel ones, then copies.
@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from libra_hpc.models.adapters import adapter_entries
-from libra_hpc.models.architecture import Architecture
-from libra_hpc.models.tensors import Entry, stage_entries
+from libra_hpc.models.architecture import Architecture, Entry, stage_entries
 
 
 class ReplicaPlace(NamedTuple):

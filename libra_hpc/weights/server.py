@@ -24,7 +24,6 @@ from libra_hpc.checksum import crc32
 from libra_hpc.protocol.callers import PROVE_S, Unproven
 from libra_hpc.protocol.joining import guest_secret, is_guest
 
-from .bandwidth import BandwidthPace
 from .offers import UNKNOWN_S, OfferStore, StoredOffer
 from .parts import PART, ServedPart, served_part
 from .receiver import ArrivingImage
@@ -42,6 +41,7 @@ from .wire import (
     WAITING,
     WAITING_S,
     Absent,
+    BandwidthPace,
     Fetch,
     WireError,
     admit,

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import error_text
+from libra_hpc.models.architecture import Shapes
 from libra_hpc.models.supported import in_float32
-from libra_hpc.models.tensors import Shapes
 
 FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 """Bytes of an element."""

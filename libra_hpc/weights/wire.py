@@ -1,4 +1,4 @@
-"""The wire between carriers: blocking TCP streams, one request at a time on each.
+"""The wire between carriers: blocking TCP streams, one request at a time on each, in a budget of bandwidth.
 
 A caller and a server prove to each other that they have the run's secret. Then the caller sends a `Fetch`, and the
 server answers with frames of `HEADER` and bytes:
@@ -16,9 +16,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -28,7 +30,32 @@ from libra_hpc.checksum import crc32
 from libra_hpc.protocol.carriers import Peer
 from libra_hpc.protocol.joining import is_guest
 
-from .bandwidth import BandwidthPace
+PIECES = 32
+"""A second. Half: eight threads that wait for each other look stopped to their peers; double: more system calls."""
+BURST_S = 0.2
+"""Seconds of unused budget that may be spent at once. Half: pauses of the caller cost bandwidth; double: longer
+bursts."""
+
+
+class BandwidthPace:
+    def __init__(self, bytes_per_s: float) -> None:
+        """0: no limit."""
+        self._rate = bytes_per_s or math.inf
+        self.most = max(1.0, self._rate / PIECES)
+        """Bytes to move at once."""
+        self._spent_until = -math.inf
+        """When the budget will have made up for what was moved."""
+        self._spending = threading.Lock()
+
+    def wait(self, count: int) -> None:
+        """Until ``count`` bytes may be moved."""
+        with self._spending:
+            now = time.monotonic()
+            begin = max(self._spent_until, now - BURST_S)
+            self._spent_until = begin + count / self._rate
+        if begin > now:
+            time.sleep(begin - now)
+
 
 MANIFEST, DATA, WAITING, ABSENT, LEASED = range(5)
 HEADER = struct.Struct("<BI")

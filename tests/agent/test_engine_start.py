@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from libra_hpc.agent.engine_start import engine_config
+from libra_hpc.agent.child_start import engine_config
 from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.protocol.layout import ResumePoint

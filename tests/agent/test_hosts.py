@@ -13,10 +13,9 @@ import pytest
 
 from libra_hpc.agent import supervised
 from libra_hpc.agent.hosting import hosts as module
-from libra_hpc.agent.hosting.env_node import EnvNode
-from libra_hpc.agent.hosting.hosts import Hosts
+from libra_hpc.agent.hosting.hosts import EnvNode, Hosts
 from libra_hpc.config.load import validate
-from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.mesh.agent_context import RankLayout
 from libra_hpc.protocol.agents import EnvHostLost, Fatal, FromEnvHost
 from libra_hpc.protocol.engine_state import SERVING, Doing, EngineState
 from libra_hpc.protocol.env import ChatChoice, CloseEpisode, HostReady

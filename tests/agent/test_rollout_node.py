@@ -21,9 +21,9 @@ from libra_hpc.agent import rollout_node, supervised
 from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.rollout_node import RolloutNode
 from libra_hpc.config.load import validate
-from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.mesh.agent_context import RankLayout
 from libra_hpc.process.child import Child
-from libra_hpc.process.dump import DUMP_SIGNAL
+from libra_hpc.process.entry import DUMP_SIGNAL
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generate, WeightsRefused

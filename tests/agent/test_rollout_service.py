@@ -17,7 +17,7 @@ from libra_hpc.protocol.agents import Log
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trace import recorded
 from libra_hpc.rollout.recovery.history import history
-from libra_hpc.rollout.recovery.recovered import Recovered
+from libra_hpc.rollout.recovery.recovery_log import Recovered
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.traces.read import read_trace
 from tests.stage.node_parts import Outbox

@@ -7,9 +7,9 @@ from typing import Any, cast, get_args
 import pytest
 
 from libra_hpc.agent.hosting.rollout_service import RolloutService
+from libra_hpc.agent.node import Routes, add_engines, add_rollout_service, add_train_leader
 from libra_hpc.agent.node_carrier import NodeCarrier
 from libra_hpc.agent.rollout_node import RolloutNode
-from libra_hpc.agent.routes import Routes, add_engines, add_rollout_service, add_train_leader
 from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Peer, Publish

@@ -25,7 +25,7 @@ import pytest
 from libra_hpc_cli import app, jobs
 
 from libra_hpc import api
-from libra_hpc.annexes.lend import guest_process, terms
+from libra_hpc.annexes.lend import guest_process, lender_record
 from libra_hpc.annexes.lend import lender_record as records
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
@@ -136,7 +136,7 @@ def scene(shared: RunDir, folder: Path) -> Iterator[Scene]:
             (path / "weights").touch()
         lenders = folder / "lenders"
         lenders.mkdir()
-        records.write_record(lenders, records.LenderRecord("l", "h", "b", 1, 1, "", terms.LendTerms(0.5)))
+        records.write_record(lenders, records.LenderRecord("l", "h", "b", 1, 1, "", lender_record.LendTerms(0.5)))
         os.close(os.open(records.log_file(lenders, "l"), NEW, OWNER_ONLY))
         acquire(shared.leases).release()
         process = stack.enter_context(subprocess.Popen(["sleep", "600"], env={"SECRET": SECRET}))

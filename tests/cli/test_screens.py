@@ -18,7 +18,7 @@ from libra_hpc_cli import app, output, plan_tables
 from rich.console import Console
 
 from libra_hpc.annexes.lend import lender_record as records
-from libra_hpc.annexes.lend.terms import LendTerms
+from libra_hpc.annexes.lend.lender_record import LendTerms
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import NodeStatus, encode_status
 from libra_hpc.facts.view import status_screen

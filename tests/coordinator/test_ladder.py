@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_hpc.config.job import DeadlinesSection
-from libra_hpc.coordinator.ladder import Ladder, Movement, Rung
+from libra_hpc.coordinator.liveness import Ladder, Movement, Rung
 from libra_hpc.protocol.agents import Heartbeat, MemberJoined, RolloutReport, TrainReport
 from libra_hpc.protocol.engine_state import EngineState
 from tests.policies.pool.layout_orders import RankLost

@@ -11,7 +11,7 @@ from libra_hpc.config.load import load_resolved, validate
 from libra_hpc.coordinator.repartitioner import Repartitioner
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir, read_lines
-from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.mesh.agent_context import RankLayout
 from libra_hpc.policies.control.layout_choice import EVERY_S
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.plan import PlanDecision

@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from libra_hpc.engine.settings import EngineConfig, alone
 from libra_hpc.engine.stats import INTERVAL_S
-from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.tensors import Shapes, hf_shapes
+from libra_hpc.models.architecture import Shapes, hf_shapes, read_shape
 from libra_hpc.protocol.codec import FrameBuffer, pack_i32, unpack_i32
 from libra_hpc.protocol.engine import (
     Abort,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from libra_hpc.engine.steplog import read_steps
 from libra_hpc.engine.turns import NOT_FINITE
-from libra_hpc.process.dump import DUMP_SIGNAL
+from libra_hpc.process.entry import DUMP_SIGNAL
 from libra_hpc.protocol import engine as wire
 from libra_hpc.protocol.engine import (
     Abort,

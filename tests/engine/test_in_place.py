@@ -19,8 +19,7 @@ from numpy.lib.stride_tricks import as_strided
 from libra_hpc.engine.update.in_place import InPlace
 from libra_hpc.engine.update.landing import landed, tensor_places
 from libra_hpc.engine.update.staged_update import StagedUpdate
-from libra_hpc.models.architecture import Architecture, read_shape
-from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.models.architecture import Architecture, hf_shapes, read_shape
 from libra_hpc.protocol.engine import UpdateWeights, VersionFiles
 from libra_hpc.weights.blocks import Slice, engine_slices, own_slices
 from libra_hpc.weights.delta import DENSE, dense, marked

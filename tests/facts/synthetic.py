@@ -9,10 +9,17 @@ from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.estimate import StageEstimate, StepAccuracy
-from libra_hpc.facts.failed import FailedAttempts
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.status import BucketStatus, DecisionStatus, NodeStatus, StageStatus, Status, encode_status
+from libra_hpc.facts.status import (
+    BucketStatus,
+    DecisionStatus,
+    FailedAttempts,
+    NodeStatus,
+    StageStatus,
+    Status,
+    encode_status,
+)
 from libra_hpc.files import write_atomic
 from libra_hpc.protocol.agents import LenderReport
 

@@ -14,9 +14,8 @@ import pytest
 from rich.console import Console
 
 from libra_hpc.facts import estimate, series, summary, view
-from libra_hpc.facts.failed import FailedAttempts
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.facts.status import StageStatus, Status, decode_status, encode_status, in_simulated_time
+from libra_hpc.facts.status import FailedAttempts, StageStatus, Status, decode_status, encode_status, in_simulated_time
 
 from . import synthetic
 from .synthetic import event

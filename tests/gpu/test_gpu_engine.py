@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from libra_hpc.engine.settings import alone
-from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.models.architecture import hf_shapes, read_shape
 from libra_hpc.protocol.engine import Abort, Generated, Sleep, UpdateWeights, Wake
 from libra_hpc.weights.image import Image
 from tests.engine.engine_harness import EngineUnderTest, Model, logprobs_of, make_model, tokens_of, turn

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.models.architecture import hf_shapes, read_shape
 from libra_hpc.trainer.device import choose_device, local_store
 from libra_hpc.trainer.model.delta_net import choose_rule, rule_fault
 from libra_hpc.trainer.model.head import Head

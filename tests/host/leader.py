@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from libra_hpc.agent.commands import child_command
+from libra_hpc.agent.child_start import child_command
 from libra_hpc.config.run import RunConfig
 from libra_hpc.host.settings import write_private
 from libra_hpc.protocol import env

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from libra_hpc.agent.commands import child_command
+from libra_hpc.agent.child_start import child_command
 from libra_hpc.config.load import merged
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import CloseEpisode, EpisodeFailed, EpisodeOpened, EpisodeStepped, OpenEpisode, StepEpisode

@@ -6,7 +6,7 @@ import pytest
 
 from libra_hpc.config.load import validate
 from libra_hpc.errors import OperationError
-from libra_hpc.mesh.rank_layout import RankLayout, check_world
+from libra_hpc.mesh.agent_context import RankLayout, check_world
 
 
 def layout_of(train: int, hybrid: int, rollout: int) -> RankLayout:

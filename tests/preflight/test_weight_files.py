@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from libra_hpc.errors import UserError
-from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.models.architecture import hf_shapes, read_shape
 from libra_hpc.preflight.named_files import check_weights
 from libra_hpc.weights.weightfile import folder_shapes
 

@@ -32,8 +32,7 @@ from libra_hpc.protocol.env import (
 )
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.rollout.rollout_leader import RolloutLeader
-from libra_hpc.rollout.run_lines import decision_line
-from libra_hpc.rollout.trajectory import Trajectory
+from libra_hpc.rollout.trajectory import Trajectory, decision_line
 
 from .emptiest import Emptiest
 

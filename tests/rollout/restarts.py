@@ -8,7 +8,7 @@ from typing import Any
 
 from libra_hpc.protocol.agents import Batch
 from libra_hpc.protocol.layout import ResumePoint
-from libra_hpc.rollout.recovery.recovered import RecordedStart, drop_reason, gather, records
+from libra_hpc.rollout.recovery.recovery_log import RecordedStart, drop_reason, gather, records
 from libra_hpc.rollout.trajectory import Trajectory
 from libra_hpc.state.data_order import DataOrder
 from tests.rollout.plant import Plant

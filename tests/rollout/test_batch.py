@@ -16,8 +16,7 @@ from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.plan import GroupFact, TrajectoryFact
 from libra_hpc.protocol.trace import TurnRecord
-from libra_hpc.rollout.group_state import GroupState, batch_stats
-from libra_hpc.rollout.open_groups import length_of, open_groups
+from libra_hpc.rollout.group_state import GroupState, batch_stats, length_of, open_groups
 from libra_hpc.rollout.trajectory import Trajectory
 from tests.coordinator.test_coordinator import Scene
 from tests.rollout.plant import generated

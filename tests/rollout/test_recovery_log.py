@@ -25,8 +25,16 @@ from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trace import TurnRecord
 from libra_hpc.rollout.group_state import GroupState, batch_stats
 from libra_hpc.rollout.recovery import recovery_log
-from libra_hpc.rollout.recovery.recovered import RecordedStart, Recovered, drop_reason
-from libra_hpc.rollout.recovery.recovery_log import RETRY_S, STARTS, TRIM_S, RecoveryLog, read_segment
+from libra_hpc.rollout.recovery.recovery_log import (
+    RETRY_S,
+    STARTS,
+    TRIM_S,
+    RecordedStart,
+    Recovered,
+    RecoveryLog,
+    drop_reason,
+    read_segment,
+)
 from libra_hpc.rollout.trajectory import Place, Trajectory
 from tests.rollout.plant import generated
 

@@ -28,7 +28,7 @@ from libra_hpc.protocol.engine import (
 )
 from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.simulated import tokens
-from libra_hpc.simulated.engine_core import SimulatedEngine
+from libra_hpc.simulated.engine_process import SimulatedEngine
 from libra_hpc.simulated.state import image_shapes, offer
 from libra_hpc.weights.image import Image
 from libra_hpc.weights.pieces import WHOLE, offer_path, payload_path

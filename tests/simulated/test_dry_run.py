@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.agent.commands import child_command
+from libra_hpc.agent.child_start import child_command
 from libra_hpc.config.load import load_run_file, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError

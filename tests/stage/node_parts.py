@@ -7,8 +7,7 @@ from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.mesh.rank_layout import RankLayout
+from libra_hpc.mesh.agent_context import AgentContext, RankLayout
 from libra_hpc.protocol.agents import Log
 from libra_hpc.protocol.layout import ResumePoint
 

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from libra_hpc.config.learn import OptimizerSection
 from libra_hpc.config.run import RunConfig
 from libra_hpc.models.adapters import with_adapters
-from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.models.architecture import hf_shapes, read_shape
 from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.codec import FrameBuffer
 from libra_hpc.protocol.engine_state import Doing, EngineState

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.models.architecture import hf_shapes, read_shape
 from libra_hpc.protocol.trainer import Joined, Offered, OfferWeights, StepDone, StepFailed
 from libra_hpc.weights.image import Image
 from libra_hpc.weights.names import ReplicaPlace

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.process.dump import DUMP_SIGNAL
+from libra_hpc.process.entry import DUMP_SIGNAL
 from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.trainer import Join, Joined, Saved, SaveState, StepFailed, TrainStep, WorkerFailed
 from libra_hpc.weights.names import ReplicaPlace

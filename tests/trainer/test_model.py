@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from libra_hpc.models.architecture import hf_shapes
 from libra_hpc.models.supported import TRAINED, in_float32
-from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Pack, decode, pack
 from libra_hpc.trainer.saved import checkpoint

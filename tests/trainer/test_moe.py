@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.tensors import hf_shapes
+from libra_hpc.models.architecture import hf_shapes, read_shape
 from libra_hpc.trainer.model import kernels, moe
 from libra_hpc.trainer.model.kernels import choose_product, grouped, one_by_one
 from libra_hpc.trainer.model.mcore import SequentialMLP

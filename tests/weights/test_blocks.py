@@ -16,11 +16,10 @@ import msgspec
 import pytest
 import torch
 
-from libra_hpc.models.architecture import Architecture
+from libra_hpc.models.architecture import Architecture, hf_shapes
 from libra_hpc.models.architecture import architecture as read
 from libra_hpc.models.shapes import DeltaNet
 from libra_hpc.models.supported import TRAINED
-from libra_hpc.models.tensors import hf_shapes
 from libra_hpc.weights.blocks import Slice, engine_slices, from_hf, own_slices, within
 from libra_hpc.weights.names import ReplicaPlace, own_entries
 from libra_hpc.weights.pieces import TensorBlock

@@ -14,13 +14,12 @@ import pytest
 from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.carriers import Engines, ImageHere, NotStored, PieceRefused, Publish, Stalled, VersionHere
 from libra_hpc.protocol.joining import FIRST_GUEST, guest_secret
-from libra_hpc.weights.bandwidth import BURST_S
 from libra_hpc.weights.carrier import CarrierConfig, NodeImage
 from libra_hpc.weights.image import IMAGE_FILE, Image
 from libra_hpc.weights.offers import SPARE
 from libra_hpc.weights.pieces import offer_path, payload_path
 from libra_hpc.weights.receiver import ArrivingImage
-from libra_hpc.weights.wire import BLOCK_BYTES, IDLE_S, WireError, call
+from libra_hpc.weights.wire import BLOCK_BYTES, BURST_S, IDLE_S, WireError, call
 from tests.weights.chain import COLUMNS, ROWS, WRITER, Chain, here, passed, wait_until
 from tests.weights.nodes import SECRET, node_folders
 

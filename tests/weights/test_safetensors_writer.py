@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from libra_hpc.models.architecture import Architecture, read_shape
+from libra_hpc.models.architecture import Architecture, hf_shapes, read_shape, stage_entries
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.supported import FAMILIES, TRAINED, in_float32
-from libra_hpc.models.tensors import hf_shapes, stage_entries
 from libra_hpc.weights.blocks import from_hf, to_hf
 from libra_hpc.weights.names import ReplicaPlace
 from libra_hpc.weights.safetensors_writer import write_safetensors

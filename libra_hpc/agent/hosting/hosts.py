@@ -5,6 +5,7 @@
 - After that the limit is the task's own longest step or tool (`Doing.silence_s`) where that is longer than measured.
 - A host ended -> another follows after `RESTART_S` for every end in the window (`NO_START_S` where it did not start).
 - Temporary files of a host and its tools are in a folder of that process, which is removed when it ended.
+- An environment node (`EnvNode`) -> its hosts' messages go by the mesh. One that ends too often gives up this node.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import structs
 
-from libra_hpc.agent.commands import child_command
+from libra_hpc.agent.child_start import child_command
 from libra_hpc.agent.supervised import NO_START_S, ChildCommand, EngineNode, Supervised
 from libra_hpc.errors import error_text
 from libra_hpc.host.settings import write_private
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child, spawn
+from libra_hpc.protocol import agents as wire
+from libra_hpc.protocol.engine_state import Doing, EngineState
 from libra_hpc.protocol.env import ChatChoice, HostReady, ToHost, from_host, to_host
 
 RESTART_S = 0.5
@@ -138,3 +141,35 @@ async def _remove(folder: Path) -> None:
         if not folder.exists():
             return
         await asyncio.sleep(REMOVE_S)
+
+
+class EnvHost(Supervised):
+    def restart_all(self, reason: str, defect: bool = False) -> None:
+        """The run goes on without this node."""
+        self._context.send(0, EngineState(self._context.rank, "env", "lost", reason=reason))
+
+
+class EnvNode(Hosts):
+    engine = EnvHost
+
+    def __init__(self, context: AgentContext) -> None:
+        super().__init__(context, self)
+        self._announced = False
+        """Whether rank 0 knows that all are ready."""
+
+    async def start(self) -> None:
+        self._stopping, self._announced, self._ordered_at = False, False, time.monotonic()
+        await super().start()
+
+    def on_host(self, host: int, message: Any) -> None:
+        if isinstance(message, Doing):
+            return
+        rank = self._context.rank
+        self._context.send_to_rollout_leader(wire.FromEnvHost(rank, host, message))
+        if not self._announced and all(one.state == "ready" for one in self._hosts):
+            self._announced = True
+            seconds = time.monotonic() - self._ordered_at
+            self._context.send(0, EngineState(rank, "env", "ready", seconds=seconds))
+
+    def on_host_down(self, host: int, reason: str) -> None:
+        self._context.send_to_rollout_leader(wire.EnvHostLost(self._context.rank, host, reason))

@@ -22,11 +22,9 @@ from libra_hpc.protocol.env import ToHost
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trace import Restart
 from libra_hpc.rollout.recovery.history import history
-from libra_hpc.rollout.recovery.recovered import Recovered
-from libra_hpc.rollout.recovery.recovery_log import RecoveryLog
+from libra_hpc.rollout.recovery.recovery_log import Recovered, RecoveryLog
 from libra_hpc.rollout.rollout_leader import RolloutLeader
-from libra_hpc.rollout.run_lines import Routed, decision_line
-from libra_hpc.rollout.trajectory import Trajectory
+from libra_hpc.rollout.trajectory import Routed, Trajectory, decision_line
 from libra_hpc.state.attempt import saved_point
 
 from .hosts import Hosts

@@ -27,8 +27,7 @@ from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.process.reaper import die_with
 from libra_hpc.protocol.joining import door_record
 
-from .lender_record import folder, log_file
-from .terms import LendTerms
+from .lender_record import LendTerms, folder, log_file
 
 LEAVE_S = FREE_S = 13.0
 """From SIGTERM, or the owner's order, to SIGKILL: 10 s for its turns, and seconds for its engines."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.models.tensors import Shapes, tensor_fault
+from libra_hpc.models.architecture import Shapes, tensor_fault
 from libra_hpc.protocol.engine import UpdateWeights, VersionFiles
 from libra_hpc.weights.image import reading
 from libra_hpc.weights.pieces import read_offer

@@ -5,11 +5,10 @@
 - Every `TRIM_S` -> remove segments whose records no start can need.
 - File cannot be written (full disk) -> remove the whole log, and begin again after `RETRY_S`.
 
-A *segment* is a sequence of frames: length, CRC-32, msgpack of a `Trajectory`. Reading stops at the
-first damaged frame. Its name begins with the number of its start; no other start writes to it.
-
-A record is needed until the newest checkpoint has its prompt. If its prompt is trained since then, it is needed only
-if its weight versions are at most the checkpoint's. Sizes and costs: docs/log.
+A *segment* is a sequence of frames: length, CRC-32, msgpack of a `Trajectory`. Reading stops at the first damaged
+frame. Its name begins with the number of its start; no other start writes to it. A record is needed until the newest
+checkpoint has its prompt. If its prompt is trained since then, it is needed only if its weight versions are at most the
+checkpoint's. An unfinished one also needs an environment that can be replayed (`libra_hpc.rollout.replay`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ import contextlib
 import shutil
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,11 +28,78 @@ import msgspec
 from libra_hpc.errors import error_text
 from libra_hpc.files import read_or_none, write_atomic
 from libra_hpc.protocol.agents import Committed
-from libra_hpc.protocol.codec import FrameError
+from libra_hpc.protocol.codec import Codec, FrameError
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.rollout.trajectory import Trajectory
 
-from .recovered import DAMAGED, RecordedStart, Recovered, drop_reason, gather, records
+TRAINED, DAMAGED = "trained", "damaged"
+
+
+records: Codec[Trajectory] = Codec(Trajectory)
+
+
+class RecordedStart(msgspec.Struct, frozen=True):
+    step: int
+    """Step of the checkpoint it began with."""
+    digest: str
+    """Digest of everything that prompts and trajectories depend on."""
+
+
+def drop_reason(
+    record: Trajectory, number: int, starts: Sequence[RecordedStart], *, position: ResumePoint, eta: int
+) -> str:
+    """Why a record of start ``number`` (from 0) does not count for the last start (at ``position``); empty: it does.
+
+    ``weights``: its versions are beyond the step that this start, or one in between, went back to. ``staleness``: its
+    first token is of a version before step - eta.
+    """
+    if position.trained(record.index):
+        return TRAINED
+    if starts[number].digest != starts[-1].digest:
+        return "configuration"
+    if record.newest > min(start.step for start in starts[number + 1 :]):
+        return "weights"
+    if record.oldest + eta < position.step:
+        return "staleness"
+    return ""
+
+
+class Recovered(msgspec.Struct, frozen=True):
+    """The trajectories that count, and how many do not."""
+
+    groups: Mapping[int, Sequence[Trajectory]]
+    """Trajectories by prompt, finished and unfinished ones (`Trajectory.place`), each sample once."""
+    dropped: Mapping[str, int]
+    """Dropped trajectories by reason; ``damaged``: files with a part that cannot be read."""
+
+    def event(self, group_size: int) -> dict[str, int | dict[str, float]]:
+        both = [trajectory for group in self.groups.values() for trajectory in group]
+        finished = [trajectory for trajectory in both if trajectory.place == "done"]
+        begun = [trajectory for trajectory in both if trajectory.place != "done"]
+        per_group = Counter(trajectory.index for trajectory in finished)
+        return {
+            "trajectories": len(finished),
+            "groups": len(per_group),
+            "whole_groups": sum(count == group_size for count in per_group.values()),
+            "tokens": sum(trajectory.all_tokens for trajectory in finished),
+            "generated_tokens": sum(trajectory.generated for trajectory in finished),
+            "unfinished": len(begun),
+            "unfinished_tokens": sum(trajectory.generated for trajectory in begun),
+            "dropped": dict(self.dropped),
+        }
+
+
+def gather(found: Iterable[tuple[Trajectory | None, str]]) -> Recovered:
+    """Trajectories of the records (oldest first) without a `drop_reason`; of one sample's records the last counts."""
+    chosen: dict[int, dict[int, Trajectory]] = {}
+    dropped: Counter[str] = Counter()
+    for record, reason in found:
+        if record is not None and not reason:
+            chosen.setdefault(record.index, {})[record.sample] = record
+        elif reason != TRAINED:
+            dropped[reason] += 1
+    return Recovered({index: list(samples.values()) for index, samples in chosen.items()}, dropped)
+
 
 _starts = msgspec.json.Decoder(list[RecordedStart])
 

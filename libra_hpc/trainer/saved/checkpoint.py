@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from libra_hpc.models.architecture import Entry, hf_shapes
 from libra_hpc.models.supported import in_float32
-from libra_hpc.models.tensors import Entry, hf_shapes
 from libra_hpc.process.retry import patiently
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.state_folders import WEIGHTS_FILE

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from libra_hpc.models.adapters import A, adapter_entries, adapter_shapes
-from libra_hpc.models.tensors import Entry
+from libra_hpc.models.architecture import Entry
 from libra_hpc.trainer.model.mcore import (
     gather_from_sequence_parallel_region,
     parallel_state,

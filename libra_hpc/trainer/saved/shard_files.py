@@ -21,8 +21,7 @@ import torch
 from safetensors import safe_open
 
 from libra_hpc.models.adapters import adapter_shapes
-from libra_hpc.models.architecture import Architecture
-from libra_hpc.models.tensors import Entry, hf_shapes
+from libra_hpc.models.architecture import Architecture, Entry, hf_shapes
 from libra_hpc.process.retry import patiently
 from libra_hpc.state import state_folders as folders
 from libra_hpc.weights.blocks import from_hf, to_hf

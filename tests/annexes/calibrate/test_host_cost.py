@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from libra_hpc.annexes.calibrate.host_cost import with_host_cost, write_host_cost
+from libra_hpc.annexes.calibrate.measure_steps import with_host_cost, write_host_cost
 from libra_hpc.errors import UserError
 from libra_hpc.models.devices import device
 from libra_hpc.models.shapes import model_shape

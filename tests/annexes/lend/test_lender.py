@@ -16,8 +16,7 @@ import pytest
 
 from libra_hpc.annexes.lend import lender_record as records
 from libra_hpc.annexes.lend.lender import Lender, LendSettings
-from libra_hpc.annexes.lend.lender_record import LenderRecord
-from libra_hpc.annexes.lend.terms import LendTerms
+from libra_hpc.annexes.lend.lender_record import LenderRecord, LendTerms
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.gate.page import Page
 from libra_hpc.policies.serving.serving_view import ServingView

@@ -11,8 +11,7 @@ import pytest
 
 from libra_hpc.annexes.lend import lender_record as records
 from libra_hpc.annexes.lend.guest_process import GuestProcess, takes, wanting
-from libra_hpc.annexes.lend.lender_record import LenderRecord
-from libra_hpc.annexes.lend.terms import LendTerms
+from libra_hpc.annexes.lend.lender_record import LenderRecord, LendTerms
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.gate.behind import Behind, GivenTokens, GuestReport, read_report
 from libra_hpc.gate.gated_steps import GateConfig

@@ -1,5 +1,6 @@
-"""What the Megatron processes of a node are started with: their place in a world, and the state they begin with.
+"""What the child processes of a node are started with: command lines, settings, and the state they begin with.
 
+- `child_command` alone distinguishes a dry run (``run.engine = "simulated"``) from a real one.
 - All nodes of the core form one world. A world of one node meets in the agent's private folder, else on the shared
   file system.
 - A hybrid node is a world of its own without a state, or several are one: it gets weights when it joins.
@@ -10,14 +11,60 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 from libra_hpc.config.node_groups import core_world, elastic_world
+from libra_hpc.config.run import RunConfig
+from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.retry import patiently
+from libra_hpc.state.attempt import saved_point
+from libra_hpc.state.state_folders import POLICY_DIR
 from libra_hpc.state.store import NewestWhole, newest_whole, states
 from libra_hpc.train_leader.train_leader_setup import rendezvous_folder
 from libra_hpc.trainer.settings import WorkerConfig
+
+MODULES = {
+    "engine": ("libra_hpc.engine", "libra_hpc.simulated.engine_process"),
+    "trainer": ("libra_hpc.trainer.worker", "libra_hpc.simulated.trainer_process"),
+    "host": ("libra_hpc.host.host", "libra_hpc.simulated.host_process"),
+}
+"""Modules by kind: in a real run, and in a dry one."""
+
+
+def child_command(config: RunConfig, kind: str, settings: Path) -> list[str]:
+    """A child of a kind of `MODULES`; ``settings``: the file with its configuration."""
+    real, dry = MODULES[kind]
+    return [sys.executable, "-m", real if config.run.engine == "real" else dry, "--config", str(settings)]
+
+
+def engine_config(context: AgentContext, name: str, tp: int, image: Path | None, version: int) -> EngineConfig:
+    """Settings of engine ``name``; ``image`` is that of this node, if it has a version.  Reads the run directory."""
+    config = context.config
+    step, model = _saved_policy(context)
+    return EngineConfig(
+        run=config.changed(model={"path": model}),
+        component=context.component,
+        seed=(config.run.seed * 100_003 + context.rank * 101 + context.attempt + 1_000_003 * step) % 2**31,
+        tp=tp,
+        step_log=str(context.logs / f"{name}.steps.jsonl") if config.rollout.record_steps else "",
+        version=step if image is None else version,
+        weights="" if image is None else str(image),
+        gate=context.gate,
+    )
+
+
+def _saved_policy(context: AgentContext) -> tuple[int, str]:
+    """Step and folder of the policy to begin with: of the resume point, or the newest when that checkpoint is gone."""
+    point = context.resume_point
+    if point.checkpoint and not Path(point.checkpoint).is_dir():
+        # Another cluster has none, and begins with the model.
+        point = saved_point(context.run)
+    # A snapshot has no policy: the engine gets the newest weights from the trainers, before it serves.
+    step = point.saved_step if point.snapshot else point.step
+    return step, str(Path(point.checkpoint) / POLICY_DIR) if point.checkpoint else context.config.model.path
+
 
 log = logging.getLogger("libra_hpc.agent")
 
