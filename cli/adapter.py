@@ -12,8 +12,7 @@ from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.adapters import with_adapters
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.state.saved_policies import LAST, chosen_policy
-from libra_hpc.trainer.saved.peft_folder import write_peft
-from libra_hpc.trainer.saved.shard_files import FOLDER
+from libra_hpc.trainer.saved.shard_files import FOLDER, write_peft
 
 from .output import print_line
 from .runs import RUNS, RunsOption, find_run

@@ -34,8 +34,7 @@ from libra_hpc.models.shapes import ModelShape, model_shape
 from libra_hpc.models.train_seconds import TrainCost, work_of
 from libra_hpc.trainer.device import choose_device, local_store
 from libra_hpc.trainer.model import head as trainer_head
-from libra_hpc.trainer.model.attention import rectangles
-from libra_hpc.trainer.model.attention_check import choose_kernel
+from libra_hpc.trainer.model.attention import choose_kernel, rectangles
 from libra_hpc.trainer.model.context import Columns
 from libra_hpc.trainer.model.head import choose_passes, likelihood
 from libra_hpc.trainer.model.kernels import (

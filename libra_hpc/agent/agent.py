@@ -46,11 +46,11 @@ from libra_hpc.mesh.mpi_link import MpiLink, NoWorld
 from libra_hpc.mesh.world import Endpoint, World, meet
 from libra_hpc.policies.pool.reconcile import Action, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
 from libra_hpc.process.agent_folders import hold, kept_folder, own, owned, remove
+from libra_hpc.process.child import raise_file_limit
 from libra_hpc.process.child_environment import VARIABLE, own_devices
 from libra_hpc.process.code_stamp import other_code
 from libra_hpc.process.entry import STRAY, dump_on_request, leave, stray_words
 from libra_hpc.process.lease import CHECK_S, Fence
-from libra_hpc.process.log_limit import raise_file_limit
 from libra_hpc.process.owner_link import OwnerLink
 from libra_hpc.process.retry import cannot
 from libra_hpc.process.storage_watch import StorageWatch

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from libra_hpc.mesh.agent_context import AgentContext
-from libra_hpc.process.child import Child, send_all, spawn
-from libra_hpc.process.log_limit import MOST_BYTES, cut
+from libra_hpc.process.child import MOST_BYTES, Child, cut, send_all, spawn
 from libra_hpc.process.memory_kills import MemoryKills
 from libra_hpc.process.progress import WAITS, ProgressWatch, Stall, ticks
 from libra_hpc.process.retry import RestartBudget

@@ -1,4 +1,4 @@
-"""The HTTP server of a host: every episode is an endpoint of its own, found by its key.
+"""The HTTP server of a host: every episode is an endpoint of its own, found by its key; and the APIs that agents speak.
 
 The key comes as a bearer token, ``x-api-key``, ``X-Session-ID``, or first in the path. An unknown or ended key is 410.
 
@@ -16,19 +16,46 @@ import secrets
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 from msgspec.structs import replace
 
+from . import anthropic_messages, chat_completions, responses
 from .agent_request import REFUSED, AgentRequest, Answer, Histories, RequestRefused
-from .apis import APIS, COUNT_PATH, Api
+
+
+class Api(Protocol):
+    """How bodies are read, answered and streamed; ``LAST``: data of a stream's last event, empty for none."""
+
+    LAST: str
+
+    def read(self, body: Mapping[str, Any], before: Histories) -> AgentRequest:
+        """Raises `RequestRefused` naming the field."""
+
+    def answer(self, asked: AgentRequest, made: Answer) -> dict[str, Any]: ...
+
+    def events(self, asked: AgentRequest, made: Answer) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Names of server-sent events, empty for one without, and their data."""
+
+    def error(self, why: RequestRefused) -> dict[str, Any]: ...
+
+
+COUNT_PATH = "/v1/messages/count_tokens"
+"""Answers with the tokens of the context that a turn would have, without one."""
+APIS: dict[str, Api] = {
+    "/v1/chat/completions": chat_completions,
+    "/v1/responses": responses,
+    "/v1/messages": anthropic_messages,
+    COUNT_PATH: anthropic_messages,
+}
+
 
 KEEP_ALIVE_S = 10.0
 """Seconds between two signs of life of a stream that waits."""

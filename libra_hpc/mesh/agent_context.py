@@ -1,4 +1,4 @@
-"""Component, leaders and peers of every MPI rank, and what all parts of its agent share: configuration, folders, sending.
+"""Component, leaders and peers of every MPI rank, and what all parts of its agent share: files, folders, sending.
 
 Ranks follow the order of the heterogeneous job's components, one rank per node: planner, train, hybrid, rollout,
 env. Inside a heterogeneous step Slurm gives a task no component, so the run's configuration does, also after a

@@ -1,8 +1,9 @@
-"""A child process and the pair of sockets between it and who started it.
+"""A child process, the pair of sockets between it and who started it, and its log.
 
 - Start -> it inherits one of the sockets, and has a process group and a log of its own.
 - Its other end closes -> the child exits, so no engine outlives its agent.
 - The child ends -> the kernel reports it, and its whole process group gets SIGKILL.
+- The log is long -> it is emptied in place: children append through descriptors of their own, at its new end.
 
 Frames are those of `libra_hpc.protocol.codec`.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Sequence
@@ -21,6 +23,40 @@ from typing import Any, ClassVar
 from libra_hpc.protocol.codec import Codec, FrameBuffer, FrameError
 
 from .entry import DUMP_SIGNAL
+
+LEAST_LIMIT = 1 << 30
+"""Bytes of a file that a job must be allowed to write: a policy has more, and so may the log of a long run."""
+MOST_BYTES = 64 << 20
+"""Half: verbose engines lose what happened an hour ago; double: 48 nodes may fill a small file system."""
+KEPT_BYTES = 4 << 20
+"""Bytes that stay of a log that is emptied: some ten thousand lines before a fault."""
+
+
+def raise_file_limit() -> str:
+    """Raise the limit of the size of files as far as it goes; returns why that is not enough, or nothing."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    if hard == resource.RLIM_INFINITY or hard >= LEAST_LIMIT:
+        return ""
+    return f"ulimit -f allows files of {hard} bytes on {socket.gethostname()}, too few for logs and checkpoints"
+
+
+def cut(path: Path) -> bool:
+    """Empty a log that is longer than `MOST_BYTES`, and keep its end beside it as ``NAME.old``.
+
+    False: it is short, or the file system refuses.
+    """
+    with contextlib.suppress(OSError):
+        if path.stat().st_size <= MOST_BYTES:
+            return False
+        with path.open("rb+") as log:
+            log.seek(-KEPT_BYTES, os.SEEK_END)
+            path.with_name(f"{path.name}.old").write_bytes(log.read(KEPT_BYTES))
+            log.truncate(0)
+        return True
+    return False
+
 
 READ_BYTES = 1 << 20
 """Per read of the socket: large enough to hide the call."""

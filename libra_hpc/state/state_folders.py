@@ -4,7 +4,7 @@
 - ``trainer.json``: counters
 - a checkpoint: ``policy/`` (a Hugging Face folder), ``optimizer/rank-NNNNN.safetensors`` (every rank's shards,
   `libra_hpc.trainer.saved.shard_files`), and ``state.json``, the data position
-- a snapshot's part on a node: ``snapshot-NNNNN.safetensors`` of its ranks (`libra_hpc.trainer.saved.snapshot`)
+- a snapshot's part on a node: ``snapshot-NNNNN.safetensors`` of its ranks (`libra_hpc.trainer.saved.shard_files`)
 - a snapshot's entry in the run directory: ``state.json``
 
 A folder is written under a temporary name and renamed when complete. Needs no torch: agents use it.

@@ -53,8 +53,7 @@ from libra_hpc.protocol.trainer import (
 from libra_hpc.state.data_order import DataOrder
 from libra_hpc.trainer.shards import loss_tokens_of, tokens_of
 
-from .publisher import WeightPublisher
-from .requested_offers import RequestedOffers
+from .publisher import RequestedOffers, WeightPublisher
 from .saves import Saves, StateStore
 from .step_metrics import offer_metrics, train_metrics
 from .step_requests import StepRequests

@@ -30,10 +30,10 @@ from libra_hpc.trainer.saved.merged_adapters import Adapters
 from libra_hpc.trainer.saved.optimizer_state import OptimizerState
 from libra_hpc.weights.names import ReplicaPlace, trained_entries
 
-from .adamw import adamw, learning_rate
 from .device import Store, backend, give_back, take_again
 from .model import compat
 from .packed_model import Loss, PackedModel
+from .saved.optimizer_state import adamw, learning_rate
 
 LARGEST_NORM = 1e18
 """Largest usable gradient norm: Adam squares gradients in float32, whose range ends at 3e38."""

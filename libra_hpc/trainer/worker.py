@@ -37,8 +37,9 @@ from .device import choose_device, file_store
 from .elastic import ElasticReplicas
 from .grpo_trainer import GrpoTrainer
 from .link import Arrived, WorkerLoop, WorkerSocket
-from .saved import checkpoint, snapshot
+from .saved import checkpoint
 from .saved.reference_policy import ReferencePolicy
+from .saved.shard_files import holds_snapshot, load_snapshot
 from .saved.weight_offers import WeightOffers
 from .settings import WorkerConfig, read_config, sample_work
 from .train_engine import NO_STEP, TrainEngine, init_world
@@ -108,8 +109,8 @@ class Worker(WorkerLoop):
             checkpoint.load_untrained(engine, model_dir)
         if engine.elastic:
             engine.state.commit(NO_STEP, 0)
-        elif start_dir and snapshot.holds(Path(start_dir), rank):
-            snapshot.load(engine.state, Path(start_dir), rank)
+        elif start_dir and holds_snapshot(Path(start_dir), rank):
+            load_snapshot(engine.state, Path(start_dir), rank)
         elif start_dir:
             checkpoint.load_state(engine, Path(start_dir))
 

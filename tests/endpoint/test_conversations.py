@@ -13,9 +13,8 @@ from aiohttp import ClientSession
 
 from libra_hpc.chat.selftest import choose_dialect
 from libra_hpc.endpoint import chat_completions
-from libra_hpc.endpoint.agent_endpoint import RETRY, AgentEndpoint, Asked
+from libra_hpc.endpoint.agent_endpoint import APIS, RETRY, AgentEndpoint, Asked
 from libra_hpc.endpoint.agent_request import AgentRequest, Answer, Histories, identity
-from libra_hpc.endpoint.apis import APIS
 from libra_hpc.endpoint.conversation import Conversation
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.chat.chat_folder import write_chat_folder

@@ -10,8 +10,8 @@ import pytest
 
 from libra_hpc.chat.selftest import choose_dialect
 from libra_hpc.endpoint import anthropic_messages, chat_completions, responses
+from libra_hpc.endpoint.agent_endpoint import APIS
 from libra_hpc.endpoint.agent_request import Histories, RequestRefused
-from libra_hpc.endpoint.apis import APIS
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 

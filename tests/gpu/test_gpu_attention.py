@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from libra_hpc.models.architecture import Architecture
-from libra_hpc.trainer.model.attention import Segments, rectangles
-from libra_hpc.trainer.model.attention_check import choose_kernel
+from libra_hpc.trainer.model.attention import Segments, choose_kernel, rectangles
 from libra_hpc.trainer.model.context import Columns
 from libra_hpc.trainer.model.packing import ALONE, example, pack
 from libra_hpc.weights.names import ReplicaPlace

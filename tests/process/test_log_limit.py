@@ -9,31 +9,31 @@ from pathlib import Path
 
 import pytest
 
-from libra_hpc.process import log_limit
+from libra_hpc.process import child
 
 
 def test_a_long_log_is_emptied_and_its_end_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_limit, "MOST_BYTES", 1000)
-    monkeypatch.setattr(log_limit, "KEPT_BYTES", 10)
+    monkeypatch.setattr(child, "MOST_BYTES", 1000)
+    monkeypatch.setattr(child, "KEPT_BYTES", 10)
     path = tmp_path / "host0.log"
     with path.open("ab", buffering=0) as writer:
         writer.write(b"x" * 1000)
-        assert not log_limit.cut(path)
+        assert not child.cut(path)
         writer.write(b"0123456789")
-        assert log_limit.cut(path)
+        assert child.cut(path)
         writer.write(b"next")
     assert path.read_bytes() == b"next"
     assert (tmp_path / "host0.log.old").read_bytes() == b"0123456789"
 
 
 def test_a_log_that_is_missing_is_short(tmp_path: Path) -> None:
-    assert not log_limit.cut(tmp_path / "none.log")
+    assert not child.cut(tmp_path / "none.log")
 
 
 LIMITED = """
 import resource, sys
 from libra_hpc.errors import error_text
-from libra_hpc.process.log_limit import raise_file_limit
+from libra_hpc.process.child import raise_file_limit
 resource.setrlimit(resource.RLIMIT_FSIZE, tuple(map(int, sys.argv[2:])))
 print(raise_file_limit())
 try:
@@ -50,7 +50,7 @@ def test_a_limit_of_files_is_raised_and_one_that_cannot_be_is_named(tmp_path: Pa
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
     assert said(1024, -1) == [""]
-    assert said(1024, log_limit.LEAST_LIMIT) == [""]
+    assert said(1024, child.LEAST_LIMIT) == [""]
     first, second = said(1024, 1024)
     assert first == f"ulimit -f allows files of 1024 bytes on {os.uname().nodename}, too few for logs and checkpoints"
     assert second == "File too large (ulimit -f: 1024 bytes)"

@@ -13,7 +13,7 @@ from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.trainer import Join, StepFailed, WorkerFailed
 from libra_hpc.train_leader import generations
-from libra_hpc.train_leader.requested_offers import Published
+from libra_hpc.train_leader.publisher import Published
 from tests.stage.waiting import until
 from tests.train_leader.world import World, batch
 

@@ -8,8 +8,7 @@ from typing import Any
 from libra_hpc.protocol.agents import WeightsCurrent, WeightsHere, WeightsWanted
 from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.joining import FIRST_GUEST
-from libra_hpc.train_leader.publisher import WeightPublisher
-from libra_hpc.train_leader.requested_offers import Published
+from libra_hpc.train_leader.publisher import Published, WeightPublisher
 
 CORE, RECEIVERS = (1, 2), (2, 3, 4, 5)
 

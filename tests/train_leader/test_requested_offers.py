@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from libra_hpc.protocol.trainer import Offered
-from libra_hpc.train_leader.requested_offers import RequestedOffers
+from libra_hpc.train_leader.publisher import RequestedOffers
 
 
 def answer(version: int, base: int = -1, writer: str = "t1.0") -> tuple[Offered, ...]:

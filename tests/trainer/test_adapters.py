@@ -13,7 +13,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.models.adapters import SOON, least_rate
 from libra_hpc.protocol.trainer import Freed, Standby
 from libra_hpc.trainer.saved import checkpoint
-from libra_hpc.trainer.saved.peft_folder import PREFIX, write_peft
+from libra_hpc.trainer.saved.shard_files import PREFIX, write_peft
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.names import ReplicaPlace
 

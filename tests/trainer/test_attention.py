@@ -14,9 +14,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from libra_hpc.models.architecture import Architecture, read_shape
-from libra_hpc.trainer.model import attention_check
-from libra_hpc.trainer.model.attention import Kernel, Segments, has_segments, rectangles
-from libra_hpc.trainer.model.attention_check import choose_kernel, fault
+from libra_hpc.trainer.model import attention
+from libra_hpc.trainer.model.attention import Kernel, Segments, choose_kernel, fault, has_segments, rectangles
 from libra_hpc.trainer.model.context import Columns, pieces
 from libra_hpc.trainer.model.delta_net import CHUNK, LENGTHS, delta_rule, each_sequence, rule_fault
 from libra_hpc.trainer.model.packing import ALONE, decode, pack
@@ -207,7 +206,7 @@ def test_a_mask_aligned_to_the_first_column_is_a_fault(shape: Architecture, plac
 def test_a_kernel_that_fails_at_the_start_is_not_used(
     shape: Architecture, kernel: Any, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(attention_check, "has_segments", lambda *_: True)
+    monkeypatch.setattr(attention, "has_segments", lambda *_: True)
     # Without a kernel the real one, which a CPU lacks.
     if kernel is not None:
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
@@ -227,6 +226,6 @@ def test_a_kernel_of_an_older_torch_is_not_told_of_fewer_key_heads(
     ) -> torch.Tensor:
         return varlen(*arguments, scale=scale, window_size=window_size, enable_gqa=True)
 
-    monkeypatch.setattr(attention_check, "has_segments", lambda *_: True)
+    monkeypatch.setattr(attention, "has_segments", lambda *_: True)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", older)
     assert isinstance(choose_kernel(shape, CPU, torch.bfloat16, ALONE), Segments)

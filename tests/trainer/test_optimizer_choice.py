@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from libra_hpc.config.load import validate
-from libra_hpc.trainer.adamw import distributed, learning_rate
 from libra_hpc.trainer.model.mcore import optimizer as megatron_optimizers
+from libra_hpc.trainer.saved.optimizer_state import distributed, learning_rate
 from libra_hpc.weights.names import ReplicaPlace
 
 from .support import build, make_model

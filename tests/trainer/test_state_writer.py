@@ -14,7 +14,8 @@ import torch
 
 from libra_hpc.protocol.trainer import Saved, SaveFailed
 from libra_hpc.state import state_folders as folders
-from libra_hpc.trainer.saved import checkpoint, snapshot
+from libra_hpc.trainer.saved import checkpoint
+from libra_hpc.trainer.saved.shard_files import holds_snapshot, load_snapshot
 from libra_hpc.trainer.saved.state_writer import Answer, StateWriter
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -107,8 +108,8 @@ def test_a_snapshot_is_of_its_step_and_loads_into_the_same_layout(
     scene.trainer.step(train_step(2, 0))
     scene.writer.wait()
     assert [(answer.step, answer.tier) for answer in scene.answers[2:]] == [(1, "snapshot")]
-    assert snapshot.holds(folder, 0)
-    snapshot.load(scene.engine.state, folder, 0)
+    assert holds_snapshot(folder, 0)
+    load_snapshot(scene.engine.state, folder, 0)
     assert (scene.engine.state.step, scene.engine.state.updates) == (1, 1)
     assert all(torch.equal(tensor, saved[name]) for name, tensor in scene.state().items())
     assert all(torch.equal(p, weights[name]) for name, p in scene.engine.named_parameters().items())

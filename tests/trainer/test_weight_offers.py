@@ -15,7 +15,8 @@ from libra_hpc.models.supported import in_float32
 from libra_hpc.protocol.trainer import Offered, OfferFailed, OfferWeights, Saved, SaveStarted, SaveState
 from libra_hpc.trainer import device
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
-from libra_hpc.trainer.saved import checkpoint, snapshot, weight_offers
+from libra_hpc.trainer.saved import checkpoint, weight_offers
+from libra_hpc.trainer.saved.shard_files import snapshot_pieces
 from libra_hpc.trainer.saved.weight_offers import WeightOffers
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights import pieces
@@ -150,10 +151,10 @@ def test_a_step_that_is_done_again_after_it_was_offered(offering: Offering) -> N
 
 def test_a_state_that_is_loaded_after_an_offer(offering: Offering, tmp_path: Path) -> None:
     offering.train()
-    saved = {name: piece.clone() for name, piece in snapshot.pieces(offering.engine.state).items()}
+    saved = {name: piece.clone() for name, piece in snapshot_pieces(offering.engine.state).items()}
     offering.train()
     offering.publish(2)
-    for name, piece in snapshot.pieces(offering.engine.state).items():
+    for name, piece in snapshot_pieces(offering.engine.state).items():
         piece.copy_(saved[name])
     offering.engine.state.refresh()
     assert offering.publish(3).base == 2

@@ -21,8 +21,7 @@ import pytest
 from libra_hpc.protocol.agents import WeightsHere, WeightsWanted
 from libra_hpc.protocol.carriers import ImageHere, Peer, Publish, Stalled
 from libra_hpc.protocol.joining import FIRST_GUEST, guest_secret, is_guest
-from libra_hpc.train_leader.publisher import WeightPublisher
-from libra_hpc.train_leader.requested_offers import Published
+from libra_hpc.train_leader.publisher import Published, WeightPublisher
 from libra_hpc.weights.delta import dense
 from libra_hpc.weights.image import IMAGE_FILE, reading
 from libra_hpc.weights.pieces import WHOLE, TensorBlock, write_offer

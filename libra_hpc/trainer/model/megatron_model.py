@@ -25,8 +25,7 @@ from libra_hpc.models.supported import in_float32
 from libra_hpc.weights.names import ReplicaPlace, own_entries
 
 from . import compat, context, moe
-from .attention import Kernel, rectangles
-from .attention_check import choose_kernel
+from .attention import Kernel, choose_kernel, rectangles
 from .delta_net import GatedDeltaNet
 from .head import return_hidden_states
 from .kernels import install_gate, sum_in_products

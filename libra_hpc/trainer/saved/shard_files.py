@@ -1,16 +1,18 @@
-"""The optimizer's state as files: every rank writes its shards, and any layout reads them.
+"""The optimizer's state as files, of a checkpoint, a snapshot, or as PEFT has adapters.
 
-``optimizer/rank-NNNNN.safetensors`` holds flat float32 pieces named ``KIND:NAME:PART:PARTS:BEGIN``:
+``optimizer/rank-NNNNN.safetensors`` of a checkpoint holds flat float32 pieces named ``KIND:NAME:PART:PARTS:BEGIN``:
 
 - KIND: ``exp_avg``, ``exp_avg_sq``, and ``master`` where weights are in less than float32, or adapters are trained.
 - NAME: the parameter's first Hugging Face tensor.
 - PART of PARTS: the piece of the parameter that a tensor rank holds; BEGIN: first element of the flattened piece.
 
 A reader with the same number of parts reads the elements it needs. Another one joins a whole parameter, one at a time.
+A snapshot, in shared memory, has the shards of a rank under Megatron-Core's names, ``KIND:NAME``, for the same layout.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from libra_hpc.models.adapters import adapter_shapes
+from libra_hpc.models.adapters import B, adapter_shapes
 from libra_hpc.models.architecture import Architecture, Entry, hf_shapes
 from libra_hpc.process.retry import patiently
 from libra_hpc.state import state_folders as folders
@@ -145,3 +147,92 @@ class ShardFiles:
             low, high = max(begin, piece.begin), min(end, piece.end)
             if low < high:
                 yield low, high, piece.file.get_slice(piece.key)[low - piece.begin : high - piece.begin]
+
+
+def snapshot_file(folder: Path, rank: int) -> Path:
+    return folder / f"snapshot-{rank:05d}.safetensors"
+
+
+def snapshot_pieces(state: OptimizerState) -> dict[str, torch.Tensor]:
+    """The tensors of this rank's file, as the optimizer holds them."""
+    shards = state.shards.items()
+    return {f"{kind}:{name}": tensor.data for name, shard in shards for kind, tensor in shard.kinds().items()}
+
+
+def holds_snapshot(folder: Path, rank: int) -> bool:
+    """Whether the folder is a snapshot of this rank, not a checkpoint."""
+    return snapshot_file(folder, rank).is_file()
+
+
+@torch.no_grad()
+def load_snapshot(state: OptimizerState, folder: Path, rank: int) -> None:
+    """Replace the state by that of the snapshot; collective over the data-parallel ranks.
+
+    Raises `ValueError` when it is of another layout.
+    """
+    counters = folders.read_state(folder)
+    with opened(snapshot_file(folder, rank)) as file:
+        own = snapshot_pieces(state)
+        if own.keys() != set(file.keys()):
+            raise ValueError(f"{folder} was written in another layout")
+        for name, piece in own.items():
+            piece.copy_(file.get_tensor(name))
+    state.commit(counters.step, counters.updates)
+    state.refresh()
+
+
+PREFIX = "base_model.model."
+"""PEFT's name of the model inside its own."""
+EXPERTS = {"gate_up_proj": "experts.base_layer", "down_proj": "experts"}
+"""Parameters of routed experts, and the modules of their adapters."""
+
+
+def write_peft(checkpoint: Path, shape: Architecture, model: str, out: Path) -> int:
+    """Make the folder ``out`` from a checkpoint of a run that began with ``model``; returns the count of adapters.
+
+    Raises `OSError` where it exists, or there is no room.
+    """
+    assert shape.lora is not None
+    pairs = read_adapters(checkpoint, shape)
+    # The name without its layer: all layers of a kind have adapters.
+    linears = {name.split(".", 3)[3] for name in pairs}
+    routed = {one for one in linears if one.endswith(tuple(EXPERTS.values()))}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model,
+        "inference_mode": True,
+        "r": shape.lora.rank,
+        "lora_alpha": shape.lora.rank * shape.lora.scale,
+        "target_modules": sorted(linears - routed),
+        "target_parameters": [f"mlp.experts.{name}" for name in EXPERTS] if routed else None,
+    }
+    tensors = {
+        f"{PREFIX}{name}.lora_{one}.weight": tensor
+        for name, pair in pairs.items()
+        for one, tensor in zip("AB", pair, strict=True)
+    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    out.mkdir(parents=True)
+    write_safetensors(out / "adapter_model.safetensors", torch.float32, shapes, tensors.items())
+    (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return len(pairs)
+
+
+def read_adapters(checkpoint: Path, shape: Architecture) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A and B by the name of their module in transformers."""
+    found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    with ShardFiles(checkpoint, shape) as files:
+        for name, entry in trained_entries(shape, ReplicaPlace(1, 0, 1, 0)).items():
+            parts = files.whole("master", entry)
+            if name.endswith(".lora_a"):
+                low = parts[0]
+            elif entry.expert is None:
+                found.update({one.removesuffix(B): [(low, up)] for one, up in zip(entry.hf, parts, strict=True)})
+            else:
+                kind = EXPERTS["gate_up_proj" if ".linear_fc1." in name else "down_proj"]
+                found[f"{entry.hf[0].partition('.experts.')[0]}.{kind}"].append((low, torch.cat(parts)))
+    return {
+        name: (torch.cat([a for a, _ in own]), torch.stack([b for _, b in own], dim=-1).flatten(1))
+        for name, own in found.items()
+    }

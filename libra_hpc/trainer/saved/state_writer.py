@@ -28,9 +28,8 @@ from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.device import host_buffer, synchronize
 from libra_hpc.trainer.train_engine import TrainEngine
 
-from . import snapshot
 from .checkpoint import write_companions
-from .shard_files import own_pieces, rank_file, write_pieces
+from .shard_files import own_pieces, rank_file, snapshot_file, snapshot_pieces, write_pieces
 
 Answer = Saved | SaveFailed
 
@@ -78,7 +77,7 @@ class StateWriter:
         self.wait()
         state = folders.TrainerState(self._engine.state.step, self._engine.state.updates)
         if tier == "snapshot":
-            pieces, write = snapshot.pieces(self._engine.state), self._write_part
+            pieces, write = snapshot_pieces(self._engine.state), self._write_part
         else:
             pieces, write = own_pieces(self._engine.state, self._engine.shape, self._engine.split), self._write_files
         copies = self._copy.take(pieces)
@@ -128,7 +127,7 @@ class StateWriter:
         self, folder: Path, state: folders.TrainerState, pieces: Mapping[str, torch.Tensor]
     ) -> folders.Manifest:
         """The node's agent seals it with the parts of the other processes, all of which write the same counters."""
-        write_pieces(pieces, snapshot.part_file(folder, self._rank))
+        write_pieces(pieces, snapshot_file(folder, self._rank))
         (folder / folders.STATE_FILE).write_bytes(msgspec.json.encode(state))
         return {}
 
