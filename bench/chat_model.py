@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from libra_hpc.tasks.base import PolicyTurn, Task, ToolResult
-from libra_hpc.tasks.task_registry import build_task
+from libra_hpc.tasks.base import PolicyTurn, Task, ToolResult, build_task
 from libra_hpc.tasks.tiny_policy import BATCH, PERFECT_SHARE, Batch
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.chat.chat_folder import BODY, write_chat_folder

@@ -25,7 +25,7 @@ from libra_hpc.config.load import load_resolved, validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError, invalid
 from libra_hpc.facts.rundir import RunDir, readable
-from libra_hpc.gate.behind import read_behind
+from libra_hpc.gate.gated_steps import read_behind
 from libra_hpc.mesh.agent_context import RankLayout
 from libra_hpc.mesh.door import ask_config, ask_to_join, check_record, read_record
 from libra_hpc.owner.slurm_step import job_facts

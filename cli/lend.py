@@ -23,8 +23,7 @@ import typer
 from libra_hpc.annexes.lend import lender
 from libra_hpc.annexes.lend import lender_record as records
 from libra_hpc.annexes.lend.beside_server import libra_hpc_serving as serving
-from libra_hpc.annexes.lend.hours import Hours
-from libra_hpc.annexes.lend.lender_record import LenderRecord, LendTerms, first_token_s, memory_mib
+from libra_hpc.annexes.lend.lender_record import Hours, LenderRecord, LendTerms, first_token_s, memory_mib
 from libra_hpc.errors import OperationError, error_text, invalid
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.series import duration

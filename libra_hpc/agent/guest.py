@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.gate.behind import Behind, GivenTokens
+from libra_hpc.gate.gated_steps import Behind, GivenTokens
 from libra_hpc.gate.page import Page
 from libra_hpc.mesh.agent_context import AgentContext, RankLayout
 from libra_hpc.mesh.door import JoinedWorld

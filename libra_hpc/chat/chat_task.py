@@ -27,7 +27,7 @@ from typing import Any
 from libra_hpc.errors import OperationError, UserError, invalid
 from libra_hpc.protocol.env import Signal
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task, TaskMaker, ToolResult, Tools, Turn, Why
-from libra_hpc.tasks.rows import Rows, open_rows, row_at
+from libra_hpc.tasks.data_task import Rows, open_rows, row_at
 from libra_hpc.tasks.tokenizer import Message, TaskTokenizer
 from libra_hpc.tasks.tool_outcome import signal_of
 

@@ -34,8 +34,7 @@ from libra_hpc.config.job import EnvSection
 from libra_hpc.errors import LONGEST_VALUE, OperationError, UserError, invalid
 from libra_hpc.protocol.env import Signal
 from libra_hpc.tasks.base import Episode, PolicyTurn, Task, TaskMaker, Tools, Turn, Why
-from libra_hpc.tasks.data_task import NO_LIMIT
-from libra_hpc.tasks.rows import Row, Rows, open_rows, row_at
+from libra_hpc.tasks.data_task import NO_LIMIT, Row, Rows, open_rows, row_at
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from libra_hpc.tasks.tool_outcome import signal_of
 from libra_hpc.user_file import load_function

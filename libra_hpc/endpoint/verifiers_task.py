@@ -26,8 +26,7 @@ from libra_hpc.boxes.providers import none
 from libra_hpc.config.job import EnvSection
 from libra_hpc.errors import OperationError, invalid
 from libra_hpc.tasks.base import Task
-from libra_hpc.tasks.data_task import NO_LIMIT
-from libra_hpc.tasks.rows import Row
+from libra_hpc.tasks.data_task import NO_LIMIT, Row
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 
 from .agent_task import Address, AgentEnvironment, AgentTask

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.tasks.task_registry import build_task
+from libra_hpc.tasks.base import build_task
 
 if TYPE_CHECKING:
     from libra_hpc.tasks.base import Task

@@ -60,7 +60,7 @@ LINK_EFFICIENCY = 0.8
 """Share of a link that ring collectives of megabytes reach. `Device.link_efficiency` is for the small messages of
 inference."""
 PORTION_PACKS = 2
-"""`libra_hpc.train_leader.portions.PACKS`."""
+"""`libra_hpc.train_leader.step_requests.PACKS`."""
 
 
 class TrainWork(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +128,7 @@ def work_of(
 
 def portion(layout: TrainLayout, tokens: float) -> float:
     """Trajectories of so many tokens that are trained together as they are complete: see
-    `libra_hpc.train_leader.portions`."""
+    `libra_hpc.train_leader.step_requests`."""
     return PORTION_PACKS * layout.dp * layout.pp * max(1.0, layout.micro_tokens / tokens)
 
 

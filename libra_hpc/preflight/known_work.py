@@ -19,7 +19,7 @@ from libra_hpc.config.load import with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.work import UNSAID
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.tasks.rows import open_rows
+from libra_hpc.tasks.data_task import open_rows
 
 from .named_files import class_text
 

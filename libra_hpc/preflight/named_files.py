@@ -22,7 +22,7 @@ from libra_hpc.models.architecture import TIED_HEAD, hf_shapes, predicts_ahead, 
 from libra_hpc.models.devices import device, devices
 from libra_hpc.models.shapes import model_shape, read_config, shape_from_config
 from libra_hpc.models.supported import refusals
-from libra_hpc.tasks.task_registry import GYM_TASK, TASKS, unknown_task
+from libra_hpc.tasks.base import GYM_TASK, TASKS, unknown_task
 from libra_hpc.user_file import FORM, FUNCTION_FORM
 from libra_hpc.weights.weightfile import LENGTH, WeightFileError, folder_shapes
 

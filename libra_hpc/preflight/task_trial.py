@@ -32,7 +32,7 @@ from libra_hpc.errors import UserError, error_text, invalid
 from libra_hpc.files import cache_folder, digest, write_atomic
 from libra_hpc.host.settings import FOUND, MARK, PROMPT, made_from, write_private
 from libra_hpc.slurm.interpreter import compute_python, in_container
-from libra_hpc.tasks.rows import Rows, open_rows
+from libra_hpc.tasks.data_task import Rows, open_rows
 from libra_hpc.user_file import file_of
 
 CPU_S = 10

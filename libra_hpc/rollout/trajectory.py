@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise, repeat
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 
-from libra_hpc.policies.scheduling.protocol import Decision, TurnView
+from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
 from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.env import EVALUATIONS, Signal
-from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord, all_signals, sample_tokens
+from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord, all_signals, recorded, sample_tokens
 from libra_hpc.protocol.trainer import Sample
 
 
@@ -309,3 +311,19 @@ def unusable_reward(reward: float, info: dict[str, float]) -> str:
         return f"The reward is {reward}."
     wrong = [key for key, value in info.items() if not math.isfinite(value)]
     return f"info[{wrong[0]!r}] is {info[wrong[0]]}." if wrong else ""
+
+
+MAX_RECORDS = 20_000
+"""Most trajectories to learn from; older evidence has decayed."""
+
+
+def history(own: Path, task: str) -> list[Finished]:
+    """The last `MAX_RECORDS` trajectories of the run, oldest first; ``task``: the task of lines that name none."""
+    return list(deque(records(own, task), MAX_RECORDS))
+
+
+def records(path: Path, task: str = "") -> Iterator[Finished]:
+    """What each trajectory of `recorded` teaches; ``task``: the task of lines that name none."""
+    for one in recorded(path):
+        if one.turns:
+            yield Finished.of(one, f"{one.prompt_id}/{one.index}-{one.sample}-{one.attempt}", task)

@@ -1,4 +1,4 @@
-"""One saved state: the files of its folder, how it is written, and what proves that it is whole.
+"""One saved state: the files of its folder, how it is written, what proves that it is whole, and which prompts it has.
 
 - ``manifest.json``, written last: size and checksum of every other file
 - ``trainer.json``: counters
@@ -25,8 +25,6 @@ from libra_hpc.checksum import file_crc32
 from libra_hpc.files import complete_folder, sync
 from libra_hpc.process.retry import ABSENT
 from libra_hpc.protocol.agents import StepReport
-
-from .data_order import DataOrder
 
 FORMAT = 2
 """Version of this layout."""
@@ -200,3 +198,23 @@ def publish(partial: Path, final: Path, files: Manifest = {}, position: DataPosi
     for path in (partial / MANIFEST_FILE, partial):
         sync(path)
     complete_folder(partial, final)
+
+
+class DataOrder:
+    """Trained prompt indices: all below `low`, and those in `extra`."""
+
+    def __init__(self, low: int = 0, extra: Iterable[int] = ()) -> None:
+        self.low, self.extra = low, set(extra)
+
+    def has(self, index: int) -> bool:
+        """Whether the prompt is trained."""
+        return index < self.low or index in self.extra
+
+    def trained(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if self.has(index):
+                raise ValueError(f"prompt {index} is trained already")
+            self.extra.add(index)
+        while self.low in self.extra:
+            self.extra.remove(self.low)
+            self.low += 1

@@ -19,8 +19,7 @@ from typing import Any
 from libra_hpc.errors import EnvironmentFailed, OperationError, UserError
 from libra_hpc.protocol.env import EVALUATIONS, PROMPTS
 
-from .base import Episode, PolicyTurn, Task, TaskMaker, ToolResult, Tools, Turn, Why
-from .task_registry import build_task
+from .base import Episode, PolicyTurn, Task, TaskMaker, ToolResult, Tools, Turn, Why, build_task
 from .tokenizer import TaskTokenizer
 
 HELD_OUT = 1 << 16

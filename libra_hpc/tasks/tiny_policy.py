@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from libra_hpc.errors import invalid
 
-from .task_registry import task_class
+from .base import task_class
 from .tokenizer import TaskTokenizer
 
 BATCH = 12

@@ -20,9 +20,8 @@ from libra_hpc.process.child import spawn
 from libra_hpc.process.retry import Retry
 from libra_hpc.protocol.agents import StepReport
 from libra_hpc.protocol.trainer import Saved, SaveFailed, SaveStarted, SaveState, Tier
-from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.snapshot_keeper import successors
-from libra_hpc.state.state_folders import DataPosition, Manifest, position_of
+from libra_hpc.state.state_folders import DataOrder, DataPosition, Manifest, position_of
 
 SAVE_FIRST_S, SAVE_LONGEST_S = 10.0, 300.0
 """Pauses in seconds after a failed save; each attempt writes the whole state."""

@@ -50,7 +50,7 @@ from libra_hpc.protocol.trainer import (
     Tier,
     WorkerFailed,
 )
-from libra_hpc.state.data_order import DataOrder
+from libra_hpc.state.state_folders import DataOrder
 from libra_hpc.trainer.shards import loss_tokens_of, tokens_of
 
 from .publisher import RequestedOffers, WeightPublisher

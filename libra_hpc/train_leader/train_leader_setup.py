@@ -12,7 +12,7 @@ from libra_hpc.protocol.agents import ToReplica
 from libra_hpc.protocol.trainer import KeepState, Tier
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.attempt import complete_checkpoint, list_snapshot, remove_old
-from libra_hpc.state.data_order import DataOrder
+from libra_hpc.state.state_folders import DataOrder
 
 from .train_leader import TrainLeader
 

@@ -28,7 +28,7 @@ from .grpo import grpo_terms
 from .link import BatchRejected, PeerLost
 from .losses import LossTokens, loss_named
 from .packed_model import PackedModel
-from .saved.reference_policy import ReferencePolicy
+from .saved.checkpoint import ReferencePolicy
 from .shards import PLAIN, SampleWork, spread
 from .train_engine import LARGEST_NORM, TrainEngine
 

@@ -38,7 +38,7 @@ from .elastic import ElasticReplicas
 from .grpo_trainer import GrpoTrainer
 from .link import Arrived, WorkerLoop, WorkerSocket
 from .saved import checkpoint
-from .saved.reference_policy import ReferencePolicy
+from .saved.checkpoint import ReferencePolicy
 from .saved.shard_files import holds_snapshot, load_snapshot
 from .saved.weight_offers import WeightOffers
 from .settings import WorkerConfig, read_config, sample_work

@@ -16,9 +16,8 @@ from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.protocol.agents import Log
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trace import recorded
-from libra_hpc.rollout.recovery.history import history
 from libra_hpc.rollout.recovery.recovery_log import Recovered
-from libra_hpc.rollout.trajectory import Trajectory
+from libra_hpc.rollout.trajectory import Trajectory, history
 from libra_hpc.traces.read import read_trace
 from tests.stage.node_parts import Outbox
 

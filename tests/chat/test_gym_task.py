@@ -13,8 +13,7 @@ from bench.chat_model import converse, shopper, summer
 from libra_hpc.config.learn import TaskSection
 from libra_hpc.errors import UserError
 from libra_hpc.preflight.named_files import check_tasks
-from libra_hpc.tasks.base import Task
-from libra_hpc.tasks.task_registry import build_task
+from libra_hpc.tasks.base import Task, build_task
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from libra_hpc.user_file import absolute
 

@@ -25,7 +25,7 @@ from libra_hpc.preflight.named_files import read_model_config
 from libra_hpc.protocol.agents import mesh
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.engine import to_engine
-from libra_hpc.rollout.recovery.history import records
+from libra_hpc.rollout.trajectory import records
 from libra_hpc.slurm.queue.job_record import read_job
 from libra_hpc.tasks.tool_outcome import classify
 from libra_hpc.traces.read import read_trace

@@ -10,7 +10,7 @@ from libra_hpc.protocol.agents import Batch
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.rollout.recovery.recovery_log import RecordedStart, drop_reason, gather, records
 from libra_hpc.rollout.trajectory import Trajectory
-from libra_hpc.state.data_order import DataOrder
+from libra_hpc.state.state_folders import DataOrder
 from tests.rollout.plant import Plant
 
 STEPS = 9

@@ -12,7 +12,7 @@ import pytest
 from libra_hpc.protocol.agents import Fatal
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.env import CloseEpisode, OpenEpisode, StepEpisode
-from libra_hpc.state.data_order import DataOrder
+from libra_hpc.state.state_folders import DataOrder
 from tests.rollout.plant import STOP, Broken, Plant, sampling
 
 NAN, INF = float("nan"), float("inf")

@@ -8,8 +8,7 @@ from libra_hpc.facts.journal import LineLog
 from libra_hpc.policies.scheduling.protocol import Finished
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.env import Signal
-from libra_hpc.rollout.recovery.history import MAX_RECORDS, history
-from libra_hpc.rollout.trajectory import Trajectory
+from libra_hpc.rollout.trajectory import MAX_RECORDS, Trajectory, history
 from libra_hpc.simulator.simulated_trajectory import SimulatedTrajectory
 from libra_hpc.traces.read import read_trace
 from tests.rollout.plant import generated

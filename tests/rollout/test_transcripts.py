@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from libra_hpc.agent.hosting.transcript_log import TranscriptLog
+from libra_hpc.agent.hosting.rollout_service import TranscriptLog
 from libra_hpc.config.load import validate
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.rollout.records import transcripts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra_hpc.state.data_order import DataOrder
+from libra_hpc.state.state_folders import DataOrder
 
 
 def test_the_data_order_refuses_to_count_twice() -> None:

@@ -17,9 +17,8 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trainer import KeepState, Saved, SaveFailed
 from libra_hpc.state.attempt import keep_listed, list_snapshot, metrics_until, newer_snapshot, source_of
-from libra_hpc.state.data_order import DataOrder
 from libra_hpc.state.snapshot_keeper import successors
-from libra_hpc.state.state_folders import DataPosition, StepRecord
+from libra_hpc.state.state_folders import DataOrder, DataPosition, StepRecord
 from libra_hpc.state.store import states
 from libra_hpc.train_leader import train_leader_setup
 from libra_hpc.train_leader.saves import COPIES_S, Saves

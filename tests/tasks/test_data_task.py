@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from libra_hpc.errors import UserError
-from libra_hpc.tasks.base import EnvironmentFailed, PolicyTurn, Turn
+from libra_hpc.tasks.base import EnvironmentFailed, PolicyTurn, Turn, build_task
 from libra_hpc.tasks.data_task import DataTask
-from libra_hpc.tasks.task_registry import build_task
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.host.conftest import OpenSandbox
 

@@ -12,9 +12,8 @@ from libra_hpc.config.load import validate
 from libra_hpc.errors import UserError
 from libra_hpc.preflight.named_files import check_tasks
 from libra_hpc.protocol.env import evaluation_index
-from libra_hpc.tasks.base import PolicyTurn, Task
+from libra_hpc.tasks.base import PolicyTurn, Task, build_task
 from libra_hpc.tasks.mixture import task_order
-from libra_hpc.tasks.task_registry import build_task
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.example_files import KEYCHAIN_TASK
 from tests.host.conftest import OpenSandbox

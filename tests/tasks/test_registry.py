@@ -11,7 +11,7 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.host.answers import tool_refs
-from libra_hpc.tasks.task_registry import build_task, task_class
+from libra_hpc.tasks.base import build_task, task_class
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.example_files import EXAMPLES, KEYCHAIN_TASK, keychain
 
@@ -70,7 +70,7 @@ def test_folder_without_tokenizer(tmp_path: Path) -> None:
 
 
 def test_task_modules_import_no_engine() -> None:
-    modules = "tiny_policy, task_registry, mixture"
+    modules = "tiny_policy, base, mixture"
     heavy = ("torch", "transformers", "vllm", "mpi4py", "reasoning_gym")
     found = f"print([m for m in {heavy} if m in sys.modules])"
     code = f"import sys, libra_hpc.host.host; from libra_hpc.tasks import {modules}; {found}"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.errors import UserError
-from libra_hpc.tasks.rows import open_rows, row_at
+from libra_hpc.tasks.data_task import open_rows, row_at
 
 
 @given(count=st.integers(1, 5000), seed=st.integers(0, 5), epoch=st.integers(0, 2**40))

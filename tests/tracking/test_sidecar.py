@@ -12,7 +12,7 @@ import pytest
 from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.tracking import sidecar
-from libra_hpc.tracking.metrics_tail import MetricsTail
+from libra_hpc.tracking.sidecar import MetricsTail
 
 
 def line(step: int, reward: float = 0.0) -> str:

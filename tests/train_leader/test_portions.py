@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from libra_hpc.models.train_seconds import PORTION_PACKS
 from libra_hpc.protocol.agents import Batch, Committed, Group, GroupDone, StepReport
 from libra_hpc.protocol.trainer import PortionDone, TrainPortion, TrainStep
-from libra_hpc.state.data_order import DataOrder
+from libra_hpc.state.state_folders import DataOrder
 from libra_hpc.train_leader import generations
-from libra_hpc.train_leader.portions import PACKS, PortionRanges, range_length
+from libra_hpc.train_leader.step_requests import PACKS, PortionRanges, range_length
 from tests.protocol.step_reports import batch_stats
 from tests.stage.waiting import until
 from tests.train_leader.world import World, sample

@@ -15,8 +15,7 @@ from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, ToReplica,
 from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.trainer import Join, Sample, SaveState
-from libra_hpc.state.data_order import DataOrder
-from libra_hpc.state.state_folders import DataPosition, Manifest
+from libra_hpc.state.state_folders import DataOrder, DataPosition, Manifest
 from libra_hpc.train_leader.train_leader import TrainLeader
 from tests.protocol.step_reports import batch_stats
 from tests.stage.node_parts import Outbox

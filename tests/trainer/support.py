@@ -25,7 +25,7 @@ from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.elastic import ElasticReplicas
 from libra_hpc.trainer.grpo_trainer import GrpoTrainer
 from libra_hpc.trainer.saved import checkpoint
-from libra_hpc.trainer.saved.reference_policy import ReferencePolicy
+from libra_hpc.trainer.saved.checkpoint import ReferencePolicy
 from libra_hpc.trainer.saved.shard_files import ShardFiles
 from libra_hpc.trainer.saved.state_writer import Answer, StateWriter
 from libra_hpc.trainer.settings import write_config

@@ -22,8 +22,7 @@ import msgspec
 
 from libra_hpc.facts.rundir import RunDir, parse
 from libra_hpc.files import NEW, OWNER_ONLY, read_own
-from libra_hpc.gate.behind import Behind, read_report
-from libra_hpc.gate.gated_steps import GateConfig
+from libra_hpc.gate.gated_steps import Behind, GateConfig, read_report
 from libra_hpc.process.reaper import die_with
 from libra_hpc.protocol.joining import door_record
 

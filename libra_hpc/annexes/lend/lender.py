@@ -32,8 +32,7 @@ from libra_hpc.process.retry import Retry
 
 from . import lender_record as records
 from .guest_process import GuestProcess, takes, wanting
-from .hours import Hours
-from .lender_record import LenderRecord, LendTerms
+from .lender_record import Hours, LenderRecord, LendTerms
 
 POLL_S = 0.25
 """Between two rounds.  Double: users share their GPU for so much longer when their owner revokes it."""

@@ -1,5 +1,6 @@
-"""What an owner gives, checked, and the record of his lender: a file that everybody who looks for lenders reads.
+"""What an owner gives and when, checked, and the record of his lender: a file that all who look for lenders read.
 
+- Hours of the day such as ``20-08`` are in the local time of the lender's machine.
 - `~/.config/libra-hpc/lenders/NAME.json`, mode 0600, replaced as a whole; ``LIBRA_HPC_LENDERS`` names another folder.
 - Its lender renews it every `RENEW_S` and removes it at its end; of one that was killed, the next lender there does.
 - Not renewed for `GONE_S`, by the clock of the file system alone, or its process has ended here -> it is gone.
@@ -15,7 +16,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -24,6 +25,46 @@ from libra_hpc.errors import invalid
 from libra_hpc.files import OWNER_ONLY, write_atomic
 from libra_hpc.process.lease import boot, start_ticks
 from libra_hpc.protocol.joining import GONE_S
+
+_FORM = re.compile(r"(\d{1,2})(?::(\d\d))?-(\d{1,2})(?::(\d\d))?")
+VALID = "hours from and to, such as 20-08 or 19:30-07:00"
+HOUR, DAY = 60, 24 * 60
+"""Minutes."""
+
+
+class Hours(NamedTuple):
+    """Minutes of the day; ``end`` <= ``start``: over midnight.  The default is the whole day."""
+
+    start: int = 0
+    end: int = DAY
+
+    @classmethod
+    def parse(cls, text: str) -> Hours:
+        """Parse ``20-08`` or ``19:30-07:00``; empty: the whole day.  Raises `UserError`."""
+        if not text:
+            return cls()
+        found = _FORM.fullmatch(text)
+        if found is None:
+            raise invalid("--hours", text, "malformed", VALID)
+        numbers = [int(part or 0) for part in found.groups()]
+        start, end = numbers[0] * HOUR + numbers[1], numbers[2] * HOUR + numbers[3]
+        if max(start, end) > DAY or max(numbers[1], numbers[3]) >= HOUR:
+            raise invalid("--hours", text, "no such time of day", VALID)
+        if start % DAY == end % DAY and (start, end) != (0, DAY):
+            raise invalid("--hours", text, "they begin and end at the same time", VALID)
+        return cls(start % DAY, end)
+
+    def has(self, minute: int) -> bool:
+        """Whether a minute of the day is in them."""
+        if self.start < self.end:
+            return self.start <= minute < self.end
+        return minute >= self.start or minute < self.end
+
+    def __str__(self) -> str:
+        if self == Hours():
+            return "always"
+        return "-".join(f"{at // HOUR:02}" + (f":{at % HOUR:02}" if at % HOUR else "") for at in self)
+
 
 SECONDS = {"ms": 1e-3, "s": 1.0}
 MIB = {"MiB": 1, "GiB": 1024, "MB": 1e6 / 2**20, "GB": 1e9 / 2**20}
@@ -55,7 +96,7 @@ class LendTerms(msgspec.Struct, frozen=True):
     ttft_s: float
     """See `GateConfig.ttft_s`."""
     hours: str = ""
-    """Text for `libra_hpc.annexes.lend.hours.Hours.parse`."""
+    """Text for `libra_hpc.annexes.lend.lender_record.Hours.parse`."""
     memory_mib: int = 0
     """Memory of each GPU for the guest in MiB; 0: as the run has it."""
     tp: int = 0

@@ -1,7 +1,11 @@
-"""Write the policy of one process, and load a state of any layout.
+"""Write the policy of one process, load a state of any layout, or a reference policy: a frozen model of any shape.
 
 Weights have Hugging Face names. The policy of a world comes from its offers (`libra_hpc.weights.image`). Contents of a
 state's folder: `libra_hpc.state.state_folders`; how one is written: `libra_hpc.trainer.saved.state_writer`.
+
+The reference policy is in host memory: the processes of a world with the same parameters share one copy, a piece each.
+For a pass its weights are on the device, where the activations of training are before and after. Parallelism and packs
+are those of the policy.
 """
 
 from __future__ import annotations
@@ -9,24 +13,26 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
-from libra_hpc.models.architecture import Entry, hf_shapes
+from libra_hpc.models.architecture import Entry, hf_shapes, read_shape
 from libra_hpc.models.supported import in_float32
 from libra_hpc.process.retry import patiently
 from libra_hpc.state import state_folders as folders
 from libra_hpc.state.state_folders import WEIGHTS_FILE
 from libra_hpc.state.store import resolve
+from libra_hpc.trainer.packed_model import PackedModel
 from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.blocks import from_hf, to_hf
 from libra_hpc.weights.names import own_entries, trained_entries
 from libra_hpc.weights.safetensors_writer import TYPES, write_safetensors
 from libra_hpc.weights.weightfile import tensor_bytes
 
+from .host_weights import host_weights
 from .shard_files import ShardFiles, opened
 
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -159,3 +165,27 @@ def load_state(engine: TrainEngine, folder: Path) -> None:
     state.commit(saved.step, saved.updates)
     if exact:
         state.refresh()
+
+
+class ReferencePolicy:
+    """Has the parallelism of ``policy``."""
+
+    def __init__(self, policy: PackedModel, folder: Path) -> None:
+        """Raises `OSError` when the weights cannot be read; collective over the world."""
+        model = PackedModel(read_shape(folder), policy.device, policy.dtype, policy.split)
+        parameters = model.named_parameters()
+        with torch.no_grad(), TensorFiles(folder) as files:
+            for name, entry in own_entries(model.shape, model.split).items():
+                parameters[name].copy_(from_hf(entry, files, model.shape, model.split))
+        self._model, self._shared = model, host_weights(parameters.values())
+
+    @contextmanager
+    def model(self) -> Iterator[PackedModel]:
+        """The model while it has its weights; collective over the copies of a parameter."""
+        for one in self._shared:
+            one.fetch()
+        try:
+            yield self._model
+        finally:
+            for one in self._shared:
+                one.drop()

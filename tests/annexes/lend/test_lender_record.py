@@ -13,8 +13,7 @@ from libra_hpc.annexes.lend import lender_record as records
 from libra_hpc.annexes.lend.guest_process import GuestProcess, takes, wanting
 from libra_hpc.annexes.lend.lender_record import LenderRecord, LendTerms
 from libra_hpc.facts.rundir import RunDir
-from libra_hpc.gate.behind import Behind, GivenTokens, GuestReport, read_report
-from libra_hpc.gate.gated_steps import GateConfig
+from libra_hpc.gate.gated_steps import Behind, GateConfig, GivenTokens, GuestReport, read_report
 from libra_hpc.process.code_stamp import code_stamp
 from libra_hpc.protocol.joining import FIRST_GUEST, DoorRecord
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra_hpc.annexes.lend.hours import Hours
-from libra_hpc.annexes.lend.lender_record import first_token_s, memory_mib
+from libra_hpc.annexes.lend.lender_record import Hours, first_token_s, memory_mib
 from libra_hpc.errors import UserError
 
 
