@@ -64,7 +64,7 @@ class Rule(Protocol):
 
 class Static:
     def act(self, pool: ReplanPool, sim: ControlledSimulation, view: View, now: float) -> None:
-        """Nothing."""
+        """Never acts."""
 
 
 class Live:

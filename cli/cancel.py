@@ -75,7 +75,7 @@ class Cancelled(NamedTuple):
         return {"run": self.run.name, "job_id": self.job, **facts}
 
     def words(self) -> str:
-        """One line for people."""
+        """What became of the run in one line, for people."""
         name, job = self.run.name, self.job
         if self.before.state == "never_queued":
             return f"{name}: was never queued"

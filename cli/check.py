@@ -80,7 +80,7 @@ def memory_table(found: Sequence[MemoryNeed]) -> Table:
 
 
 def as_records(found: Sequence[MemoryNeed]) -> list[dict[str, Any]]:
-    """Plain data, in bytes."""
+    """The rows of memory as plain data, in bytes."""
     return [{"where": row.where, "needs": row.needs, "has": row.has, "terms": dict(row.terms)} for row in found]
 
 

@@ -113,7 +113,7 @@ log = logging.getLogger("libra_hpc.agent")
 
 
 class Stops(Protocol):
-    """A leader."""
+    """A part or a leader of the node's agent, as far as it ends."""
 
     async def stop(self) -> None: ...
 
@@ -157,11 +157,11 @@ class NodeAgent(ABC):
         await self.over()
 
     async def leave(self) -> None:
-        """Before its parts end."""
+        """Called before the node's parts end."""
         return
 
     async def over(self) -> None:
-        """Once all has ended."""
+        """Called once all parts of the node have ended."""
         return
 
     async def _beats(self) -> None:

@@ -163,7 +163,7 @@ class NodeCarrier(EngineNode[Supervised]):
             answer(message)
 
     def engines_have(self, version: int | None) -> None:
-        """See `Engines.engines_have`."""
+        """Report the version that every live engine of the node has; None: there is no engine."""
         self._carrier.send(Engines(version))
 
     def received(self, carrier: Supervised, process: int, message: Any) -> None:

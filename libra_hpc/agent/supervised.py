@@ -133,7 +133,6 @@ class Supervised:
         send_all(self.children, message)
 
     async def stop(self) -> None:
-        """End all processes."""
         self._watch_no_more()
         for child in self.children:
             child.stopping = True
@@ -317,7 +316,6 @@ class EngineNode(Supervisor, Generic[E]):
                 engine.limit_logs()
 
     async def stop(self) -> None:
-        """End all, for good."""
         self._stopping = True
         await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
 

@@ -309,7 +309,7 @@ class TrainNode(EngineNode[Supervised]):
             self._answered(answers)
 
     def _answered(self, answers: Mapping[int, FromWorker]) -> None:
-        """Every process has answered."""
+        """Act on the answers of all processes of the node."""
         answer = merged(answers)
         if isinstance(answer, Freed):
             self.has_freed(self._trainer.name)

@@ -112,7 +112,7 @@ RETURNS = 4
 
 
 class Rung(NamedTuple):
-    """What to do now."""
+    """What rank 0 does about a run that does not progress."""
 
     action: Literal["drop", "restart"]
     ranks: tuple[int, ...]

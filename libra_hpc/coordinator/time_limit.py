@@ -42,7 +42,7 @@ LEAST_GRACE_S = 4.0
 
 
 class Stop(NamedTuple):
-    """Save and stop."""
+    """A decision to save and stop."""
 
     after: int
     """Once this step is committed; 0: at once."""

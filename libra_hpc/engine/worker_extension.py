@@ -31,7 +31,7 @@ class WorkerExtension:
         self._weight_staging.start(image, versions)
 
     def staged_weights(self) -> str | None:
-        """See `Staging.outcome`."""
+        """What became of the staging, as `Staging.outcome` has it."""
         assert self._weight_staging is not None
         return self._weight_staging.outcome()
 

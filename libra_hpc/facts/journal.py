@@ -90,7 +90,6 @@ class LineLog:
         return os.fstat(self._handle.fileno()).st_size
 
     def close(self) -> None:
-        """Close the file."""
         self._handle.close()
 
 

@@ -78,7 +78,7 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     failed: int
 
     def words(self) -> str:
-        """One line for people."""
+        """The result in one line, for people."""
         if self.mean is None:
             return f"{self.task} at step {self.step}: all trajectories failed"
         first = f"{self.first:.3f} -> " if self.first is not None else ""

@@ -35,7 +35,7 @@ class PlannedRun(msgspec.Struct, frozen=True):
 
 
 class SweepRecord(msgspec.Struct, frozen=True):
-    """A whole sweep."""
+    """The record of a whole sweep."""
 
     keys: list[str]
     """Dotted keys that the runs differ in."""

@@ -66,12 +66,12 @@ _behind, _report = msgspec.json.Decoder(Behind), msgspec.json.Decoder(GuestRepor
 
 
 def read_behind(path: Path) -> Behind:
-    """Raises `UserError`."""
+    """Read what a lender gives, from its file; raises `UserError`."""
     return read_named("--behind", path, _behind, "a file that libra-hpc lend serve wrote")
 
 
 def read_report(path: Path) -> GuestReport | None:
-    """None without one."""
+    """The report of a guest; None without one."""
     return read_or_none(path, _report)
 
 
@@ -177,6 +177,6 @@ class GatedSteps:
                 self.stands_still = False
 
     def stepped(self, seconds: float) -> None:
-        """A step has ended."""
+        """Note that a step has ended."""
         self._page.stepped()
         self._gate.stepped(self._batches.take(), seconds, self._clock())

@@ -183,7 +183,7 @@ class AgentContext:
 
     @property
     def orders(self) -> str:
-        """See `Status.orders`."""
+        """How Layouts reach the nodes, as in `Status.orders`."""
         return self.publisher.summary if self.publisher is not None else ""
 
     def publish(self, layout: Layout, ranks: Collection[int]) -> None:

@@ -157,7 +157,7 @@ class Publisher:
             self._waiting.popleft()
 
     async def watch(self) -> None:
-        """Check, until cancelled."""
+        """Check echoes and the own process, until cancelled."""
         while True:
             await asyncio.sleep(CHECK_S)
             self.check(time.monotonic())

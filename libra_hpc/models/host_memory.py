@@ -89,7 +89,7 @@ class HostUse(msgspec.Struct, frozen=True):
 
 
 class NodeMemory(MemoryTerms, frozen=True):
-    """Bytes of one node."""
+    """Host memory of one node, in bytes."""
 
     weight_image: float
     weight_offers: float

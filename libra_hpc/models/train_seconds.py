@@ -89,7 +89,7 @@ class TrainWork(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean(self) -> float:
-        """Tokens of a trajectory."""
+        """Mean tokens of a trajectory."""
         return self.tokens / self.trajectories
 
     def packs(self, micro_tokens: int) -> float:

@@ -97,7 +97,6 @@ class OwnerDecision(NamedTuple):
 
 
 def decide(ended: RanksEnded, so_far: SoFar, config: RunConfig) -> OwnerDecision:
-    """See the module docstring."""
     decision = _in_this_job(ended, so_far, config)
     starts = decision.word in ("restart", "repeat")
     if ended.broken and not ended.asked and (starts or decision.state in ("cancelled", "time_limit")):

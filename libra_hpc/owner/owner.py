@@ -138,7 +138,7 @@ class RunOwner:
         return self._finish(OwnerDecision("fail", message), RanksEnded(met=False, step=self._saved))
 
     def _again(self, decision: OwnerDecision) -> None:
-        """Another start follows."""
+        """Prepare the next start."""
         counted = decision.so_far.restarts > self._so_far.restarts
         self._so_far, self._message = decision.so_far, f"{decision.reason}; all ranks restart"
         if decision.word == "repeat":

@@ -237,7 +237,7 @@ def context_ranks_have_tokens(config: RunConfig) -> Iterator[UserError]:
 
 
 def model_fits_world(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
-    """See `shape_fits_world`."""
+    """The trainer's layout fits the policy (`shape_fits_world`)."""
     yield from shape_fits_world(config, shape_from_config(dict(model), "model.path"))
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 @cache
 def code_stamp(root: Path = ROOT) -> str:
-    """``0.1.0+4f0c9a1be2d8``."""
+    """The version and a hash of the sources, as ``0.1.0+4f0c9a1be2d8``."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")

@@ -196,7 +196,7 @@ class ProgressWatch:
             self._watched[key].move(seconds)
 
     def limit(self, phase: str) -> float:
-        """Its limit as measured."""
+        """The limit of a phase as measured, in seconds."""
         durations = self._durations.get(phase)
         unmeasured = 0.0 if phase == SILENT else self._settings.first_s
         seconds = self._settings.factor * max(durations) if durations else unmeasured

@@ -28,7 +28,7 @@ class StorageWatch:
         """All of the calls above `SLOW_S`."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Watch the file system, until cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
             began, call = time.monotonic(), asyncio.ensure_future(asyncio.to_thread(self._open))

@@ -43,7 +43,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def trajectory(self) -> str:
-        """``index.sample``"""
+        """The name of the sample's trajectory: ``index.sample``."""
         return self.uid.rpartition(".")[0]
 
 

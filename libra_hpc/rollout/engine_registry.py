@@ -200,7 +200,7 @@ class EngineRegistry:
 
     @property
     def lent_gpus(self) -> float:
-        """See `RolloutReport.lent_gpus`."""
+        """GPUs of guests' engines, as in `RolloutReport.lent_gpus`."""
         lent = ((one, self._board.engines[name]) for name, one in self.engines.items() if not (one.own or one.draining))
         return sum(view.tp * one.availability.share for one, view in lent if view.version >= self._oldest)
 
@@ -263,7 +263,7 @@ class EngineRegistry:
         return sum(speeds) / len(speeds) if speeds else 0.0
 
     def slow(self) -> tuple[tuple[str, int, float, float], ...]:
-        """See `RolloutReport.slow`."""
+        """Slow engines, as in `RolloutReport.slow`."""
         found = self._slow.update(self._board, time.time())
         ranks = {one.engine: self.engines[one.engine].rank for one in found if self.engines[one.engine].own}
         return tuple((one.engine, ranks[one.engine], one.ratio, one.since) for one in found if one.engine in ranks)

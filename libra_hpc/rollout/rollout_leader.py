@@ -179,7 +179,7 @@ class RolloutLeader:
     # --- trajectories
 
     def turn_wanted(self, trajectory: Trajectory) -> None:
-        """Queue its next turn."""
+        """Queue the next turn of a trajectory."""
         if not trajectory.evaluation:
             self._attempts.book.advanced((trajectory.index, trajectory.sample))
         self._turns.ready(trajectory)

@@ -54,13 +54,13 @@ class TrajectoryListener(Protocol):
         """An engine has completed its turn."""
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Its episode is over."""
+        """The episode of a trajectory is over."""
 
     def restart(self, trajectory: Trajectory, reason: str) -> None:
         """Its episode is lost: sample it again from its prompt, through no fault of its own."""
 
     def failed(self, trajectory: Trajectory, kind: str, error: str) -> None:
-        """This attempt failed."""
+        """An attempt of a trajectory failed."""
 
     def schedule_pass(self) -> None:
         """A turn may be routed, or a prompt admitted, now."""

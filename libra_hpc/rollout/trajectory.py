@@ -100,7 +100,7 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
         """Why it failed."""
 
     def again(self) -> Trajectory:
-        """Its next attempt."""
+        """The next attempt of the trajectory."""
         again = Trajectory(index=self.index, sample=self.sample, attempt=self.attempt + 1, task=self.task)
         again.admitted = self.admitted
         return again
@@ -111,7 +111,7 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
 
     @property
     def named(self) -> str:
-        """Its prompt, for people."""
+        """The trajectory's prompt, for people."""
         return self.prompt_id or f"number {self.index} of the data order"
 
     @property

@@ -108,7 +108,7 @@ class SnapshotKeeper:
         return msgspec.structs.replace(message, folder=str(partial))
 
     def written(self, answer: Saved | SaveFailed) -> None:
-        """All processes have answered."""
+        """All processes of the node have written their parts, or failed."""
         path = self.own / Path(answer.folder).name.removesuffix(folders.TEMPORARY)
         if isinstance(answer, SaveFailed):
             self._report(path, answer.reason)

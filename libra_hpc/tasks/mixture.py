@@ -66,8 +66,6 @@ class Mixture(TaskMaker):
 
 
 class MixedTask(Task):
-    """See the module docstring."""
-
     def __init__(
         self,
         tokenizer: TaskTokenizer,

@@ -157,7 +157,7 @@ class Generations:
 
     @property
     def arriving(self) -> int:
-        """See `Join.step`."""
+        """The version on its way to all nodes, as in `Join.step`."""
         return -1
 
     def _worlds(self, nodes: tuple[int, ...]) -> list[tuple[int, ...]]:

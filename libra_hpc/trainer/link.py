@@ -45,8 +45,6 @@ from libra_hpc.weights.pieces import Offer
 
 
 class WorkerSocket(EngineSocket[FromWorker]):
-    """See the module docstring."""
-
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, to_worker, from_worker)
         self._ahead: deque[Any] = deque()

@@ -91,7 +91,7 @@ class Spares:
             payload.rename(self._folder / SPARE.format(payload.file))
 
     def keep(self, payload: PayloadFile) -> None:
-        """Nobody reads it."""
+        """Keep a payload file that nobody reads, for another payload."""
         self._spares.append(payload)
 
 
@@ -120,7 +120,7 @@ class StoredOffer:
 
     @cached_property
     def view(self) -> memoryview:
-        """Its payload."""
+        """The offer's payload."""
         return memoryview(mmap(self.file, self.size, MAP_SHARED | MAP_POPULATE) if self.size else b"")
 
     def available(self, begin: int, end: int, wait_s: float = 0.0) -> int:

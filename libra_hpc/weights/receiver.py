@@ -78,7 +78,7 @@ class Route:
         return self._absent >= len(self._peers)
 
     def came(self) -> None:
-        """A byte came."""
+        """Note that a byte came."""
         self.failures = self._absent = 0
 
     def failed(self, error: Exception) -> None:
@@ -116,7 +116,7 @@ class ArrivingImage:
 
     @property
     def received(self) -> int:
-        """Bytes."""
+        """Bytes that have arrived."""
         return int(np.count_nonzero(self.versions >= 0)) * BLOCK_BYTES
 
     def arrived(self, begin: int, end: int, version: int) -> None:
@@ -160,7 +160,7 @@ class OfferReceiver:
         """Pieces of which not all has come, and the checksum of what has come of the first one."""
 
     def run(self) -> None:
-        """Raises `PassedOver`."""
+        """Receive the whole offer; raises `PassedOver`."""
         self._receive(0, self._offer.size, self._route(False), self._came)
 
     def _receive(self, begin: int, end: int, route: Route, came: Came) -> None:

@@ -39,7 +39,7 @@ bursts."""
 
 class BandwidthPace:
     def __init__(self, bytes_per_s: float) -> None:
-        """0: no limit."""
+        """``bytes_per_s`` 0: no limit."""
         self._rate = bytes_per_s or math.inf
         self.most = max(1.0, self._rate / PIECES)
         """Bytes to move at once."""

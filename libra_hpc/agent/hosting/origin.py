@@ -25,7 +25,7 @@ RECORDS = 2
 
 
 def digest(config: RunConfig) -> str:
-    """The digest, in hexadecimal."""
+    """Return the digest of a configuration, in hexadecimal."""
     environment = made_from(config)
     environment.get("options", {}).pop("evals", None)
     algorithm, rollout, model = config.algorithm, config.rollout, config.model

@@ -49,7 +49,7 @@ more in memory."""
 
 
 class TranscriptLog:
-    """``log`` writes an event."""
+    """Transcripts that wait to be written; ``log`` writes an event."""
 
     def __init__(self, folder: Path, config: RunConfig, log: Callable[..., None]) -> None:
         budget = int(config.run.transcripts_gb * GB)

@@ -88,7 +88,6 @@ class MeasurementReplica:
         return [child.pid for child in self._children]
 
     def send(self, message: ToWorker) -> None:
-        """Send to all processes."""
         for child in self._children:
             child.send(message)
 

@@ -30,7 +30,6 @@ class NodeGroup:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Node names."""
         return tuple(f"{self.prefix}-{index}" for index in range(self.count))
 
     @property

@@ -58,7 +58,7 @@ class SlurmTools:
 
     @property
     def sbin(self) -> Path:
-        """Daemons."""
+        """The folder of Slurm's daemons."""
         return self.root / "usr" / "sbin"
 
     @property

@@ -83,7 +83,7 @@ class Lender:
         self._stopped = ""
 
     def run(self) -> None:
-        """Until the server ends."""
+        """Lend until the server ends."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         agent_folders.own(self._private)

@@ -168,7 +168,7 @@ def log_file(place: Path, name: str) -> Path:
 
 
 def write_record(place: Path, record: LenderRecord) -> None:
-    """Raises `OSError`."""
+    """Write the record of a lender; raises `OSError`."""
     write_atomic(record_file(place, record.name), msgspec.json.encode(record), OWNER_ONLY)
 
 

@@ -125,7 +125,7 @@ PLAIN_GATE = Gate(fused_bias_swiglu.swiglu, gated_gradient)
 
 
 def gate_kernels() -> Gate:
-    """Raises `ImportError` without Triton."""
+    """Triton's kernels of a gated activation; raises `ImportError` without Triton."""
     from . import triton_kernels
 
     return Gate(triton_kernels.gate, triton_kernels.gate_back)

@@ -99,7 +99,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 
 
 def turn_kernel() -> Turn:
-    """Raises `ImportError` without Triton."""
+    """Triton's kernel of the rotation; raises `ImportError` without Triton."""
     from .triton_kernels import turn
 
     return turn

@@ -135,7 +135,7 @@ def gate(both: torch.Tensor) -> torch.Tensor:
 
 
 def gate_back(gradient: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
-    """`libra_hpc.trainer.model.kernels.gated_gradient`."""
+    """The kernel of `libra_hpc.trainer.model.kernels.gated_gradient`."""
     gradient, both = gradient.contiguous(), both.contiguous()
     width = both.shape[-1] // 2
     out = both.new_empty(both.shape, dtype=torch.promote_types(gradient.dtype, both.dtype))
@@ -145,7 +145,7 @@ def gate_back(gradient: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, sign: int) -> torch.Tensor:
-    """`libra_hpc.trainer.model.rotary.turned`."""
+    """The kernel of `libra_hpc.trainer.model.rotary.turned`."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, heads, size = x.shape
     out = x.new_empty(x.shape)

@@ -27,8 +27,6 @@ BITS = {4: torch.int32, 2: torch.int16}
 
 
 class WeightOffers:
-    """See the module docstring."""
-
     def __init__(self, engine: TrainEngine, rank: int) -> None:
         self._state, self._owner = engine.state, f"t{rank}"
         slices = own_slices(engine.shape, engine.split)
