@@ -27,11 +27,10 @@ from libra_hpc.errors import error_text, invalid
 from libra_hpc.process.agent_folders import COMPILED
 from libra_hpc.process.code_stamp import STAMP, code_stamp
 from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD
-from libra_hpc.slurm.interpreter import start_command
 from libra_hpc.slurm.queue.cause import SET_UP_ENDED
 
 from .fit import notice_s
-from .interpreter import in_container
+from .interpreter import in_container, start_command
 from .launch import Launch, NodeRequest, agent_variables, marked, spot_options
 
 STEP = "step"

@@ -27,13 +27,12 @@ from libra_hpc.trainer.model.mcore import (
 from libra_hpc.trainer.model.packing import Pack
 from libra_hpc.trainer.saved.hosted_adamw import HostedAdamW
 from libra_hpc.trainer.saved.merged_adapters import Adapters
-from libra_hpc.trainer.saved.optimizer_state import OptimizerState
 from libra_hpc.weights.names import ReplicaPlace, trained_entries
 
 from .device import Store, backend, give_back, take_again
 from .model import compat
 from .packed_model import Loss, PackedModel
-from .saved.optimizer_state import adamw, learning_rate
+from .saved.optimizer_state import OptimizerState, adamw, learning_rate
 
 LARGEST_NORM = 1e18
 """Largest usable gradient norm: Adam squares gradients in float32, whose range ends at 3e38."""

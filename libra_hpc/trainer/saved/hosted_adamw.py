@@ -17,9 +17,8 @@ from torch.optim.adamw import adamw
 
 from libra_hpc.models import memory
 from libra_hpc.trainer.device import lanes, synchronize
-from libra_hpc.trainer.saved.optimizer_state import distributed
 
-from .optimizer_state import OptimizerState, Shard
+from .optimizer_state import OptimizerState, Shard, distributed
 
 
 class HostedAdamW:
