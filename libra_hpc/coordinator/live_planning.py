@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.facts.estimate import StageEstimate
-from libra_hpc.facts.status import DecisionStatus
+from libra_hpc.facts.status import DecisionStatus, StageEstimate
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.planning.live_child import PlayerProcess
 from libra_hpc.policies.control.borrow_choice import fitting

@@ -9,16 +9,18 @@ import msgspec
 
 from libra_hpc.config.node_groups import replicas
 from libra_hpc.facts.columns import declared, values_of
-from libra_hpc.facts.estimate import BLOCK, StageEstimate, step_accuracy
 from libra_hpc.facts.status import (
+    BLOCK,
     FINAL,
     BucketStatus,
     DecisionStatus,
     FailedAttempts,
     NodeStatus,
+    StageEstimate,
     StageStatus,
     Status,
     as_ended,
+    step_accuracy,
 )
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states

@@ -19,10 +19,9 @@ from libra_hpc.protocol import trace
 
 from . import series
 from .columns import Value, declared, rows_of, values_of
-from .estimate import StepAccuracy, accuracy_line, step_accuracy
 from .rundir import RunDir, read_lines
 from .series import duration, planned_steps
-from .status import FailedAttempts, because, dry_run, failed_in, failed_line
+from .status import FailedAttempts, StepAccuracy, accuracy_line, because, dry_run, failed_in, failed_line, step_accuracy
 
 STATE_STYLES = {"completed": "green", "running": "cyan", "failed": "red", "silent": "red"}
 """Styles by state; every other state is yellow."""

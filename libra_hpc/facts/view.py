@@ -23,7 +23,6 @@ from libra_hpc.protocol.agents import LenderReport
 
 from . import series
 from .columns import rows_of
-from .estimate import accuracy_line, estimate_line
 from .series import Record, duration, reward_changes
 from .status import (
     LENDER_HEADS,
@@ -31,8 +30,10 @@ from .status import (
     STALE_S,
     NodeStatus,
     Status,
+    accuracy_line,
     because,
     dry_run,
+    estimate_line,
     failed_line,
     lender_rows,
 )

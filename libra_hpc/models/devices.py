@@ -1,4 +1,4 @@
-"""Devices as plain data: what one accelerator computes, stores and sends.
+"""Devices as plain data: what one accelerator computes, stores and sends, and how much KV cache it has room for.
 
 `devices.toml` has the built-in ones and their sources. A user's file of the same form adds devices, or replaces those
 of the same name; omitted fields take the defaults of `Device`. One compute die of an MI250X (two per card; half the
@@ -11,6 +11,10 @@ data sheet's peak):
     intra_bytes_s = 100e9
     inter_bytes_s = 12.5e9
     devices_per_node = 8
+
+Each of the ``tp`` devices of a replica has ``memory * UTIL - weights / tp - workspace`` bytes for keys and values; a
+token takes `ModelShape.kv_bytes_per_device`. Beyond the number of KV heads these are replicated, and capacity grows
+more slowly.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.errors import error_text, invalid
+
+from .shapes import ModelShape
 
 BUILTIN = Path(__file__).with_name("devices.toml")
 SHARES = (
@@ -145,3 +151,27 @@ def _entry(path: Path, name: str, fields: object) -> Device:
             valid = "a number >= 0" if field in NOT_NEGATIVE else "a number > 0"
             raise invalid(f"device {name!r} {field}", value, "is out of range", valid)
     return entry
+
+
+MIB, GIB = 1 << 20, 1 << 30
+"""Bytes."""
+UTIL = 0.9
+"""Share of a GPU that an engine takes: vLLM's default."""
+
+
+def kv_capacity(device: Device, shape: ModelShape, tp: int) -> int:
+    """Tokens of KV cache of a replica of ``tp`` devices; 0 when weights and workspace leave no room.
+
+    Raises `UserError` for a ``tp`` that does not shard the model.
+    """
+    shape.check_tp(tp, "tp", rollout=True)
+    free = device.memory_bytes * UTIL - shape.weight_bytes / tp - device.workspace_bytes
+    return max(0, int(free // shape.kv_bytes_per_device(tp)))
+
+
+def blocks_of(tokens: int, block_size: int) -> int:
+    """Blocks that a replica needs to finish a trajectory of ``tokens`` context tokens.
+
+    One more than they fill: a prompt whose last block is cached computes that block again, into another.
+    """
+    return -(-tokens // block_size) + 1

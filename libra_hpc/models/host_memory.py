@@ -22,7 +22,7 @@ import msgspec
 from libra_hpc.config.node_groups import Degrees
 from libra_hpc.config.run import RunConfig
 
-from .capacity import MIB
+from .devices import MIB
 from .memory import MASTER_BYTES, STATE_BYTES, Limit, MemoryTerms, trained_params
 from .shapes import ModelShape
 

@@ -25,8 +25,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.config.run_file_text import toml_value
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.adapters import with_adapters
-from libra_hpc.models.capacity import MIB, UTIL, blocks_of, kv_capacity
-from libra_hpc.models.devices import Device, device
+from libra_hpc.models.devices import MIB, UTIL, Device, blocks_of, device, kv_capacity
 from libra_hpc.models.memory import USABLE, TrainMemory, memory_limit, train_memory, world_layout
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, model_shape, reference_shape, shape_from_config
 from libra_hpc.models.train_seconds import TrainCost, work_of

@@ -24,7 +24,7 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.node_groups import memory_mb, stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
-from libra_hpc.models.capacity import GIB, MIB
+from libra_hpc.models.devices import GIB, MIB
 from libra_hpc.models.host_memory import WEIGHTS, HostRoom, NodeMemory, node_memory, node_work
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, reference_shape
 from libra_hpc.slurm.fit import offered

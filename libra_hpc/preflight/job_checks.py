@@ -19,7 +19,7 @@ from libra_hpc.config.node_groups import COMPONENTS, TrainWorld, core_world, ela
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
 from libra_hpc.models.adapters import SOON, least_rate
-from libra_hpc.models.capacity import MIB, blocks_of
+from libra_hpc.models.devices import MIB, blocks_of
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, shape_from_config
 from libra_hpc.models.supported import FAMILIES
 from libra_hpc.models.train_parallel import cut_fault, expert_fault, world_fault

@@ -10,8 +10,7 @@ from libra_hpc.config.job import Component
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.models.capacity import blocks_of
-from libra_hpc.models.devices import device
+from libra_hpc.models.devices import blocks_of, device
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.traces.run_work import run_work

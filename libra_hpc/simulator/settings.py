@@ -9,8 +9,7 @@ import msgspec
 from libra_hpc.config.rollout import SLOTS
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, invalid
-from libra_hpc.models.capacity import blocks_of
-from libra_hpc.models.devices import STEP_TOKENS
+from libra_hpc.models.devices import STEP_TOKENS, blocks_of
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.models.update_time import NO_UPDATE, UpdateTime
 from libra_hpc.protocol.trace import TrajectoryRecord

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from libra_hpc.errors import OperationError
-from libra_hpc.models.capacity import blocks_of
+from libra_hpc.models.devices import blocks_of
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.protocol import Decision, TurnView
 from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine

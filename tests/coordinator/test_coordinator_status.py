@@ -9,9 +9,8 @@ import pytest
 
 from libra_hpc.config.load import validate
 from libra_hpc.coordinator.records import NOTICE_S, NOTICES, Notices
-from libra_hpc.facts.estimate import StageEstimate, StepAccuracy
 from libra_hpc.facts.rundir import read_lines
-from libra_hpc.facts.status import decode_status
+from libra_hpc.facts.status import StageEstimate, StepAccuracy, decode_status
 from libra_hpc.protocol.agents import Fatal, MemberJoined, RolloutReport, TrainReport
 from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.plan import PlanDecision

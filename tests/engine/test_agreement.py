@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from libra_hpc.engine.settings import CPU_STEP_TOKENS
 from libra_hpc.engine.warm_up import DECODES, PROMPT
 from libra_hpc.models.architecture import read_shape
-from libra_hpc.models.capacity import MIB
+from libra_hpc.models.devices import MIB
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.engine import Generated

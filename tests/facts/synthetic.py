@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.facts.estimate import StageEstimate, StepAccuracy
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import (
@@ -16,8 +15,10 @@ from libra_hpc.facts.status import (
     DecisionStatus,
     FailedAttempts,
     NodeStatus,
+    StageEstimate,
     StageStatus,
     Status,
+    StepAccuracy,
     encode_status,
 )
 from libra_hpc.files import write_atomic

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from libra_hpc.facts import estimate, series, summary, view
+from libra_hpc.facts import series, status, summary, view
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import FailedAttempts, StageStatus, Status, decode_status, encode_status, in_simulated_time
 
@@ -341,18 +341,18 @@ def test_a_status_of_an_older_version_is_read_without_what_is_no_longer_shown(ru
     assert read == msgspec.structs.replace(status, estimate=None, accuracy=None, failures=[], paused="", slow=[])
 
 
-def accuracy(*pairs: tuple[float | None, float]) -> estimate.StepAccuracy | None:
+def accuracy(*pairs: tuple[float | None, float]) -> status.StepAccuracy | None:
     """Of (expected, measured) seconds."""
-    return estimate.step_accuracy([{"expected_s": expected, "step_s": measured} for expected, measured in pairs])
+    return status.step_accuracy([{"expected_s": expected, "step_s": measured} for expected, measured in pairs])
 
 
 def test_steps_are_compared_in_blocks_and_only_where_there_was_an_estimate() -> None:
     assert accuracy() is None
     assert accuracy((None, 3.0), (2.0, 0.0)) is None
-    two = estimate.StepAccuracy(2, 2.0, 2.5, pytest.approx(0.2))
+    two = status.StepAccuracy(2, 2.0, 2.5, pytest.approx(0.2))
     assert accuracy((None, 9.0), (2.0, 4.0), (2.0, 1.0)) == two
     # Bursts: every other step is long, the mean is as expected.
-    assert accuracy(*[(2.0, 3.5), (2.0, 0.5)] * 8) == estimate.StepAccuracy(16, 2.0, 2.0, 0.0)
+    assert accuracy(*[(2.0, 3.5), (2.0, 0.5)] * 8) == status.StepAccuracy(16, 2.0, 2.0, 0.0)
     # Blocks end with the newest step: the oldest three are in none of the two.
     got = accuracy(*[(9.0, 1.0)] * 3, *[(1.1, 1.0)] * 8, *[(1.3, 1.0)] * 8)
     assert got is not None

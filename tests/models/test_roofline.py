@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_hpc.models.capacity import kv_capacity
-from libra_hpc.models.devices import device
+from libra_hpc.models.devices import device, kv_capacity
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.roofline import Roofline

@@ -14,8 +14,7 @@ Peaks are scaled by the device's efficiencies; the host's work comes on top (`De
 
 from __future__ import annotations
 
-from libra_hpc.models.capacity import kv_capacity
-from libra_hpc.models.devices import Device
+from libra_hpc.models.devices import Device, kv_capacity
 from libra_hpc.models.shapes import ModelShape
 
 EXPERT_EFFICIENCY = 0.6

@@ -21,8 +21,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.files import read_named
-from libra_hpc.models.capacity import kv_capacity
-from libra_hpc.models.devices import Device
+from libra_hpc.models.devices import Device, kv_capacity
 from libra_hpc.models.shapes import ModelShape
 
 from .curves import StepCurve, isotonic

@@ -1,1 +1,0 @@
-"""What the engine registry keeps beside its engines: deadlines of turns, and totals of lenders."""
