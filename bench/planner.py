@@ -21,7 +21,7 @@ from libra_hpc.planning.best_plan import best_plans, scene
 from libra_hpc.planning.initial import hybrid_of, planned_pools
 from libra_hpc.planning.layout_space import LayoutSpace
 from libra_hpc.planning.request import PlanRequest, as_planned, request
-from libra_hpc.simulator.play import batches_of, play
+from libra_hpc.simulator.play import Play
 
 JUDGED, SEED = 6, 1_000
 ROWS: dict[str, dict[str, Any]] = {
@@ -49,13 +49,13 @@ def question(changes: dict[str, Any]) -> PlanRequest:
 
 def judged(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     asked = question(changes)
-    space, begin = LayoutSpace(asked), time.process_time()
+    space, groups, begin = LayoutSpace(asked), asked.settings.batch_groups, time.process_time()
     chosen = best_plans(asked).plans[0]
     took, truth = time.process_time() - begin, {}
     for plan in space.plans([pool.nodes for pool in asked.pools], 0):
         engines, settings = scene(asked, space, plan)
-        work = asked.work.batch(batches_of(JUDGED, settings) * asked.settings.batch_groups, SEED)
-        truth[plan.nodes, plan.engines] = play(work, engines, asked.policy, settings).batch_s
+        play = Play(lambda part, n: asked.work.batch(n * groups, SEED + part), engines, asked.policy, settings)
+        truth[plan.nodes, plan.engines] = statistics.fmean(play.rounds(JUDGED))
         progress(f"{name}: {len(truth)} layouts")
     best = min(truth, key=truth.__getitem__)
     real = truth[chosen.nodes, chosen.engines]

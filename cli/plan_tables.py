@@ -84,7 +84,7 @@ def plans(asked: PlanRequest, result: PlanResult) -> Table:
             short_s(plan.train.time.total),
             classes(asked, plan),
             short_s(plan.rollout_s),
-            short_s(plan.seconds),
+            f"{short_s(plan.seconds)} ±{plan.error_s / plan.seconds:.0%}",
             f"{plan.tokens_s:,.0f}",
             f"{plan.train.memory.total / 1e9:.0f}",
         ]
@@ -113,7 +113,7 @@ def remarks(asked: PlanRequest, result: PlanResult) -> None:
     # Without their TP degrees.
     sources = dict.fromkeys(re.sub(r" on \d+ x ", " on ", source) for source in result.sources)
     show(Text(f"rollout steps: {', '.join(sources)}"))
-    show(Text(_plays(best)))
+    show(Text(f"rollout, batch: played in the simulator, {best.played} batches of the first row; ±: two errors"))
 
 
 def _limit(asked: PlanRequest, result: PlanResult) -> str:
@@ -122,8 +122,6 @@ def _limit(asked: PlanRequest, result: PlanResult) -> str:
     train_s, eta = best.train.time.total, asked.settings.eta
     if best.in_turn or not eta:
         what = "the stages take turns"
-        if best.hidden_s:
-            what += f"; {short_s(best.hidden_s)} of training are beside rollout, of groups that are complete"
     elif train_s >= (1 - CLOSE) * best.seconds:
         what = "training is the slower stage"
     else:
@@ -154,11 +152,6 @@ def shared(asked: PlanRequest, result: PlanResult) -> None:
 def _nodes(asked: PlanRequest, plan: RunPlan) -> str:
     """Nodes that train and that roll out."""
     return f"{_pool(asked, plan.pool)}{plan.trains}+{plan.rolls(sum(p.nodes for p in asked.pools))}"
-
-
-def _plays(best: RunPlan) -> str:
-    times = "1 batch" if best.played == 1 else f"{best.played} batches"
-    return f"rollout, batch: played in the simulator, {times} of the first row"
 
 
 def speed(asked: PlanRequest, result: PlanResult) -> None:

@@ -88,14 +88,7 @@ def simulate(
     )
     work = within(load(file, skip_bad), max_context)
     with busy("simulating") as status:
-        ended = dict.fromkeys(names, 0)
-
-        def shown(name: str, count: int) -> None:
-            ended[name] = count
-            whole = len(names) * len(work)
-            status.update(f"simulating: {sum(ended.values()):,} of {whole:,} trajectories")
-
-        done = compare(work, built.engines, names, settings, shown)
+        done = compare(work, built.engines, names, settings, lambda name: status.update(f"simulating {label(name)}"))
     note_empty(done, seats, built.empty, gpus)
     what = f"{built.gpus} x {device}, {model}"
     if plot is not None:

@@ -153,8 +153,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are played once, on a part of a batch: for tests of what is made from a plan."""
-    monkeypatch.setattr(best_plan, "FINALISTS", 0)
+    """Plans are played on a part of few batches: for tests of what is made from a plan."""
+    monkeypatch.setattr(best_plan, "MOST", 0)
     monkeypatch.setattr(best_plan, "PLAYED_TURNS", 500)
 
 

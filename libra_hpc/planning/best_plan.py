@@ -1,9 +1,8 @@
 """The best plan: layouts that fit, in the order of a bound, played in the simulator under the run's policy.
 
 - Plans that differ in the number of training nodes alone are a family. From its least bound a family is searched
-  downhill; a plan whose bound is not below the best is not played, and a play that becomes `STOP` times as long as the
-  best is stopped.
-- The best ones get a second, longer play.
+  downhill; a plan whose bound is not below the best is not played.
+- All plans play the same trajectories, as far as a `Race` needs to tell them apart.
 - More than `PLAYED_GPUS`, or large batches -> a part of the fleet is played, with the same part of the batch.
 """
 
@@ -24,9 +23,10 @@ from libra_hpc.files import digest, read_or_none, write_atomic
 from libra_hpc.models.devices import STEP_TOKENS
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
 from libra_hpc.models.step_times.steps import StepTimes
+from libra_hpc.policies.control.race import ERRORS, Race, downhill
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.simulator.play import Played, batches_of, play
+from libra_hpc.simulator.play import Play
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.simulator.simulate import Simulation
 from libra_hpc.traces.run_work import mean_context
@@ -34,11 +34,9 @@ from libra_hpc.traces.run_work import mean_context
 from .layout_space import LayoutSpace
 from .request import PlanRequest, PlanResult, RunPlan
 
-STOP = 1.1
-"""Times the best seconds so far: so much worse on a few batches is worse on many."""
-FINAL_ROUNDS, FINALISTS, CLOSE = 2, 3, 1.05
-"""Times that all open batches are renewed in the second play (once in the first), and of how many plans at most: those
-within this ratio of the best one."""
+MOST = 12
+"""Batches of a play that count. Half: layouts whose seconds differ by 5 % are not told apart; double: a plan of 48 GPUs
+takes half a minute."""
 PLAYED_GPUS = 256
 """Beyond them a part stands for the whole: its engines have the same load, and there are enough to choose from."""
 PLAYED_TURNS = 20_000
@@ -96,7 +94,7 @@ def _searched(
     return PlanResult(
         plans=tuple(ordered),
         excluded=tuple(space.excluded(ordered[0])),
-        straggler=search.alone_s(ordered[0]),
+        straggler=search.rollout_s(ordered[0])[1],
         sources=tuple(dict.fromkeys(kind.steps.source for kind in space.kinds)),
     )
 
@@ -105,97 +103,89 @@ class _Search:
     def __init__(self, asked: PlanRequest, space: LayoutSpace, progress: Progress) -> None:
         self._asked, self._space, self._progress = asked, space, progress
         self._groups, limits = asked.settings.batch_groups, asked.settings
-        some = self._batches(BOUND_BATCHES, 0)
+        some = asked.work.batch(BOUND_BATCHES * self._groups, 0)
         self._share = min(1.0, PLAYED_TURNS * BOUND_BATCHES / sum(len(record.turns) for record in some))
         self._bound = Bound(some, asked.trajectories, min(limits.max_inflight, limits.max_num_seqs))
-        self._plays = 0
+        self._round = max(2, limits.eta + 1)
+        self._race = Race[int, Play](math.ceil(MOST / self._round))
+        self._shares: dict[int, float] = {}
+        """`Play.rollout_share` of those played, by the place of a plan among all."""
 
     def best(self, plans: Sequence[RunPlan]) -> list[RunPlan]:
-        """Return the plans played, the most often played first, then the fastest."""
-        order = {id(plan): self.bound_s(plan) for plan in plans}
-        families = [
-            sorted(members, key=lambda plan: plan.nodes)
-            for _, members in groupby(sorted(plans, key=_family), key=_family)
-        ]
-        families.sort(key=lambda family: min(order[id(plan)] for plan in family))
-        found: list[RunPlan] = []
-        for family in families:
-            self._downhill(family, order, found)
-        found.sort(key=_rank)
-        last = [plan for plan in found[:FINALISTS] if plan.seconds <= CLOSE * found[0].seconds]
-        found[: len(last)] = [self._timed(plan, FINAL_ROUNDS, math.inf) for plan in last]
-        return sorted(found, key=_rank)
+        """Return the plans played, fastest first."""
+        # Groups of the largest batch that is played.
+        self._most = round(self._groups * max(map(self._part, plans)))
+        order = [self.bound_s(plan) for plan in plans]
+        numbers = sorted(range(len(plans)), key=lambda at: (_family(plans[at]), plans[at].nodes))
+        families = [list(members) for _, members in groupby(numbers, key=lambda at: _family(plans[at]))]
+        for family in sorted(families, key=lambda family: min(order[at] for at in family)):
+            self._enter(plans, family, order)
+        best = self._race.decide()
+        ranked = sorted(self._shares, key=lambda at: (at != best, self._race.seconds(at)))
+        return [self._timed(plans[at], at) for at in ranked]
 
-    def _downhill(self, family: Sequence[RunPlan], order: dict[int, float], found: list[RunPlan]) -> None:
-        """Play plans of a family from its least bound on, as long as they become faster; not stopped -> ``found``."""
-        best = min((plan.seconds for plan in found), default=math.inf)
-        taken: dict[int, float] = {}
+    def _enter(self, plans: Sequence[RunPlan], family: Sequence[int], order: Sequence[float]) -> None:
+        """Play plans of a family from its least bound on, as long as they become faster."""
+        race = self._race
 
-        def seconds(at: int) -> float:
-            nonlocal best
-            if at not in taken:
-                taken[at] = math.inf
-                if order[id(family[at])] < best:
-                    timed = self._timed(family[at], 1, STOP * best)
-                    taken[at] = timed.seconds
-                    if timed.seconds < math.inf:
-                        found.append(timed)
-                        best = min(best, timed.seconds)
-            return taken[at]
+        def seconds(place: int) -> float:
+            at = family[place]
+            if at not in self._shares:
+                if self._shares and order[at] >= race.seconds(race.best):
+                    return math.inf
+                play = self._play(plans[at])
+                race.enter(at, play)
+                self._shares[at] = play.rollout_share
+                self._progress(len(self._shares))
+            return race.seconds(at)
 
-        at = min(range(len(family)), key=lambda index: order[id(family[index])])
-        stride = max(1, len(family) // STRIDES)
-        seconds(at)
-        while stride:
-            near = [n for n in (at - stride, at + stride) if 0 <= n < len(family)]
-            better = min(near, key=seconds, default=at)
-            if seconds(better) < seconds(at):
-                at = better
-            else:
-                stride //= 2
+        start = min(range(len(family)), key=lambda place: order[family[place]])
+        seconds(start)
+        downhill(len(family), start, seconds, max(1, len(family) // STRIDES))
 
     def bound_s(self, plan: RunPlan) -> float:
         """Seconds that a batch of the plan is not below."""
         eta, train_s = self._asked.settings.eta, plan.train.time.total + plan.update.diff_s
-        work_s, alone_s = self._bound.rollout_s(
-            [(self._space.steps_of(s.pool, s.tp), s.replicas) for s in plan.engines]
-        )
+        work_s, alone_s = self.rollout_s(plan)
         rollout_s = max(work_s, alone_s / (eta + 1))
         if plan.in_turn is not None:
-            return train_s + rollout_s + plan.in_turn.switch_s
+            # Complete batches are trained with one pair.
+            return train_s + rollout_s + plan.in_turn.switch_s / (eta + 1)
         if eta:
             return max(train_s, rollout_s)
         return rollout_s + train_s * (self._space.portion(plan) / self._groups or 1.0)
 
-    def alone_s(self, plan: RunPlan) -> float:
-        """Seconds of the longest trajectory alone."""
-        kinds = [(self._space.steps_of(s.pool, s.tp), s.replicas) for s in plan.engines]
-        return self._bound.rollout_s(kinds)[1]
+    def rollout_s(self, plan: RunPlan) -> tuple[float, float]:
+        """`Bound.rollout_s` of its engines."""
+        return self._bound.rollout_s([(self._space.steps_of(s.pool, s.tp), s.replicas) for s in plan.engines])
 
-    def _timed(self, plan: RunPlan, rounds: int, most_s: float) -> RunPlan:
-        """``plan`` with the seconds of a play; infinite ones where it was stopped."""
-        self._plays += 1
-        self._progress(self._plays)
-        found, batches = self._played(plan, rounds, most_s), rounds * (self._asked.settings.eta + 1)
-        tokens_s = self._asked.batch.tokens / found.batch_s
-        times = {"rollout_s": found.rollout_s, "hidden_s": found.hidden_s, "seconds": found.batch_s}
-        return replace(plan, **times, tokens_s=tokens_s, played=batches)
+    def _timed(self, plan: RunPlan, at: int) -> RunPlan:
+        """``plan`` with the seconds of its play, as if it had all rounds of the best one."""
+        seconds = self._race.seconds(at)
+        return replace(
+            plan,
+            seconds=seconds,
+            error_s=ERRORS * self._race.error(at),
+            rollout_s=seconds * self._shares[at],
+            tokens_s=self._asked.batch.tokens / seconds,
+            played=self._race.rounds(at) * self._round,
+        )
 
-    def _played(self, plan: RunPlan, rounds: int, most_s: float) -> Played:
-        part = self._part(plan)
-        engines, settings = scene(self._asked, self._space, plan, part)
-        batches = batches_of(rounds, settings) * settings.batch_groups / self._groups
-        work = self._batches(batches, rounds)
-        return play(work, engines, self._asked.policy, settings, most_s=most_s)
+    def _play(self, plan: RunPlan) -> Play:
+        engines, settings = scene(self._asked, self._space, plan, self._part(plan))
+
+        def supply(part: int, batches: int) -> list[TrajectoryRecord]:
+            return self._asked.work.batch(self._most * batches, part)[
+                : settings.batch_groups * self._asked.work.group * batches
+            ]
+
+        return Play(supply, engines, self._asked.policy, settings)
 
     def _part(self, plan: RunPlan) -> float:
         """Share of the fleet that is played."""
         gpus = sum(s.devices for s in plan.engines)
         least = min(s.replicas for s in plan.engines)
         return max(min(1.0, PLAYED_GPUS / gpus, self._share), 1.0 / self._groups, 1.0 / least)
-
-    def _batches(self, batches: float, seed: int) -> list[TrajectoryRecord]:
-        return self._asked.work.batch(round(batches * self._groups), seed)
 
 
 def scene(
@@ -228,12 +218,7 @@ def step_ends(asked: PlanRequest, plan: RunPlan) -> list[float]:
 
 def _family(plan: RunPlan) -> tuple[object, ...]:
     """What plans of a family have in common."""
-    way = plan.in_turn
-    return plan.pool, way is not None, way is not None and way.core_rolls, [s.tp for s in plan.engines]
-
-
-def _rank(plan: RunPlan) -> tuple[float, ...]:
-    return -plan.played, plan.seconds, plan.train.time.total
+    return plan.pool, str(plan.in_turn), [s.tp for s in plan.engines]
 
 
 class Bound:

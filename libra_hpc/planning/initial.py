@@ -66,12 +66,12 @@ class InitialPlan(msgspec.Struct, frozen=True):
             "chosen": self.chosen,
             "predicted": {
                 "batch_s": plan.seconds,
+                "error_s": plan.error_s,
                 "train_s": plan.train.time.total,
                 "rollout_s": plan.rollout_s,
                 "played_batches": plan.played,
                 "step_ends_s": step_ends(asked, plan),
                 "tokens_s": plan.tokens_s,
-                "hidden_s": plan.hidden_s,
                 "switch_s": plan.in_turn.switch_s if plan.in_turn else 0.0,
             },
             "plan": msgspec.to_builtins(plan),

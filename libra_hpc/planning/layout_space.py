@@ -75,7 +75,8 @@ class LayoutSpace:
         self, have: Sequence[int], pool: int, nodes: int, hybrid: int, choice: TrainChoice, way: InTurn | None
     ) -> Iterator[RunPlan]:
         """The plans with each fleet of the nodes that roll out."""
-        devices = self.rest(have, pool, 0 if way is not None and way.core_rolls else nodes)
+        core = 0 if way is not None and way.core_rolls else nodes
+        devices = [(n - core * (i == pool)) * self._pools[i].node_devices for i, n in enumerate(have)]
         able = [[k for k in self.kinds if k.pool == i and k.limit is None] for i, n in enumerate(devices) if n]
         for fleet in product(*able):
             engines = tuple(PoolEngines(k.pool, k.steps.tp, devices[k.pool] // k.steps.tp) for k in fleet)
@@ -140,10 +141,6 @@ class LayoutSpace:
         work, devices = self._asked.hosts.rolls, pool.node_devices
         own = msgspec.structs.replace(work, engines=devices // tp)
         return pool.room.limit(node_memory(self._asked.shape, own))
-
-    def rest(self, have: Sequence[int], pool: int, nodes: int) -> list[int]:
-        """Devices of each pool that roll out."""
-        return [(n - (nodes if i == pool else 0)) * self._pools[i].node_devices for i, n in enumerate(have)]
 
     def portion(self, plan: RunPlan) -> int:
         """Groups that are trained together as soon as they are complete; 0: batches are trained whole."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from math import ceil
+from random import Random
 from statistics import fmean
 
 from msgspec.structs import replace
@@ -14,7 +16,8 @@ from libra_hpc.models.train_seconds import portion
 from libra_hpc.policies.control.plays import PlayWork, State
 from libra_hpc.policies.scheduling.costs import scaled_costs
 from libra_hpc.protocol.engine_state import StepCosts
-from libra_hpc.simulator.play import play
+from libra_hpc.protocol.trace import TrajectoryRecord
+from libra_hpc.simulator.play import Play
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.traces.cut import cut_at
 
@@ -36,28 +39,38 @@ class LivePlay:
     ) -> None:
         self._engines, self._policy, self._settings, self._core = engines, policy, settings, core
 
-    def __call__(self, work: PlayWork, state: State) -> tuple[float, float]:
-        """Seconds of a batch and of its rollout. Raises as `play` does, where no engine holds a trajectory."""
+    def __call__(self, work: PlayWork, state: State) -> Play:
+        """The play of a state. Raises as `Play` does, where no engine holds a trajectory."""
         settings = replace(
             self._settings,
             batch_groups=work.groups,
             eta=work.eta,
             train_nodes=state.train,
             portion_groups=0 if state.in_turn or self._core is None else _portion(work, self._core),
+            switch_s=work.switches_s if state.in_turn else None,
         )
-        engines = self._of(state.rollout + state.lent, work.costs)
         # What is expected of open trajectories knows no limit.
         records = cut_at(work.records, settings.max_model_len).trajectories if settings.max_model_len else work.records
-        played = play(records, engines, self._policy, settings, work.train_seconds)
-        return played.batch_s, played.rollout_s
+        groups = [list(members) for _, members in groupby(records, key=lambda record: record.prompt_id)]
+
+        def supply(part: int, batches: int) -> list[TrajectoryRecord]:
+            """Coming groups, drawn with replacement: batches scatter as much as they are known."""
+            return [
+                replace(one, prompt_id=f"{part}/{n}")
+                for n, group in enumerate(Random(f"{part}").choices(groups, k=batches * work.groups))
+                for one in group
+            ]
+
+        engines = self._of(state.rollout + state.lent, work.costs)
+        return Play(supply, engines, self._policy, settings, work.train_seconds)
 
     def _of(self, nodes: int, costs: Sequence[StepCosts]) -> list[EngineSpec]:
         each = self._engines
         last = tuple(each) * nodes if len(each) == 1 else each[max(0, len(each) - nodes) :]
         return [
             EngineSpec(f"{node}.{number}", tp, as_measured(costs_of(tp, costs)))
-            for node, (tp, count) in enumerate(last)
-            for number in range(count)
+            for node, (tp, engines) in enumerate(last)
+            for number in range(engines)
         ]
 
 

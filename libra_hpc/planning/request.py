@@ -135,10 +135,10 @@ class RunPlan(msgspec.Struct, frozen=True):
     """Until a batch is complete; of overlapping batches, in which engines compute."""
     seconds: float = 0.0
     """Seconds of one global batch."""
+    error_s: float = 0.0
+    """Two standard errors of them."""
     tokens_s: float = 0.0
     """Tokens of finished trajectories, trained on, per second."""
-    hidden_s: float = 0.0
-    """Training seconds beside rollout, because groups are trained as they are complete."""
     played: int = 0
     """Batches that count."""
     snapshots: bool = True

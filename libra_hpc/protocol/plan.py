@@ -165,7 +165,7 @@ class PlanDecision(msgspec.Struct, frozen=True):
     candidates: tuple[Candidate, ...] = ()
     """The best five, best first."""
     triggers: tuple[str, ...] = ()
-    """Why the plan was evaluated: ``start``, ``split``, ``drift``, ``confirm``, ``period``."""
+    """Why the plan was evaluated: ``start``, ``split``, ``drift``, ``offers``, ``period``."""
     layout: str = ""
     """With ``repartition``: the new training layout and rollout TP classes."""
     changes: dict[str, Any] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import msgspec
 
@@ -28,15 +27,16 @@ def compare(
     engines: Sequence[EngineSpec],
     policies: Sequence[str],
     settings: SimulationSettings,
-    progress: Callable[[str, int], None],
+    progress: Callable[[str], None],
 ) -> dict[str, Compared]:
-    """Simulate every policy, by its name in a run file; ``progress(name, trajectories that have ended)``.
+    """Simulate every policy, by its name in a run file; ``progress(name)`` as it begins.
 
     Raises `UserError` for what cannot be simulated.
     """
     done: dict[str, Compared] = {}
     for name in policies:
         policy, begin = make_policy(name, FIELD), time.perf_counter()
-        result = simulate(work, engines, policy, settings, progress=partial(progress, name))
+        progress(name)
+        result = simulate(work, engines, policy, settings)
         done[name] = Compared(result, time.perf_counter() - begin)
     return done

@@ -12,7 +12,8 @@ This module is what the rollout leader and the coordinator are in a live run:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from math import inf
 
 from libra_hpc.errors import OperationError
 from libra_hpc.policies.scheduling.board import Board
@@ -27,13 +28,8 @@ from .simulated_agents import Agents
 from .simulated_trajectory import SentTurn, SimulatedTrajectory, grouped
 from .training_stage import TrainingStage
 
-REPORTED = 5000
-"""Events between two reports of progress: a fifth of a second."""
 STALLED_S = 3600.0
 """Simulated seconds that turns may wait with nothing running; after that the policy would wait for ever."""
-
-Progress = Callable[[int], None]
-"""(trajectories that have ended) -> None."""
 
 
 class Simulation:
@@ -53,11 +49,9 @@ class Simulation:
         self.recorder = Recorder()
         self._policy = policy
         self._queue = Dispatcher(policy, self.board)
-        self._groups = grouped(work, settings.seed)
-        self._trajectories = {
-            trajectory.name: trajectory for trajectories in self._groups.values() for trajectory in trajectories
-        }
-        self.training = TrainingStage(self._groups, settings, training)
+        self._groups = dict[str, list[SimulatedTrajectory]]()
+        self._trajectories = dict[str, SimulatedTrajectory]()
+        self.training = TrainingStage(settings, training)
         self._events = Events()
         self._at = self._events.at
         self._agents = Agents(
@@ -78,25 +72,40 @@ class Simulation:
         self._seated = 0
         for spec in engines:
             self._agents.up(spec, self.training.version)
-        self._at(0.0, self._admit, None)
+        self.add(work)
 
-    def run(self, progress: Progress = lambda ended: None) -> SimulationResult:
-        """Simulate to the end.  Raises `OperationError` when turns would wait for ever."""
-        training, following, ended = self.training, self._events.next, self.recorder.finish_s
-        while not training.done:
-            progress(len(ended))
-            for _ in range(REPORTED):
-                if training.done:
-                    break
-                if not following():
-                    raise self._stalled()
+    def run(self) -> SimulationResult:
+        """Simulate to the end.  Raises as `until` does."""
+        self.until(inf)
         for engine in self.engines.values():
             self.recorder.gone(engine, self.now)
         return self.recorder.result(self._policy.name, self.now, self.training.steps)
 
+    def until(self, version: float) -> None:
+        """Simulate until so many steps were trained, or all. Raises `OperationError` when turns would wait for ever."""
+        training, following = self.training, self._events.next
+        while not training.done and training.version < version:
+            if not following():
+                raise self._stalled()
+
+    def add(self, work: Sequence[TrajectoryRecord]) -> None:
+        """Put trajectories of further groups behind all others."""
+        groups = grouped(work, self.settings.seed)
+        self._groups |= groups
+        self._trajectories |= {one.name: one for trajectories in groups.values() for one in trajectories}
+        self.training.add(groups)
+        self._at(self.now, self._admit, None)
+
     @property
     def now(self) -> float:
         return self._events.now
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the engines' device-seconds so far with a step or a weight update."""
+        return sum(engine.tp * engine.counters.busy_s for engine in self.engines.values()) / sum(
+            engine.tp * (self.now - engine.up_at) for engine in self.engines.values()
+        )
 
     # --- events
 
@@ -257,7 +266,6 @@ def simulate(
     policy: Policy,
     settings: SimulationSettings | None = None,
     training: Training | None = None,
-    progress: Progress = lambda ended: None,
 ) -> SimulationResult:
     """Simulate ``work`` on ``engines`` under ``policy``; raises as `Simulation` does."""
-    return Simulation(work, engines, policy, settings or SimulationSettings(), training).run(progress)
+    return Simulation(work, engines, policy, settings or SimulationSettings(), training).run()

@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from libra_hpc.policies.scheduling.staleness import StalenessGate
@@ -34,30 +32,35 @@ class SimulatedStep(msgspec.Struct):
 
 
 class TrainingStage:
-    """Groups in, steps out.  ``groups`` maps prompt id to its trajectories, in data order."""
+    """Groups in, steps out."""
 
-    def __init__(
-        self, groups: dict[str, list[SimulatedTrajectory]], settings: SimulationSettings, training: Training | None
-    ) -> None:
+    def __init__(self, settings: SimulationSettings, training: Training | None) -> None:
         self.version = 0
         self.nodes = settings.train_nodes
         """Training nodes: the second argument of the training function."""
         self.steps: list[SimulatedStep] = []
-        self._groups = groups
-        self._order: Sequence[str] = list(groups)
+        self._groups = dict[str, list[SimulatedTrajectory]]()
+        self._order = list[str]()
         self._next = 0
-        self._open = {name: len(trajectories) for name, trajectories in groups.items()}
-        self._max_open = settings.max_open_groups or len(groups)
+        self._open = dict[str, int]()
+        self._max_open = settings.max_open_groups or 1 << 30
         self._training = training or (lambda tokens, nodes: settings.train_s)
         self._batch: tuple[str, ...] = ()
         """The newest one."""
         size = settings.batch_groups
         self._gate = StalenessGate(settings.eta, size, self._max_open) if size else None
-        self._unfinished = len(groups)
+        self._unfinished = 0
         self._closed: dict[str, float] = {}
         self._portions = settings.portion_groups if not settings.eta else 0
         self._waiting: list[SimulatedStep] = []
         self._busy = False
+
+    def add(self, groups: dict[str, list[SimulatedTrajectory]]) -> None:
+        """Take the trajectories of further prompts, in data order."""
+        self._groups |= groups
+        self._order += groups
+        self._open |= {name: len(trajectories) for name, trajectories in groups.items()}
+        self._unfinished += len(groups)
 
     @property
     def done(self) -> bool:

@@ -109,7 +109,7 @@ class Work(msgspec.Struct, frozen=True):
         )
 
     def batch(self, groups: int, seed: int) -> list[TrajectoryRecord]:
-        """So many groups."""
+        """So many groups, whose prompts no other seed has."""
         ends = list(accumulate(part.weight for part in self.parts))
         shares = [later - before for before, later in pairwise(round(groups * end / ends[-1]) for end in (0, *ends))]
         placed = [
@@ -118,7 +118,8 @@ class Work(msgspec.Struct, frozen=True):
             # Equal tasks have other trajectories.
             for number, group in enumerate(self._groups(part, count, seed + 1_000 * place))
         ]
-        return [one for _, group in sorted(placed, key=lambda pair: pair[0]) for one in group]
+        ordered = [group for _, group in sorted(placed, key=lambda pair: pair[0])]
+        return [replace(one, prompt_id=f"{seed}/{one.prompt_id}") for group in ordered for one in group]
 
     def _groups(self, part: WorkPart, count: int, seed: int) -> Iterator[Sequence[TrajectoryRecord]]:
         if part.profile is None:

@@ -48,7 +48,7 @@ QWEN3_14B = {
 COMMAND = """#!{}/bin/python
 from libra_hpc_cli.app import main
 from libra_hpc.planning import best_plan
-best_plan.FINALISTS = 0
+best_plan.MOST = 0
 main()
 """
 """Plans are played once: the path plans five times, each time for as long as a user may

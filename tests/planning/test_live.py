@@ -29,7 +29,7 @@ def work(generated: int, costs: StepCosts) -> PlayWork:
     """Four batches of 8 groups of 4, each of one turn."""
     turn = (TurnRecord(0, generated),)
     records = [TrajectoryRecord(str(group), sample, 500, turn) for group in range(32) for sample in range(4)]
-    return PlayWork(records, 8, 1, (costs,), lambda tokens, nodes: 1.0)
+    return PlayWork(records, 8, 1, (costs,), lambda tokens, nodes: 1.0, 0.0)
 
 
 SLOW, FAST = StepCosts(4, 400_000, 0.02, 1e-8, 1e-5), StepCosts(4, 400_000, 0.002, 1e-9, 1e-6)

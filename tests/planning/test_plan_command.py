@@ -45,7 +45,7 @@ def test_the_default_shows_split_limits_and_sources(call: Call) -> None:
         "lengths: assumed: 8 turns, prompts of 2,048 tokens, 512 tokens a turn, 128 of a tool, ",
         "TP, PP, CP, EP, DP: tensor, pipeline, context, expert, data parallel",
         "rollout steps: operator tables",
-        "played in the simulator, 2 batches of the first row",
+        "played in the simulator, 4 batches of the first row; ±: two errors",
     ):
         assert fact in out
     assert re.search(r"not fit \(--explain for all\).*GB over", out, re.DOTALL)

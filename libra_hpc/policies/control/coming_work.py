@@ -48,9 +48,9 @@ def coming_work(snapshot: PlanSnapshot) -> list[list[TrajectoryFact]]:
     return [groups[index] for index in sorted(groups)]
 
 
-def records(groups: Sequence[Sequence[TrajectoryFact]], count: int) -> list[TrajectoryRecord]:
-    """``count`` groups that repeat ``groups``, as the simulator plays them."""
-    return [_record(t, index, sample) for index in range(count) for sample, t in enumerate(groups[index % len(groups)])]
+def records(groups: Sequence[Sequence[TrajectoryFact]]) -> list[TrajectoryRecord]:
+    """The groups as the simulator plays them."""
+    return [_record(t, index, sample) for index, group in enumerate(groups) for sample, t in enumerate(group)]
 
 
 def _octave(prompt: int) -> int:

@@ -52,7 +52,7 @@ def layout_choice(
     settings: PlannerSection,
 ) -> PlanDecision:
     """``held``, or the best of ``layouts`` where it pays."""
-    before, ratio = plays.at(here), plays.ratio
+    before, ratio = plays.at(here), plays.ratio(in_turn=False)
     cost = settings.repartition_cost_s + (again := _again(snapshot, plays, before))
     needed = settings.margin * cost
 

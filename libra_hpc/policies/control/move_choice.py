@@ -1,8 +1,8 @@
 """Whether hybrid nodes move to the other stage.
 
+- The best split is not faster by two standard errors of as many plays as it takes (`Race`) -> hold.
 - Gain below ``min_gain``, or over the horizon at most ``margin`` switches as measured -> hold.
 - A node younger than ``min_dwell_s``, or the hour's moves used up -> hold.
-- A gain below `SURE` -> the move is made when the next step asks for it again; a move back, after `BACK` steps.
 """
 
 from __future__ import annotations
@@ -15,89 +15,76 @@ from msgspec.structs import replace
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.protocol.plan import Candidate, NodeFact, PlanDecision, PlanSnapshot
 
-from .confirmation import MUST, Confirmation
 from .node_units import units
-from .plays import Plays, Seconds, State, downhill, hold
+from .plays import Plays, Seconds, State, hold
 from .switch_cost import Direction, switch_cost
 
-BACK = 3
-"""Steps that must ask for a small move back within the hour. Half: steady work moves two nodes to and fro; double: a
-drift is followed late.
-"""
 HOUR = 3600.0
 """Seconds."""
 CANDIDATES = 5
 """Splits that a decision lists."""
 
 
-class MoveChoice:
-    """`decide` once for each play of the coming work."""
+def move_choice(
+    snapshot: PlanSnapshot, plays: Plays, here: State, settings: PlannerSection, *, horizon: float, now: float
+) -> PlanDecision:
+    """The decision for the best split, with its numbers and the best candidates; ``horizon`` in seconds."""
+    times = plays.downhill(*_reachable(snapshot, here))
+    chosen = next(iter(times))
+    best = sorted(times, key=lambda state: (state != chosen, times[state].batch))[:CANDIDATES]
+    before, after = times[here], times[chosen]
+    gain = 1.0 - after.batch / before.batch
+    to_train = chosen.train > here.train
+    direction: Direction = "to_train" if to_train else "to_rollout"
+    source, stage = ("rollout", "train") if to_train else ("train", "rollout")
+    movable = list(chain.from_iterable(_units(snapshot, source)))[: abs(chosen.train - here.train)]
+    cost = switch_cost(settings, direction, snapshot) * len(movable) / getattr(here, source)
+    needed = settings.margin * cost
+    numbers = plays.numbers(here) | {
+        "after_train_s": after.train,
+        "after_rollout_s": after.rollout,
+        "after_s": after.batch,
+        "pays_s": horizon * gain,
+        "cost_s": cost,
+        "needed_s": needed,
+        "moves_left": float(_moves_left(snapshot, settings, now)),
+    }
+    who = f"node{'s' * (len(movable) > 1)} {', '.join(str(node.rank) for node in movable)}"
+    what = (
+        f"moving {who} to {stage} takes a batch from {in_words(before)} to {in_words(after)}; that is {gain:.0%},"
+        f" and {horizon * gain:.0f} s over the horizon"
+    )
+    price, blocked = f"{settings.margin:.1f} x {cost:.1f} s switch cost", ""
+    if not movable:
+        why = f"a batch takes {in_words(before)}, and no other split clearly less"
+    elif gain < settings.min_gain:
+        why = f"{what}, below the least gain of {settings.min_gain:.0%}"
+    elif horizon * gain <= needed:
+        why = f"{what}, which does not pay {price}"
+    else:
+        blocked = _blocked(snapshot, movable, settings, now)
+        why = f"{blocked}: {what}" if blocked else ""
+    found = hold(why, numbers)
+    if not why:
+        ranks = tuple(node.rank for node in movable)
+        found = PlanDecision(direction, ranks[0], f"{direction}: {what}, more than {price}", numbers, nodes=ranks)
+    return replace(found, candidates=_candidates(best, times, before, horizon, needed, blocked))
 
-    def __init__(self, settings: PlannerSection, confirmation: Confirmation) -> None:
-        self._settings, self._confirmation = settings, confirmation
 
-    def decide(self, snapshot: PlanSnapshot, plays: Plays, here: State, horizon: float, now: float) -> PlanDecision:
-        """The decision for the best split, with its numbers and the best candidates; ``horizon`` in seconds."""
-        times = downhill(plays, *_reachable(snapshot, here))
-        best = sorted(times, key=lambda state: times[state].batch)[:CANDIDATES]
-        before, after = times[here], times[best[0]]
-        gain = 1.0 - after.batch / before.batch
-        to_train = best[0].train > here.train
-        direction: Direction = "to_train" if to_train else "to_rollout"
-        source, stage = ("rollout", "train") if to_train else ("train", "rollout")
-        movable = list(chain.from_iterable(_units(snapshot, source)))[: abs(best[0].train - here.train)]
-        cost = switch_cost(self._settings, direction, snapshot) * len(movable) / getattr(here, source)
-        needed = self._settings.margin * cost
-        numbers = plays.numbers(here) | {
-            "after_train_s": after.train,
-            "after_rollout_s": after.rollout,
-            "after_s": after.batch,
-            "pays_s": horizon * gain,
-            "cost_s": cost,
-            "needed_s": needed,
-            "moves_left": float(self._moves_left(snapshot, now)),
-        }
-        who = f"node{'s' * (len(movable) > 1)} {', '.join(str(node.rank) for node in movable)}"
-        what = (
-            f"moving {who} to {stage} takes a batch from {in_words(before)} to {in_words(after)}; that is {gain:.0%},"
-            f" and {horizon * gain:.0f} s over the horizon"
-        )
-        price, blocked = f"{self._settings.margin:.1f} x {cost:.1f} s switch cost", ""
-        if not movable:
-            why = f"a batch takes {in_words(before)}, and no other split takes less"
-        elif gain < self._settings.min_gain:
-            why = f"{what}, below the least gain of {self._settings.min_gain:.0%}"
-        elif horizon * gain <= needed:
-            why = f"{what}, which does not pay {price}"
-        else:
-            blocked = self._blocked(snapshot, movable, direction, gain, now)
-            why = f"{blocked}: {what}" if blocked else ""
-        if not blocked:
-            self._confirmation.drop()
-        found = hold(why, numbers)
-        if not why:
-            ranks = tuple(node.rank for node in movable)
-            found = PlanDecision(direction, ranks[0], f"{direction}: {what}, more than {price}", numbers, nodes=ranks)
-        return replace(found, candidates=_candidates(best, times, before, horizon, needed, blocked))
+def _moves_left(snapshot: PlanSnapshot, settings: PlannerSection, now: float) -> int:
+    """Node moves that this hour still allows."""
+    return max(0, settings.moves_per_hour - sum(switch.at > now - HOUR for switch in snapshot.switches))
 
-    def _moves_left(self, snapshot: PlanSnapshot, now: float) -> int:
-        """Node moves that this hour still allows."""
-        return max(0, self._settings.moves_per_hour - sum(switch.at > now - HOUR for switch in snapshot.switches))
 
-    def _blocked(
-        self, snapshot: PlanSnapshot, nodes: list[NodeFact], direction: Direction, gain: float, now: float
-    ) -> str:
-        """Why these nodes must not move now, else empty: dwell time, moves per hour, or a gain to be confirmed."""
-        young, left = max(nodes, key=lambda node: node.since), self._moves_left(snapshot, now)
-        if now - young.since < self._settings.min_dwell_s:
-            stayed = f"node {young.rank} has been in {young.role} for {now - young.since:.0f} s"
-            return f"{stayed} of at least {self._settings.min_dwell_s:.0f} s"
-        if len(nodes) > left:
-            return f"{left} of the {self._settings.moves_per_hour} moves an hour are left"
-        last = snapshot.switches[-1] if snapshot.switches else None
-        back = last is not None and last.at > now - HOUR and last.direction != direction
-        given = self._confirmation.given(direction, gain, snapshot.steps_left, BACK if back else 1)
-        return "" if given else MUST
+def _blocked(snapshot: PlanSnapshot, nodes: list[NodeFact], settings: PlannerSection, now: float) -> str:
+    """Why these nodes must not move now, else empty: dwell time, or moves per hour."""
+    young, left = max(nodes, key=lambda node: node.since), _moves_left(snapshot, settings, now)
+    if now - young.since < settings.min_dwell_s:
+        stayed = f"node {young.rank} has been in {young.role} for {now - young.since:.0f} s"
+        return f"{stayed} of at least {settings.min_dwell_s:.0f} s"
+    if len(nodes) > left:
+        return f"{left} of the {settings.moves_per_hour} moves an hour are left"
+    return ""
 
 
 def in_words(seconds: Seconds) -> str:

@@ -2,8 +2,8 @@
 
 - Training seconds of a token are measured here; n nodes are ``(here / n) ** SCALING`` of that.
 - Seconds elsewhere are the measured ones here, times those played there, over those played here (`Plays`).
-- Nodes that may serve both stages in turn -> `WayChoice`.
-- Hybrid nodes -> `MoveChoice`: their best split, downhill from this one both ways.
+- Nodes that may serve both stages in turn -> `way_choice`.
+- Hybrid nodes -> `move_choice`: their best split, downhill from this one both ways.
 - Nothing to move, and other work than all layouts were searched for -> `layout_choice`.
 - Nothing to move, and the run may queue nodes for itself, or borrow servers -> `with_borrowed`.
 - No step has ended, or the work is the same as before -> the last hold stays.
@@ -24,12 +24,11 @@ from libra_hpc.protocol.plan import PlanDecision, PlanSnapshot, TrajectoryFact
 
 from .borrow_choice import with_borrowed
 from .coming_work import coming_work, records
-from .confirmation import Confirmation
 from .layout_choice import OtherLayout, layout_choice
-from .move_choice import MoveChoice
+from .move_choice import move_choice
 from .plays import Play, Plays, PlayWork, State, hold, present
 from .switch_cost import pair_of_switches
-from .way_choice import WayChoice
+from .way_choice import way_choice
 
 STEPS = 8
 """Newest steps at this split whose training is measured. Older ones are of another policy."""
@@ -39,8 +38,8 @@ ELSEWHERE = 4
 """Fewest steps with another number of nodes whose median replaces scaling: the first one has the regrouping in it."""
 SCALING = 0.92
 """Twice the nodes train 2 ** 0.92 = 1.89 times as fast: data-parallel training with its fixed parts."""
-BATCHES = 3
-"""Batches of a play beyond the staleness bound, so that the pipeline is full."""
+ROUNDS = 4
+"""Of a play, at most: the coming work is not known better."""
 CHANGED = 0.05
 """Relative change of the mean lengths after which the same split is played once more before ``period_s`` has passed."""
 OTHER_WORK = 0.25
@@ -81,7 +80,7 @@ class _Asked(NamedTuple):
 
 
 class Player:
-    """Decides from snapshots; keeps what was played last, and the change to be confirmed.
+    """Decides from snapshots; keeps what was played last.
 
     ``repartition_after``: no other layout is searched before, and then for other work alone.
     """
@@ -102,9 +101,6 @@ class Player:
         """The work that all layouts were searched for last."""
         self._proposed: set[str] = set()
         """Layouts, in words."""
-        self._confirmation = Confirmation()
-        self._ways = WayChoice(settings, self._confirmation)
-        self._moves = MoveChoice(settings, self._confirmation)
         self._way: tuple[bool, float] | None = None
         """Whether nodes serve in turn, and since when."""
         self._held = hold("nothing has been played yet")
@@ -147,18 +143,18 @@ class Player:
         if not triggers:
             return self._held
         work = self._work(snapshot, groups, here.train)
-        plays = Plays(self._play, work, pair_of_switches(self._settings, snapshot))
+        plays = Plays(self._play, work, ROUNDS)
         if why := plays.measured(here, (steps[-1].at - steps[0].at) / (len(steps) - 1), self._ratios):
             return hold(f"the coming work cannot be played: {why}")
         return replace(self._choice(snapshot, plays, here, now), triggers=triggers)
 
     def _choice(self, snapshot: PlanSnapshot, plays: Plays, here: State, now: float) -> PlanDecision:
         """The first change that pays, else a hold."""
-        if (found := self._ways.decide(snapshot, plays, here)) is not None:
+        if (found := way_choice(snapshot, plays, here, self._settings)) is not None:
             return found
         seconds = plays.at(here)
         horizon = min(max(self._settings.horizon_s, LEAST_BATCHES * seconds.batch), snapshot.steps_left * seconds.batch)
-        found = self._moves.decide(snapshot, plays, here, horizon, now)
+        found = move_choice(snapshot, plays, here, self._settings, horizon=horizon, now=now)
         blocked = any(candidate.blocked for candidate in found.candidates)
         if found.action == "hold" and not blocked and self._search_is_due(snapshot, now):
             found = self._other_layout(found, snapshot, plays, here, horizon)
@@ -209,8 +205,8 @@ class Player:
             return tokens / snapshot.sampled_groups * per_token
 
         size = round(snapshot.prompts_per_step * snapshot.sampled_groups)
-        coming = records(groups, (BATCHES + snapshot.eta) * size)
-        return PlayWork(coming, size, snapshot.eta, snapshot.step_costs, train_seconds)
+        switches_s = pair_of_switches(self._settings, snapshot)
+        return PlayWork(records(groups), size, snapshot.eta, snapshot.step_costs, train_seconds, switches_s)
 
     def _triggers(
         self, snapshot: PlanSnapshot, here: State, groups: Sequence[Sequence[TrajectoryFact]], now: float
@@ -230,7 +226,6 @@ class Player:
                 "drift": asked.differs(last, CHANGED),
                 "split": last.state != here,
                 "offers": last.offers != offers,
-                "confirm": self._confirmation.waits,
                 "period": now - last.at >= self._settings.period_s,
             }
             found = tuple(name for name, one in holds.items() if one)

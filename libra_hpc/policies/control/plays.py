@@ -1,4 +1,7 @@
-"""Seconds of a batch at another state of the nodes: measured here, times played there, over played here."""
+"""Seconds of a batch at another state of the nodes: measured here, times played there, over played here.
+
+All states play the same trajectories, as far as a `Race` needs to tell them apart.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from libra_hpc.protocol.engine_state import StepCosts
 from libra_hpc.protocol.plan import PlanDecision, PlanSnapshot
 from libra_hpc.protocol.trace import TrajectoryRecord
 
+from .race import Contender, Race, downhill
+
 BOUND = 2.0
 """Most that a measured batch may differ from the played one, as a ratio."""
 BOTH = "both"
@@ -18,7 +23,7 @@ BOTH = "both"
 
 
 class PlayWork(NamedTuple):
-    """What is played: the coming trajectories, and what the run has measured."""
+    """What is played, again and again: the coming trajectories; and what the run has measured."""
 
     records: list[TrajectoryRecord]
     groups: int
@@ -27,6 +32,8 @@ class PlayWork(NamedTuple):
     costs: tuple[StepCosts, ...]
     train_seconds: Callable[[int, int], float]
     """(tokens, training nodes) -> seconds."""
+    switches_s: float
+    """A pair of switches, which a batch in turn has."""
 
     @property
     def share(self) -> float:
@@ -53,38 +60,41 @@ class Seconds(NamedTuple):
     batch: float
 
 
-Play = Callable[[PlayWork, State], tuple[float, float]]
-"""(work, state) -> seconds of a batch without switches, and those out of them in which it is rolled out. Raises
-`UserError` or `OperationError` where it cannot be played."""
+Play = Callable[[PlayWork, State], Contender]
+"""It raises `UserError` or `OperationError` where it cannot be played, its rounds too."""
 
 
 class Plays:
-    """Plays of one work; each state is played once.
+    """Plays of one work, in at most ``rounds``; each state is played once."""
 
-    ``switches_s``: a pair of switches, which a batch in turn has.
-    """
-
-    def __init__(self, play: Play, work: PlayWork, switches_s: float) -> None:
-        self.work, self.switches_s = work, switches_s
+    def __init__(self, play: Play, work: PlayWork, rounds: int) -> None:
+        self.work = work
         self._play = play
         self._tokens = round(sum(record.context for record in work.records) * work.share)
-        self._known: dict[State, Seconds] = {}
-        self._ratios: dict[bool, float] = {}
+        self._races = {in_turn: Race[State, Contender](rounds) for in_turn in (False, True)}
+        self._shares: dict[State, float] = {}
+        """`Contender.rollout_share`; infinite: it cannot be played."""
+        self._here, self._batch_s, self._ratios = State(0, 0), 0.0, dict[bool, float]()
         self._why = ""
 
     def measured(self, here: State, batch_s: float, ratios: dict[bool, float]) -> str:
         """A batch takes so long here; ``ratios`` of both ways are kept. Return why nothing can be played, or ""."""
-        played = self._played(here).batch
-        if played < inf:
-            ratios[here.in_turn] = min(max(batch_s / played, 1.0 / BOUND), BOUND)
+        self._here, self._batch_s, self._ratios = here, batch_s, ratios
+        if self._played(here).batch < inf:
             # A way that was never seen is not expected to do better than its play.
-            ratios.setdefault(not here.in_turn, max(1.0, ratios[here.in_turn]))
-            self._ratios = ratios
+            ratios.setdefault(not here.in_turn, max(1.0, self.ratio(here.in_turn)))
         return self._why
 
     def at(self, state: State) -> Seconds:
-        ratio = self._ratios[state.in_turn]
+        ratio = self.ratio(state.in_turn)
         return Seconds(*(ratio * value for value in self._played(state)))
+
+    def ratio(self, in_turn: bool) -> float:
+        """Measured over played seconds, in turn or where nodes have one stage."""
+        if in_turn == self._here.in_turn:
+            ratio = self._batch_s / self._played(self._here).batch
+            self._ratios[in_turn] = min(max(ratio, 1.0 / BOUND), BOUND)
+        return self._ratios[in_turn]
 
     def numbers(self, here: State) -> dict[str, float]:
         """What a decision says of the present state."""
@@ -92,20 +102,30 @@ class Plays:
         seconds = {"train_s": train_s, "rollout_s": rollout_s, "batch_s": batch_s}
         return {"train_nodes": float(here.train), "rollout_nodes": float(here.rollout), **seconds}
 
-    @property
-    def ratio(self) -> float:
-        """Measured over played seconds where nodes have one stage."""
-        return self._ratios[False]
+    def downhill(self, states: Sequence[State], start: int) -> dict[State, Seconds]:
+        """Seconds of those played, from ``states[start]`` on as long as batches become shorter; the best one is first.
+
+        That is ``states[start]`` unless it is clearly slower.
+        """
+        downhill(len(states), start, lambda at: self.at(states[at]).batch)
+        race = self._races[states[start].in_turn]
+        best = race.decide() if race.left else states[start]
+        chosen = states[start] if states[start] in race.left else best
+        return {state: self.at(state) for state in (chosen, *states) if state in self._shares}
 
     def _played(self, state: State) -> Seconds:
-        if state not in self._known:
+        race = self._races[state.in_turn]
+        if state not in self._shares:
+            self._shares[state] = inf
             try:
-                batch, rolls = self._play(self.work, state)
+                play = self._play(self.work, state)
+                race.enter(state, play)
+                self._shares[state] = play.rollout_share
             except (UserError, OperationError) as error:
-                self._why, batch, rolls = str(error), inf, inf
-            train = self.work.train_seconds(self._tokens, state.train)
-            self._known[state] = Seconds(train, rolls, batch + self.switches_s * state.in_turn)
-        return self._known[state]
+                self._why = str(error)
+        share = self._shares[state]
+        batch = inf if share == inf else race.seconds(state)
+        return Seconds(self.work.train_seconds(self._tokens, state.train), share * batch, batch)
 
 
 def present(snapshot: PlanSnapshot) -> State:
@@ -113,19 +133,6 @@ def present(snapshot: PlanSnapshot) -> State:
     roles = [node.role for node in snapshot.nodes]
     both = roles.count(BOTH)
     return State(roles.count("train") + both, roles.count("rollout") + both, round(snapshot.lent), both > 0)
-
-
-def downhill(plays: Plays, states: Sequence[State], start: int) -> dict[State, Seconds]:
-    """Seconds from ``states[start]`` on, both ways as long as batches become shorter."""
-    found = {states[start]: plays.at(states[start])}
-    for way in (1, -1):
-        last, at = found[states[start]].batch, start + way
-        while 0 <= at < len(states):
-            found[states[at]] = seconds = plays.at(states[at])
-            if seconds.batch >= last:
-                break
-            last, at = seconds.batch, at + way
-    return found
 
 
 def hold(why: str, numbers: dict[str, float] | None = None) -> PlanDecision:

@@ -2,7 +2,6 @@
 
 - A batch in turn, with a pair of switches, is shorter than at the best split by ``min_gain`` -> ``time_share``.
 - It is longer by as much -> ``split``.
-- Either is made at the next step that asks for it again, or at once where it gains much (`Confirmation`).
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from typing import NamedTuple
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.protocol.plan import Action, NodeFact, PlanDecision, PlanSnapshot
 
-from .confirmation import MUST, Confirmation
 from .node_units import ranks, sharing_core, units
-from .plays import BOTH, Plays, State, downhill, hold
+from .plays import BOTH, Plays, State, hold
 
 
 class _Ways(NamedTuple):
@@ -32,41 +30,32 @@ class _Ways(NamedTuple):
         return (*ranks(self.hybrid)[: split.train - self.splits[0].train], *ranks([self.core]))
 
 
-class WayChoice:
-    """`decide` once for each play of the coming work."""
-
-    def __init__(self, settings: PlannerSection, confirmation: Confirmation) -> None:
-        self._settings, self._confirmation = settings, confirmation
-
-    def decide(self, snapshot: PlanSnapshot, plays: Plays, here: State) -> PlanDecision | None:
-        """``time_share``, ``split``, or hold while nodes share; None where each stage keeps its nodes."""
-        wanted = here.in_turn or self._settings.time_sharing == "auto"
-        ways = _ways(snapshot, here) if wanted else None
-        if ways is None:
-            return None
-        splits = ways.splits
-        found = downhill(plays, splits, splits.index(here) if here in splits else len(splits) // 2)
-        split = min(found, key=lambda state: found[state].batch)
-        shared_s, alone_s = plays.at(ways.both).batch, found[split].batch
-        before, after = (shared_s, alone_s) if here.in_turn else (alone_s, shared_s)
-        gain = 1.0 - after / before
-        if gain < self._settings.min_gain and not here.in_turn:
-            return None
-        nodes = ranks([*ways.hybrid, ways.core])
-        what = (
-            f"a batch takes {shared_s:.1f} s where {len(nodes)} nodes share their time, with {plays.switches_s:.1f} s"
-            f" of switches, and {alone_s:.1f} s with {split.train} training and {split.rollout} rollout nodes"
-        )
-        seconds = {"shared_s": shared_s, "split_s": alone_s, "switches_s": plays.switches_s}
-        numbers = plays.numbers(here) | seconds
-        if gain < self._settings.min_gain:
-            self._confirmation.drop()
-            return hold(f"time-sharing, {what}", numbers)
-        action: Action = "split" if here.in_turn else "time_share"
-        if not self._confirmation.given(action, gain, snapshot.steps_left):
-            return hold(f"{MUST}: {what}", numbers)
-        self._confirmation.drop()
-        return PlanDecision(action, -1, f"{action}: {what}", numbers, ways.trains(split) if here.in_turn else nodes)
+def way_choice(snapshot: PlanSnapshot, plays: Plays, here: State, settings: PlannerSection) -> PlanDecision | None:
+    """``time_share``, ``split``, or hold while nodes share; None where each stage keeps its nodes."""
+    wanted = here.in_turn or settings.time_sharing == "auto"
+    ways = _ways(snapshot, here) if wanted else None
+    if ways is None:
+        return None
+    splits = ways.splits
+    found = plays.downhill(splits, splits.index(here) if here in splits else len(splits) // 2)
+    split = min(found, key=lambda state: found[state].batch)
+    shared_s, alone_s = plays.at(ways.both).batch, found[split].batch
+    before, after = (shared_s, alone_s) if here.in_turn else (alone_s, shared_s)
+    gain = 1.0 - after / before
+    if gain < settings.min_gain and not here.in_turn:
+        return None
+    nodes = ranks([*ways.hybrid, ways.core])
+    switches_s = plays.work.switches_s
+    what = (
+        f"a batch takes {shared_s:.1f} s where {len(nodes)} nodes share their time, with {switches_s:.1f} s"
+        f" of switches, and {alone_s:.1f} s with {split.train} training and {split.rollout} rollout nodes"
+    )
+    seconds = {"shared_s": shared_s, "split_s": alone_s, "switches_s": switches_s}
+    numbers = plays.numbers(here) | seconds
+    if gain < settings.min_gain:
+        return hold(f"time-sharing, {what}", numbers)
+    action: Action = "split" if here.in_turn else "time_share"
+    return PlanDecision(action, -1, f"{action}: {what}", numbers, ways.trains(split) if here.in_turn else nodes)
 
 
 def _ways(snapshot: PlanSnapshot, here: State) -> _Ways | None:

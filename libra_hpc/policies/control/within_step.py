@@ -1,4 +1,4 @@
-"""Which nodes in time-sharing (`WayChoice`) move now, within a step.
+"""Which nodes in time-sharing (`way_choice`) move now, within a step.
 
 - A step is committed -> the nodes that trained it go back; the core once no other one is on its way to it.
 - The rest of a batch fits on fewer nodes (`TAIL`) -> the core goes to training, then nodes with few turns; one stays.

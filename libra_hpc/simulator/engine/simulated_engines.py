@@ -96,7 +96,5 @@ def build_engines(
                 "a larger TP degree",
             )
         engines += [EngineSpec(f"tp{bucket.tp}-{number}", bucket.tp, steps) for number in range(copies * bucket.count)]
-        words = steps.source.replace(f" on {bucket.tp} x {device}", "")
-        if words not in sources:
-            sources.append(words)
-    return SimulatedEngines(engines, copies * size, max(0, gpus - copies * size), "; ".join(sources))
+        sources.append(steps.source.replace(f" on {bucket.tp} x {device}", ""))
+    return SimulatedEngines(engines, copies * size, max(0, gpus - copies * size), "; ".join(dict.fromkeys(sources)))

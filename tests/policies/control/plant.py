@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.policies.control.player import Player
@@ -31,6 +31,16 @@ NOTHING = PlanSnapshot(
     nodes=(), steps=(), trajectories=(), switches=(), prompts_per_step=64, group_size=8, eta=1, steps_left=100
 )
 """A snapshot before anything was measured."""
+
+
+class Known(NamedTuple):
+    """A play whose rounds are all alike."""
+
+    batch_s: float
+    rollout_share: float
+
+    def rounds(self, count: int) -> list[float]:
+        return [self.batch_s] * count
 
 
 @dataclass
@@ -97,13 +107,13 @@ class Plant:
         """A planner whose plays are the truth, without its noise."""
         return Player(settings or SETTINGS, self.play, **more)
 
-    def play(self, work: PlayWork, state: State) -> tuple[float, float]:
-        """Seconds of a batch and of its rollout."""
+    def play(self, work: PlayWork, state: State) -> Known:
         mean = fmean(record.generated for record in work.records)
         train_s, rollout_s = (self.believed or self.shape)(state.train, state.rollout + state.lent, mean)
         tokens = round(3 * mean * self.group * work.groups)
         train_s *= work.train_seconds(tokens, state.train) / train_s if self.believed else 1.0
-        return train_s + rollout_s if self.eta == 0 else max(train_s, rollout_s), rollout_s
+        batch_s = train_s + rollout_s if self.eta == 0 else max(train_s, rollout_s)
+        return Known(batch_s, rollout_s / batch_s)
 
     def snapshot(self, steps_left: int) -> PlanSnapshot:
         """The planner's snapshot."""

@@ -114,17 +114,6 @@ def test_the_horizon_is_some_batches_at_least_and_never_beyond_the_end() -> None
     assert (share(1000), share(3)) == pytest.approx((12.0, 3.0))
 
 
-def test_a_small_gain_is_confirmed_by_a_later_step_and_a_large_one_moves_at_once() -> None:
-    for train_s, confirmed in ((1.0, True), (2.0, False)):
-        plant = Plant(lambda n, m, mean, s=train_s: (s * mean / 50.0 / n, 0.42 * s * mean / 50.0 / m), hybrids=2)
-        plant.nodes = plant.nodes if confirmed else plant.nodes[:3]
-        plant.shape = ideal(1.0, 1.6) if confirmed else ideal(2.0, 0.8)
-        plant.run(40, plant.planner(), interval=0.0)
-        asked = [d.reason for d in plant.decisions if "must confirm this first: moving node" in d.reason]
-        assert plant.moves == ["to_train"]
-        assert bool(asked) is confirmed
-
-
 @pytest.mark.parametrize(
     ("train_s", "batches", "settings", "why"),
     [

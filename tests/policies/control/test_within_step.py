@@ -11,7 +11,7 @@ from libra_hpc.policies.control.plays import BOTH, PlayWork, State
 from libra_hpc.policies.control.within_step import TAIL, Rest, StepMoves, moves_within_step
 from libra_hpc.protocol.plan import NodeFact, PlanDecision, SwitchFact, TrainStepFact, TrajectoryFact
 
-from .plant import Plant, ideal
+from .plant import Known, Plant, ideal
 
 TOKENS = 100
 DIRECTIONS = ("to_train", "to_rollout")
@@ -52,9 +52,10 @@ class SharingRun(Plant):
     def planner_of(self, switch_cost_s: float) -> Player:
         return self.planner(PlannerSection(switch_cost_s=switch_cost_s, min_dwell_s=0.0, time_sharing="auto"))
 
-    def play(self, work: PlayWork, state: State) -> tuple[float, float]:
+    def play(self, work: PlayWork, state: State) -> Known:
         train_s, rollout_s = self.train_s / state.train, self.rollout_s / state.rollout
-        return rollout_s + train_s * (1.0 - (0.0 if state.in_turn else self.ahead)), rollout_s
+        batch_s = rollout_s + train_s + (work.switches_s if state.in_turn else -train_s * self.ahead)
+        return Known(batch_s, rollout_s / batch_s)
 
     def batch(self) -> None:
         sharing = sum(node.role == BOTH for node in self.nodes)
@@ -73,18 +74,10 @@ class SharingRun(Plant):
         self.steps.append(TrainStepFact(self.now, 64 * TOKENS, train, train_s))
 
     def measured(self, count: int) -> PlanDecision:
-        """The decision after the first batches, confirmed by another one."""
+        """The decision after the first batches."""
         self.decide()  # the split begins
         self.batches(count)
-        return self.confirmed()
-
-    def confirmed(self) -> PlanDecision:
-        """What is decided now, or after another batch, where that must confirm it."""
-        decision = self.decide()
-        if "must confirm" in decision.reason:
-            self.batches(1)
-            decision = self.decide()
-        return decision
+        return self.decide()
 
     def decide(self) -> PlanDecision:
         return self.mine.decide(self.snapshot(1000 - len(self.steps)), self.now)
@@ -134,7 +127,7 @@ def test_a_core_that_rolls_out_counts_in_both_stages_and_goes_back_to_training_a
     assert decision.nodes == (1, 2, 3, 4, 0)
     run.switch_s = 120.0, 120.0
     run.batches(2)
-    decision = run.confirmed()
+    decision = run.decide()
     assert (decision.action, decision.nodes) == ("split", (1, 2, 0))
 
 
@@ -162,7 +155,7 @@ def test_dear_switches_end_it_for_good() -> None:
     share(run)
     run.switch_s = 120.0, 60.0
     run.batches(2)
-    decision = run.confirmed()
+    decision = run.decide()
     assert (decision.action, decision.nodes) == ("split", (1, 2)), "of three training and three rollout nodes"
     run.nodes = tuple(
         replace(n, role="train" if n.rank in (1, 2) else "rollout", since=run.now) if n.component == "hybrid" else n
@@ -178,7 +171,7 @@ def test_batches_that_are_slower_than_predicted_end_it_until_the_work_changes() 
     share(run)
     run.switch_s, run.lost_s = (5.0, 5.0), 200.0
     run.batches(6)
-    assert run.confirmed().action == "split"
+    assert run.decide().action == "split"
     run.nodes, run.lost_s = nodes(1, "rollout", 1), 0.0
     for _ in range(4):
         run.batches(3)
