@@ -274,6 +274,11 @@ def without_removed(data: dict[str, Any]) -> dict[str, Any]:
     borrow = data.get("borrow")
     if isinstance(borrow, dict) and isinstance(borrow.get("lenders"), bool):
         borrow["lenders"] = "any" if borrow["lenders"] else []
+    simulated, planner = data.get("simulated"), data.get("planner")
+    if isinstance(simulated, dict) and isinstance(planner, dict):
+        # What a dry run stands for was said there.
+        for name in ("model", "device", "devices"):
+            planner[name] = planner.get(name) or simulated.get(name) or ""
     for key in REMOVED:
         *sections, name = key.split(".")
         table: Any = data

@@ -80,8 +80,8 @@ class RunConfig(Section, frozen=True):
         rollout = self.rollout
         return (
             f"engines run {rollout.slots:,} of {rollout.most_inflight:,} turns,"
-            f" form {'steps' if self.steps_ahead else 'no step'} ahead, and"
-            f" {'keep KV caches' if rollout.kv_after_update == 'keep' else 'compute KV caches again'} at an update"
+            f" {'steps' if self.steps_ahead else 'no step'} ahead;"
+            f" an update {'keeps' if rollout.kv_after_update == 'keep' else 'drops'} KV caches"
         )
 
     @property

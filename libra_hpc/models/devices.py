@@ -11,10 +11,6 @@ data sheet's peak):
     intra_bytes_s = 100e9
     inter_bytes_s = 12.5e9
     devices_per_node = 8
-
-Each of the ``tp`` devices of a replica has ``memory * UTIL - weights / tp - workspace`` bytes for keys and values; a
-token takes `ModelShape.kv_bytes_per_device`. Beyond the number of KV heads these are replicated, and capacity grows
-more slowly.
 """
 
 from __future__ import annotations

@@ -174,12 +174,12 @@ class _Search:
     def _play(self, plan: RunPlan) -> Play:
         engines, settings = scene(self._asked, self._space, plan, self._part(plan))
 
-        def supply(part: int, batches: int) -> list[TrajectoryRecord]:
+        def coming(part: int, batches: int) -> list[TrajectoryRecord]:
             return self._asked.work.batch(self._most * batches, part)[
                 : settings.batch_groups * self._asked.work.group * batches
             ]
 
-        return Play(supply, engines, self._asked.policy, settings)
+        return Play(coming, engines, self._asked.policy, settings)
 
     def _part(self, plan: RunPlan) -> float:
         """Share of the fleet that is played."""

@@ -53,7 +53,7 @@ class LivePlay:
         records = cut_at(work.records, settings.max_model_len).trajectories if settings.max_model_len else work.records
         groups = [list(members) for _, members in groupby(records, key=lambda record: record.prompt_id)]
 
-        def supply(part: int, batches: int) -> list[TrajectoryRecord]:
+        def coming(part: int, batches: int) -> list[TrajectoryRecord]:
             """Coming groups, drawn with replacement: batches scatter as much as they are known."""
             return [
                 replace(one, prompt_id=f"{part}/{n}")
@@ -62,7 +62,7 @@ class LivePlay:
             ]
 
         engines = self._of(state.rollout + state.lent, work.costs)
-        return Play(supply, engines, self._policy, settings, work.train_seconds)
+        return Play(coming, engines, self._policy, settings, work.train_seconds)
 
     def _of(self, nodes: int, costs: Sequence[StepCosts]) -> list[EngineSpec]:
         each = self._engines

@@ -79,16 +79,7 @@ def check(config: RunConfig, *, slurm_required: bool, report: Callable[[str], No
     warnings, plan = [*check_python(config), *check_overlap(config.task)], None
     with try_task(config) as outcome:
         if config.components.split == "auto":
-            # With the simulator, which only this needs.
-            from libra_hpc.planning.initial import initial_plan
-
-            with naming(config):
-                plan = initial_plan(
-                    config,
-                    progress=lambda plays: report(f"playing plans: {plays}"),
-                    cache=cache_folder(),
-                    rooms=known_rooms(config),
-                )
+            plan = _planned(config, report)
             config = plan.config
         shape, gpus = check_run(config)
         report("trying the task")
@@ -111,8 +102,7 @@ def check(config: RunConfig, *, slurm_required: bool, report: Callable[[str], No
     warnings += [*check_hosts(hosts), *(check_boxes(config, hosts, known) if boxes else ())]
     memory = [*gpus.needs, *(need for host in hosts for need in host.needs)]
     request = job_request(config)
-    if config.slurm.template and config.slurm.executor != "local":
-        het_script(Launch(request, RunDir(config.run.dir), 1))
+    _check_template(request)
     facts = [
         config.engine_words,
         *trial.facts,
@@ -120,6 +110,26 @@ def check(config: RunConfig, *, slurm_required: bool, report: Callable[[str], No
         *(f"boxes here: {box.sandbox}, {box.cost}" for box in boxes if not box.why),
     ]
     return CheckedRun(request, plan, environment, memory, warnings, [*facts, *filter(None, [config.unstreamed])])
+
+
+def _check_template(request: JobRequest) -> None:
+    """Raise `UserError` where the site's template has a mistake."""
+    config = request.config
+    if config.slurm.template and config.slurm.executor != "local":
+        het_script(Launch(request, RunDir(config.run.dir), 1))
+
+
+def _planned(config: RunConfig, report: Callable[[str], None]) -> InitialPlan:
+    # With the simulator, which only this needs.
+    from libra_hpc.planning.initial import initial_plan
+
+    with naming(config):
+        return initial_plan(
+            config,
+            progress=lambda plays: report(f"playing plans: {plays}"),
+            cache=cache_folder(),
+            rooms=known_rooms(config),
+        )
 
 
 def _boxes(config: RunConfig) -> list[TriedBox]:

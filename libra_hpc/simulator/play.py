@@ -19,7 +19,7 @@ from libra_hpc.protocol.trace import TrajectoryRecord
 from .settings import EngineSpec, SimulationSettings, Training
 from .simulate import Simulation
 
-Supply = Callable[[int, int], Sequence[TrajectoryRecord]]
+Coming = Callable[[int, int], Sequence[TrajectoryRecord]]
 """(part, batches) -> so many further batches. Every part has prompts of its own; equal parts are equal."""
 
 
@@ -28,22 +28,22 @@ class Play:
 
     def __init__(
         self,
-        supply: Supply,
+        coming: Coming,
         engines: Sequence[EngineSpec],
         policy: str,
         settings: SimulationSettings,
         training: Training | None = None,
     ) -> None:
-        self._supply, self._settings, self._round = supply, settings, max(2, settings.eta + 1)
+        self._coming, self._settings, self._round = coming, settings, max(2, settings.eta + 1)
         self._rounds: list[float] = []
-        first = supply(0, 1 + settings.eta)
+        first = coming(0, 1 + settings.eta)
         self._simulation = Simulation(first, engines, make_policy(policy), settings, training)
 
     def rounds(self, count: int) -> list[float]:
         """Seconds of a batch in each of so many rounds, or more where they were played."""
         simulation = self._simulation
         while len(self._rounds) < count:
-            simulation.add(self._supply(len(self._rounds) + 1, self._round))
+            simulation.add(self._coming(len(self._rounds) + 1, self._round))
             simulation.until(1 + (len(self._rounds) + 1) * self._round)
             steps = simulation.training.steps
             begin, end = (steps[at * self._round].end_at for at in (len(self._rounds), len(self._rounds) + 1))

@@ -32,18 +32,22 @@ def with_resources(config: RunConfig, partitions: Sequence[Partition]) -> RunCon
     filled = {}
     for name in COMPONENTS:
         component: Component = getattr(config.components, name)
-        cpus, mem = (component.gpus, "0") if component.gpus else (PLAIN_CPUS, PLAIN_MEM)
         nodes = [node for node in offered(config, component, partitions) if node.cpus and node.memory_mb]
-        if component.gpus and nodes:
-            shares = [(node, min(1.0, component.gpus / _gpus(config, component, node))) for node in nodes]
-            # Slurm takes any of several kinds of nodes, so the request fits each.
-            cpus = min(max(1, int(node.cpus * share)) for node, share in shares)
-            # All of the memory has a spelling with --mem alone.
-            whole = all(share == 1.0 for _, share in shares) and config.slurm.mem_option == "--mem"
-            mem = "0" if whole else f"{min(int(node.memory_mb * share) for node, share in shares)}M"
+        cpus, mem = _share(config, component, nodes) if component.gpus else (PLAIN_CPUS, PLAIN_MEM)
         update = {"cpus": component.cpus or cpus, "mem": component.mem or mem}
         filled[name] = msgspec.structs.replace(component, **update)
     return msgspec.structs.replace(config, components=msgspec.structs.replace(config.components, **filled))
+
+
+def _share(config: RunConfig, component: Component, nodes: Sequence[Partition]) -> tuple[int, str]:
+    """CPUs and memory beside a component's GPUs.  Slurm takes any of several kinds of nodes, so they fit each."""
+    if not nodes:
+        return component.gpus, "0"
+    shares = [(node, min(1.0, component.gpus / _gpus(config, component, node))) for node in nodes]
+    # All of the memory has a spelling with --mem alone.
+    whole = all(share == 1.0 for _, share in shares) and config.slurm.mem_option == "--mem"
+    mem = "0" if whole else f"{min(int(node.memory_mb * share) for node, share in shares)}M"
+    return min(max(1, int(node.cpus * share)) for node, share in shares), mem
 
 
 def offered(config: RunConfig, component: Component, partitions: Sequence[Partition]) -> list[Partition]:
@@ -99,7 +103,7 @@ def doubts(config: RunConfig, partitions: Sequence[Partition], *, named: bool = 
 def _doubts(
     config: RunConfig, name: str, component: Component, partitions: Sequence[Partition], used: dict[str, int]
 ) -> list[Doubt]:
-    """Those of one component; adds its nodes to ``used``."""
+    """Doubts of one component; adds its nodes to ``used``."""
     field, known = f"components.{name}", tuple(sorted({part.name for part in partitions}))
     absent = [one for one in component.partition.split(",") if component.partition and one not in known]
     if absent:
@@ -108,18 +112,26 @@ def _doubts(
     found = sorted(usable(component, partitions), key=lambda part: (-_gpus(config, component, part), -part.cpus))
     takes = [part for part in found if part.state in QUEUES]
     if found and not takes:
-        valid = tuple(sorted({part.name for part in partitions if part.state in QUEUES}))
-        why = f"the partition takes no jobs: {found[0].state}"
-        return [Doubt(f"{field}.partition", found[0].name, why, valid)]
+        return [_closed(field, found[0], partitions)]
     lacks = [[*_node_doubts(config, name, component, part), *_limit(config.slurm, part)] for part in takes]
     if not takes or all(lacks):
         # Without a default partition a plugin of the site chooses.
         return min(lacks, key=len, default=[])
+    return _too_many(field, component.nodes, [part for part, lack in zip(takes, lacks, strict=True) if not lack], used)
+
+
+def _closed(field: str, closed: Partition, partitions: Sequence[Partition]) -> Doubt:
+    valid = tuple(sorted({part.name for part in partitions if part.state in QUEUES}))
+    return Doubt(f"{field}.partition", closed.name, f"the partition takes no jobs: {closed.state}", valid)
+
+
+def _too_many(field: str, nodes: int, able: Sequence[Partition], used: dict[str, int]) -> list[Doubt]:
+    """More nodes than the partitions have that are able, less those of ``used``."""
     rooms = dict[str, int]()
-    for part in (part for part, lack in zip(takes, lacks, strict=True) if not lack):
+    for part in able:
         rooms[part.name] = rooms.get(part.name, 0) + part.nodes
     most = max(rooms, key=lambda partition: rooms[partition] - used.get(partition, 0))
-    before, nodes = used.get(most, 0), component.nodes
+    before = used.get(most, 0)
     if before + nodes > rooms[most]:
         others = f" and components before it take {before}" if before else ""
         why = f"partition {most} has {rooms[most]} such nodes{others}"

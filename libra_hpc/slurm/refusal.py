@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from libra_hpc.config.node_groups import het_groups
@@ -71,35 +71,43 @@ def refusal(config: RunConfig, reason: str, partitions: Sequence[Partition]) -> 
     for field, option in options:
         if option.split("=")[0] in reason:
             return Doubt(field, option, said, "")
-    text = POLICY.sub("", reason.lower())
-    meaning = next((one for one in MEANINGS if re.search(one.words, text)), None)
-    if meaning is None or (meaning is not TIME and LIMIT.search(text)):
+    meaning = _meaning(POLICY.sub("", reason.lower()))
+    if meaning is None:
         return None
     keys = meaning.keys.split()
-    doubted: dict[tuple[object, ...], Doubt] = {}
-    for doubt in doubts(config, partitions):
-        key = re.sub(r"^components\.\w+\.", "components.*.", doubt.field)
-        if key in (*keys, *meaning.doubted.split()):
-            # Components that agree are in doubt together.
-            doubted.setdefault((key, doubt.value, doubt.why), doubt)
+    doubted = _doubted(doubts(config, partitions), {*keys, *meaning.doubted.split()})
     if len(doubted) == 1:
-        (doubt,) = doubted.values()
-        return doubt._replace(why=f"{doubt.why} (Slurm: {reason})")
-    found = [
-        (field, option) for field, option in options if option.startswith(tuple(meaning.options.split()) or "none")
-    ]
-    found = found or _given(config, parts, keys)
-    if not found and keys:
-        # Slurm misses it, or its default is wrong here.
-        found = [(keys[-1], getattr(config.slurm, keys[-1].rpartition(".")[2], ""))]
+        return doubted[0]._replace(why=f"{doubted[0].why} (Slurm: {reason})")
+    found = [one for one in options if one[1].startswith(tuple(meaning.options.split()) or "none")]
+    found = found or _given(config, parts, keys) or _missed(config, keys)
     if len(found) != 1:
         return None
     field, value = found[0]
     return Doubt(field, value, said, SPELLED.get(field, ""))
 
 
+def _meaning(text: str) -> Meaning | None:
+    meaning = next((one for one in MEANINGS if re.search(one.words, text)), None)
+    return None if meaning is not TIME and LIMIT.search(text) else meaning
+
+
+def _doubted(found: Sequence[Doubt], keys: Collection[str]) -> list[Doubt]:
+    """Doubts about the keys; components that agree are in doubt together."""
+    different: dict[tuple[object, ...], Doubt] = {}
+    for doubt in found:
+        key = re.sub(r"^components\.\w+\.", "components.*.", doubt.field)
+        if key in keys:
+            different.setdefault((key, doubt.value, doubt.why), doubt)
+    return list(different.values())
+
+
+def _missed(config: RunConfig, keys: Sequence[str]) -> list[tuple[str, Any]]:
+    """The last key, where the run file has none of them: Slurm misses it, or its default is wrong here."""
+    return [(key, getattr(config.slurm, key.rpartition(".")[2], "")) for key in keys[-1:]]
+
+
 def _given(config: RunConfig, parts: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[str, Any]]:
-    """Those of the keys that the run file or the site profile has, the first of each value."""
+    """The keys that the run file or the site profile has, the first of each value."""
     found: dict[Any, str] = {}
     for key in keys:
         section, _, name = key.rpartition(".")

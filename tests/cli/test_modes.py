@@ -38,7 +38,7 @@ def test_every_file_of_a_run_has_the_mode_of_its_share_whatever_the_umask(
 ) -> None:
     monkeypatch.setattr(jobs, "queue", submit.submit)
     monkeypatch.setattr(submit, "cluster_name", lambda env: "")
-    monkeypatch.setattr(submit, "_sbatch", lambda *_: "4711")
+    monkeypatch.setattr(submit, "_answer", lambda *_, **__: "4711")
     (site / "run.toml").write_text(RUN + "[borrow.spot]\nnodes = 1\n")
     verb, *options = words.split()
     outcome = cli(verb, "run.toml", *options, "-o", f"run.share={share}", "-o", "run.dir=new/runs")

@@ -41,7 +41,7 @@ def test_the_default_shows_split_limits_and_sources(call: Call) -> None:
     out = call.shown()
     for fact in (
         "qwen3-14b on 48 x a800 (6 nodes of 8), steps from operator tables\n128 trajectories a batch, eta 1 (stages",
-        "note: engines run 256 of 384 turns, form no step ahead, and compute KV caches again at an update\n",
+        "note: engines run 256 of 384 turns, no step ahead; an update drops KV caches\n",
         "lengths: assumed: 8 turns, prompts of 2,048 tokens, 512 tokens a turn, 128 of a tool, ",
         "TP, PP, CP, EP, DP: tensor, pipeline, context, expert, data parallel",
         "rollout steps: operator tables",
@@ -148,8 +148,6 @@ def test_mistakes_are_one_sentence(call: Call, arguments: tuple[str, ...]) -> No
 
 def test_a_dry_run_is_planned_for_what_it_simulates(call: Call, tmp_path: Path) -> None:
     dry_run = RUN.replace('[model]\npath = "qwen3-14b"\n', '[planner]\nmodel = "qwen3-8b"\n')
-    (tmp_path / "run.toml").write_text(dry_run)
-    assert "model.path = ''" in call.refused(), "a real run needs a model of its own"
     (tmp_path / "run.toml").write_text('[run]\nengine = "simulated"\n' + dry_run)
     assert call.json()["request"]["model"] == "qwen3-8b"
 

@@ -39,7 +39,7 @@ ELSEWHERE = 4
 SCALING = 0.92
 """Twice the nodes train 2 ** 0.92 = 1.89 times as fast: data-parallel training with its fixed parts."""
 ROUNDS = 4
-"""Of a play, at most: the coming work is not known better."""
+"""Most batches of a play: the coming work is not known better."""
 CHANGED = 0.05
 """Relative change of the mean lengths after which the same split is played once more before ``period_s`` has passed."""
 OTHER_WORK = 0.25

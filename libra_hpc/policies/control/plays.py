@@ -23,7 +23,7 @@ BOTH = "both"
 
 
 class PlayWork(NamedTuple):
-    """What is played, again and again: the coming trajectories; and what the run has measured."""
+    """What is played in every round: the coming trajectories; and what the run has measured."""
 
     records: list[TrajectoryRecord]
     groups: int

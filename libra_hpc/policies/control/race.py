@@ -42,7 +42,7 @@ class Race(Generic[K, C]):
     def __init__(self, most: int) -> None:
         self._most = max(LEAST, most)
         self.left: dict[K, C] = {}
-        """Those that are not out."""
+        """Candidates that are not out."""
         self._rounds: dict[K, list[float]] = {}
 
     def enter(self, key: K, play: C) -> None:
