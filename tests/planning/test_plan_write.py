@@ -113,13 +113,13 @@ TWO_KINDS = """
 [slurm]
 device = "cuda"
 [components.train]
-nodes = 2  # the small ones
+nodes = 2  # the fast ones
 gpus = 8
-gpu_type = "a800"
+gpu_type = "h200"
 [components.rollout]
 nodes = 2
 gpus = 8
-gpu_type = "h200"
+gpu_type = "a800"
 [algorithm]
 prompts_per_step = 16
 """
@@ -135,7 +135,7 @@ def test_training_on_either_kind_of_node_can_be_written(tmp_path: Path, call: Ca
         call.shown(*arguments, "--write", "chosen.toml", "--choose", str(row), "--force")
         config = load_run_file(tmp_path / "chosen.toml")
         parts = config.components
-        assert parts.train.gpu_type == ("h200" if plan["pool"] else "a800")
+        assert parts.train.gpu_type == ("a800" if plan["pool"] else "h200")
         assert (parts.train.nodes, parts.train.nodes + parts.hybrid.nodes, parts.rollout.nodes) == (plan["nodes"], 2, 2)
         check_run(config)
 
@@ -147,7 +147,7 @@ def test_comments_survive_and_a_file_is_replaced_by_order_only(tmp_path: Path, c
     call.shown(*arguments, "chosen.toml")
     text = (tmp_path / "chosen.toml").read_text()
     assert text.startswith("\n# Two kinds of GPU.\n")
-    assert "  # the small ones\n" in text
+    assert "  # the fast ones\n" in text
     exists = "error: --write = 'chosen.toml': the file exists; valid: another name, or --force.\n"
     assert call.refused(*arguments, "chosen.toml") == exists
     assert (tmp_path / "chosen.toml").read_text() == text

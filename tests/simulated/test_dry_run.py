@@ -76,7 +76,7 @@ def test_generated_work_fills_the_run_and_a_trace_is_grouped(tmp_path: Path, mon
     groups = Groups(run_file(tmp_path, simulated={"presets": ["search", "math", "r2e"]}))
     made = [groups[index] for index in range(17)]
     assert {len(group) for group in made} == {2}
-    kinds = [group[0].prompt_id.split("/")[1] for group in made]
+    kinds = [group[0].prompt_id.split("/")[2] for group in made]
     assert kinds == ["search"] * 6 + ["math"] * 5 + ["r2e"] * 5 + ["search"]
     assert made[4] == made[0] == made[16] != made[1], "four are made of each preset"
     assert max(spec.context for group in made for spec in group) <= 16384
