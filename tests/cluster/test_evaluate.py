@@ -30,7 +30,9 @@ prompts = 5
 def test_two_nodes_evaluate_a_model_folder_in_a_job_of_their_own(cluster: ClusterInfo, tmp_path: Path) -> None:
     case, model = DryRun(tmp_path, "slurm", steps=4), tmp_path / "model"
     text = case.run_file.read_text().replace("steps = 4", 'steps = 4\nengine = "simulated"')
-    case.run_file.write_text(text.replace("tp = [4, 8]", "tp = 8").replace("[2, 1]", "1") + EVALUATION)
+    case.run_file.write_text(
+        text.replace("tp = [4, 8]", "tp = 8\nmax_num_seqs = 8").replace("[2, 1]", "1") + EVALUATION
+    )
     model.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (model / name).write_text("{}")

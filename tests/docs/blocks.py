@@ -32,6 +32,8 @@ BLOCK = re.compile(
 NUMBER = re.compile(r"\d[\d,.:]*")
 GAP = re.compile(r" {2,}|─+|━+")
 """Widths of columns and rules, which follow the numbers in them."""
+BUSY = re.compile(r"[a-z ]+(: \d+)? \(\d+ s\)")
+"""What goes on, in a pipe."""
 LIMIT_S = 120.0
 """Longest time of one command; a plan with simulation takes 6 s on one free core."""
 QWEN3_14B = {
@@ -108,5 +110,6 @@ def output(command: str, folder: Path) -> str:
         text=True,
         timeout=LIMIT_S,
     )
-    lines = "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n")
+    # Without lines that only a slow machine prints.
+    lines = "\n".join(line.rstrip() for line in done.stdout.splitlines() if not BUSY.fullmatch(line)).strip("\n")
     return f"{lines}\n"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from libra_hpc.config.run import RunConfig
+from libra_hpc.config.work import WorkSection
 from libra_hpc.engine.settings import EngineConfig
 from libra_hpc.models.devices import device
 from libra_hpc.models.memory import TrainLayout
@@ -52,8 +53,9 @@ def trainer_link(folder: Path, run: RunConfig, **fields: object) -> Link:
     return Link(folder, "libra_hpc.simulated.trainer_process", "--config", "worker.json", **ends)
 
 
-def host_link(folder: Path, **simulated: object) -> Link:
-    (folder / "host.json").write_bytes(msgspec.json.encode(dry_run(**simulated)))
+def host_link(folder: Path, trace: str = "", **simulated: object) -> Link:
+    config = dry_run(**simulated).changed(task={"work": WorkSection(trace=trace)})
+    (folder / "host.json").write_bytes(msgspec.json.encode(config))
     ends = {"inbound": env.from_host, "outbound": env.to_host}
     return Link(folder, "libra_hpc.simulated.host_process", "--config", "host.json", **ends)
 
@@ -92,7 +94,7 @@ def test_caches_in_fp8_hold_twice_the_tokens_in_a_dry_run_too(tmp_path: Path) ->
 def test_an_engine_ends_with_its_agent_and_names_an_unknown_device(tmp_path: Path) -> None:
     with engine_link(tmp_path / "a", dry_run(start_s=1e9)) as link:
         assert link.close() == 0, "also while it starts"
-    with engine_link(tmp_path / "b", dry_run(device="a801")) as link:
+    with engine_link(tmp_path / "b", dry_run().changed(planner={"device": "a801"})) as link:
         assert link.process.wait(60) == 2
         assert link.process.stderr is not None
         assert "did you mean 'a800'" in link.process.stderr.read()
@@ -214,7 +216,7 @@ def test_a_host_replays_a_trace_and_starts_again_at_its_end(tmp_path: Path) -> N
         opened = [link.until(env.EpisodeOpened) for _ in range(2)]
         found = [(each.prompt_id, len(each.tokens) // 4, each.max_tokens) for each in opened]
         assert found == [("p", 20, 7), ("q", 30, 6)]
-        assert tokens.read(opened[0].tokens) == tokens.SimulatedContext(0, 20, 3, 20, 5)
+        assert tokens.read(opened[0].tokens) == tokens.SimulatedContext(2, 20, 3, 20, 5)
         link.send(env.StepEpisode("e", tokens.generated(5, complete=True), 100))
         stepped = link.until(env.EpisodeStepped)
         assert stepped.signals == (env.Signal("test", "error", 9, 2.0 / 10_000.0, 1, 3, 4),)
@@ -245,6 +247,6 @@ def test_generated_work_is_the_run_s_and_presets_follow_one_another(tmp_path: Pa
         link.send(*(env.OpenEpisode(f"{index}.{one}", index, one, 0.0) for index in range(8) for one in range(2)))
         opened = [link.until(env.EpisodeOpened) for _ in range(16)]
     names = [each.prompt_id for each in opened]
-    assert [name.split("/")[1] for name in names] == ["search"] * 8 + ["math"] * 8
+    assert [name.split("/")[2] for name in names] == ["search"] * 8 + ["math"] * 8
     assert names[::2] == names[1::2]
     assert len(set(names)) == 8
