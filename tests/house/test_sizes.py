@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .sizes import CHECKS, PRODUCT, statements, user_pages, words
 
-MOST_PRODUCT, MOST_CHECKS, MOST_WORDS = 39_106, 34_446, 27_825
+MOST_PRODUCT, MOST_CHECKS, MOST_WORDS = 39_106, 34_446, 27_782
 """A commit may only lower them, to what is there."""
 
 
