@@ -150,7 +150,7 @@ def summarise(run: RunDir) -> Summary:
     first = next((one.started_at for one in trace.recorded(run.trajectories) if one.started_at), None)
     own_s, clock_s = (sum(series.number(row, key, 0.0) for row in steps) for key in ("train_s", "train_wall_s"))
     return Summary(
-        attempts=_attempts(log),
+        attempts=max(len({e.get("attempt") for e in log if e["kind"] == "job_started"}), 1),
         wall_s=(end - start) / speedup,
         steps=len(steps),
         rewards=series.reward_changes(steps, planned_steps(run)),
@@ -168,10 +168,6 @@ def summarise(run: RunDir) -> Summary:
         policy=str(run.policy) if (run.policy / "config.json").exists() else None,
         picture=str(run.summary_picture) if run.summary_picture.exists() else None,
     )
-
-
-def _attempts(log: Sequence[series.Record]) -> int:
-    return max(len({e.get("attempt") for e in log if e["kind"] == "job_started"}), 1)
 
 
 def _checkpoints(log: Sequence[series.Record]) -> list[int]:

@@ -26,7 +26,7 @@ from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.control.race import ERRORS, Race, downhill
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.protocol.trace import TrajectoryRecord
-from libra_hpc.simulator.play import Play
+from libra_hpc.simulator.play import Play, round_batches
 from libra_hpc.simulator.settings import EngineSpec, SimulationSettings
 from libra_hpc.simulator.simulate import Simulation
 from libra_hpc.traces.run_work import mean_context
@@ -106,8 +106,7 @@ class _Search:
         some = asked.work.batch(BOUND_BATCHES * self._groups, 0)
         self._share = min(1.0, PLAYED_TURNS * BOUND_BATCHES / sum(len(record.turns) for record in some))
         self._bound = Bound(some, asked.trajectories, min(limits.max_inflight, limits.max_num_seqs))
-        self._round = max(2, limits.eta + 1)
-        self._race = Race[int, Play](math.ceil(MOST / self._round))
+        self._race = Race[int, Play](math.ceil(MOST / round_batches(limits.eta)))
         self._shares: dict[int, float] = {}
         """`Play.rollout_share` of those played, by the place of a plan among all."""
 
@@ -168,7 +167,7 @@ class _Search:
             error_s=ERRORS * self._race.error(at),
             rollout_s=seconds * self._shares[at],
             tokens_s=self._asked.batch.tokens / seconds,
-            played=self._race.rounds(at) * self._round,
+            played=self._race.rounds(at) * round_batches(self._asked.settings.eta),
         )
 
     def _play(self, plan: RunPlan) -> Play:

@@ -10,6 +10,8 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 
+import psutil
+
 VIRTUAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel")
 """Interfaces by prefix that never lead to another node."""
 
@@ -28,9 +30,6 @@ def loopback() -> str:
 
 def own_addresses(interface: str = "") -> list[str]:
     """Addresses of this machine, or of one ``interface``, that others may reach; the one its name resolves to first."""
-    # A login node has none.
-    import psutil
-
     found = []
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     for name, entries in psutil.net_if_addrs().items():

@@ -23,6 +23,11 @@ Coming = Callable[[int, int], Sequence[TrajectoryRecord]]
 """(part, batches) -> so many further batches. Every part has prompts of its own; equal parts are equal."""
 
 
+def round_batches(eta: int) -> int:
+    """Batches of a round."""
+    return max(2, eta + 1)
+
+
 class Play:
     """Raises as `Simulation` does."""
 
@@ -34,7 +39,7 @@ class Play:
         settings: SimulationSettings,
         training: Training | None = None,
     ) -> None:
-        self._coming, self._settings, self._round = coming, settings, max(2, settings.eta + 1)
+        self._coming, self._settings, self._round = coming, settings, round_batches(settings.eta)
         self._rounds: list[float] = []
         first = coming(0, 1 + settings.eta)
         self._simulation = Simulation(first, engines, make_policy(policy), settings, training)

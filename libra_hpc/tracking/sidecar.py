@@ -22,6 +22,7 @@ from typing import NamedTuple
 from libra_hpc.config.load import load_resolved
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir, parse, read_lines
+from libra_hpc.facts.series import EVALUATED
 
 from .trackers import Tracker, trackers
 
@@ -154,7 +155,7 @@ class Feed:
         """Send those that have ended, at the newest step: a tracker may take no older one."""
         lines = list(read_lines(self._run.evaluations))
         for line in lines[self._evaluated :]:
-            name, known = f"eval/{line['task']}", {"": "mean", "/step": "step", "/stderr": "stderr"}
+            name, known = f"{EVALUATED}{line['task']}", {"": "mean", "/step": "step", "/stderr": "stderr"}
             values = {name + end: float(line[key]) for end, key in known.items() if key in line}
             passed = {f"{name}/pass@{k}": share for k, share in line.get("pass_at", {}).items()}
             self.tracker.send(self._last[0], values | passed)
