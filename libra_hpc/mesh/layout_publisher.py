@@ -14,7 +14,6 @@ A frame proves itself with the run's secret.  Guests get streams alone.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from collections.abc import Callable, Collection
 
 from libra_hpc.protocol.agents import Heartbeat, PmiLine
 from libra_hpc.protocol.agents import mesh as codec
+from libra_hpc.protocol.callers import PROOF_BYTES, proof, proves
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.start_up import KeyValueSpace
@@ -37,18 +37,17 @@ CHECK_S = 0.1
 """Between two checks of echoes."""
 RELINK_S, RELINK_EVERY_S = 10.0, 60.0
 """Until new processes start, and between two tries: what broke MPI may break it again."""
-TAG_BYTES = 32
 
 
 def sealed(secret: bytes, layout: Layout) -> bytes:
     body = codec.encode(layout)
-    return hmac.digest(secret, b"layout" + body, "sha256") + body
+    return proof(secret, b"layout", body) + body
 
 
 def opened(secret: bytes, frame: bytes) -> Layout | None:
     """The Layout of a frame; None where somebody without the secret made it."""
-    tag, body = frame[:TAG_BYTES], frame[TAG_BYTES:]
-    if not hmac.compare_digest(tag, hmac.digest(secret, b"layout" + body, "sha256")):
+    body = frame[PROOF_BYTES:]
+    if not proves(frame[:PROOF_BYTES], secret, b"layout", body):
         return None
     try:
         layout = codec.decode(body)

@@ -16,17 +16,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import logging
-import secrets
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable
+from typing import cast
 
 from libra_hpc.process.child import spawn
 from libra_hpc.process.owner_link import keep_alive
-from libra_hpc.protocol.callers import MOST_UNPROVEN, PROVE_S, Unproven
+from libra_hpc.protocol.callers import (
+    MOST_UNPROVEN,
+    PROOF_BYTES,
+    PROVE_S,
+    Handshake,
+    T,
+    Unproven,
+    called_by,
+    calling,
+    proof,
+    proves,
+)
 from libra_hpc.protocol.joining import AT_THE_DOOR, is_guest
 
 from .world import Endpoint, World
@@ -34,12 +44,8 @@ from .world import Endpoint, World
 HEADER = struct.Struct("<I")
 """Bytes of the frame that follows."""
 COUNT = struct.Struct("<Q")
-TAG_BYTES = hashlib.sha256().digest_size
 ANSWER = b"answer"
 """Direction of what rank 0 answers; all other frames go the other way."""
-RANK = struct.Struct("<I")
-NONCE_BYTES = 16
-PROOF_BYTES = hashlib.sha256().digest_size
 REFUSALS = 3
 """A rank that was stopped while it connected is turned away once; a fourth attempt would find what the third did."""
 PAUSE_S = 0.2
@@ -169,12 +175,16 @@ async def _receive(
     admit: Admit | None,
     closed: Callable[[int], None],
 ) -> None:
+    def secret_with(rank: int) -> bytes | None:
+        known = rank < world.size or (admit is not None if rank == AT_THE_DOOR else is_guest(rank))
+        return world.secret_with(rank) if known else None
+
     source = AT_THE_DOOR
     try:
         reader = _Reader(stream)
         async with asyncio.timeout(PROVE_S):
             with unproven.proving(stream):
-                source, key = await _prove_as_server(world, stream, reader, admit is not None)
+                source, key = await _shake(called_by(b"mesh", secret_with, world.rank), stream, reader)
             seal = Seal(key)
             if source == AT_THE_DOOR and admit is not None:
                 answer = admit(await seal.frame(reader, JOIN_BYTES))
@@ -260,7 +270,7 @@ class Seal:
         """Append the next frame as it is sent."""
         buffer += HEADER.pack(len(frame))
         buffer += frame
-        buffer += await self._tag(frame)
+        buffer += proof(self._key, b"frame", await self._digest(frame))
 
     async def frame(self, reader: _Reader, most: int) -> bytes:
         """The next frame that comes; raises `ConnectionError` for any other, and beyond ``most`` bytes."""
@@ -268,18 +278,18 @@ class Seal:
         if frame_bytes > most:
             raise ConnectionError(f"a caller announces a frame of {frame_bytes} bytes")
         frame = await reader.exactly(frame_bytes)
-        if not hmac.compare_digest(await reader.exactly(TAG_BYTES), await self._tag(frame)):
+        if not proves(await reader.exactly(PROOF_BYTES), self._key, b"frame", await self._digest(frame)):
             raise ConnectionError(f"frame {self._count} of a stream is not the one that was sent")
         return frame
 
-    async def _tag(self, frame: bytes) -> bytes:
+    async def _digest(self, frame: bytes) -> bytes:
         self._count += 1
         digest = hashlib.sha256(self._direction + COUNT.pack(self._count))
         for at in range(0, len(frame), TURN_BYTES):
             if at:
                 await asyncio.sleep(0)
             digest.update(memoryview(frame)[at : at + TURN_BYTES])
-        return hmac.digest(self._key, digest.digest(), "sha256")
+        return digest.digest()
 
 
 async def _connect(world: World, peer: int) -> tuple[socket.socket, Seal]:
@@ -317,39 +327,18 @@ async def _open(world: World, peer: int, endpoint: Endpoint, address: str) -> tu
         keep_alive(stream)
         async with asyncio.timeout(PROVE_S):
             await asyncio.get_running_loop().sock_connect(stream, (address, endpoint.port))
-            return stream, await _prove_as_client(world, peer, stream)
+            handshake = calling(b"mesh", world.secret_with(peer), world.rank, peer)
+            return stream, await _shake(handshake, stream, _Reader(stream))
     except BaseException:
         stream.close()
         raise
 
 
-async def _prove_as_client(world: World, peer: int, stream: socket.socket) -> bytes:
-    """Returns the key of the stream."""
-    loop, reader = asyncio.get_running_loop(), _Reader(stream)
-    theirs, own = await reader.exactly(NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-    await loop.sock_sendall(
-        stream, RANK.pack(world.rank) + own + _proof(world, b"client", theirs, caller=world.rank, called=peer)
-    )
-    if not hmac.compare_digest(
-        await reader.exactly(PROOF_BYTES), _proof(world, b"server", own, caller=world.rank, called=peer)
-    ):
-        raise ConnectionError("the peer does not have this run's secret")
-    return _proof(world, b"stream", theirs + own, caller=world.rank, called=peer)
-
-
-async def _prove_as_server(world: World, stream: socket.socket, reader: _Reader, door: bool) -> tuple[int, bytes]:
-    """Challenge a caller, check its answer, and return its rank and the key of the stream."""
-    loop, own = asyncio.get_running_loop(), secrets.token_bytes(NONCE_BYTES)
-    await loop.sock_sendall(stream, own)
-    (source,) = RANK.unpack(await reader.exactly(RANK.size))
-    theirs, proof = await reader.exactly(NONCE_BYTES), await reader.exactly(PROOF_BYTES)
-    known = source < world.size or (door if source == AT_THE_DOOR else is_guest(source))
-    if not known or not hmac.compare_digest(proof, _proof(world, b"client", own, caller=source, called=world.rank)):
-        raise ConnectionError("a caller without this run's secret was turned away")
-    await loop.sock_sendall(stream, _proof(world, b"server", theirs, caller=source, called=world.rank))
-    return source, _proof(world, b"stream", own + theirs, caller=source, called=world.rank)
-
-
-def _proof(world: World, purpose: bytes, nonce: bytes, caller: int, called: int) -> bytes:
-    secret = world.secret_with(called if caller == world.rank else caller)
-    return hmac.digest(secret, purpose + nonce + RANK.pack(caller) + RANK.pack(called), "sha256")
+async def _shake(handshake: Handshake[T], stream: socket.socket, reader: _Reader) -> T:
+    loop, got = asyncio.get_running_loop(), None
+    try:
+        while True:
+            step = handshake.send(got)
+            got = await (reader.exactly(step) if isinstance(step, int) else loop.sock_sendall(stream, step))
+    except StopIteration as done:
+        return cast(T, done.value)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from libra_hpc.process.addresses import listen
-from libra_hpc.process.owner_link import CALL_S, NONCE_BYTES, RankStream, keep_alive, link_key
-from libra_hpc.protocol.callers import MOST_UNPROVEN
+from libra_hpc.process.owner_link import CALL_S, RankStream, keep_alive
+from libra_hpc.protocol.callers import MOST_UNPROVEN, NONCE_BYTES, proof
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.ranks_stop import ProcessLost, RankJoined, RanksMet
 
@@ -91,7 +91,7 @@ class RankLinks:
             stream.send(nonce)
         except OSError:
             return  # it is gone, or there are too many open files
-        caller = RankStream(stream, link_key(self._secret, nonce), b"owner")
+        caller = RankStream(stream, proof(self._secret, b"link", nonce), b"owner")
         if len(self._callers) >= MOST_UNPROVEN:
             self._drop(next(iter(self._callers)))
         self._callers[caller] = time.monotonic()

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import os
 import socket
 import struct
 from typing import Any
 
+from libra_hpc.protocol.callers import NONCE_BYTES, PROOF_BYTES, proof, proves
 from libra_hpc.protocol.codec import LENGTH, FrameBuffer, FrameError
 from libra_hpc.protocol.ranks_stop import LinkMessage, ProcessLost, RankJoined, RanksMet, owner_link
 
@@ -27,7 +27,6 @@ OWNER = "LIBRA_HPC_OWNER"
 LINK = "LIBRA_HPC_OWNER_LINK"
 """Environment variable of a rank: descriptor of its connection, its key, and how many frames it has sent; else why
 there is no connection, as a sentence."""
-NONCE_BYTES = 16
 CALL_S = 5.0
 """For one address to answer.  Half: a busy switch looks like a wrong address; double: a start fails later."""
 NONCE_S = 30.0
@@ -36,7 +35,7 @@ KEEP_ALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 30, socket.TCP_KEEP
 """Seconds, seconds, times: a firewall sees traffic, and a machine that is gone is noticed after six minutes."""
 MOST_BYTES = 4096
 """Longest message: one with the reason of a node that is down."""
-_COUNT, _TAG_BYTES = struct.Struct("<Q"), 32
+_COUNT = struct.Struct("<Q")
 
 log = logging.getLogger("libra_hpc.agent")
 
@@ -52,7 +51,7 @@ class RankStream:
     def send(self, message: LinkMessage) -> None:
         """Send a message, unless the connection has ended; they are few, so the kernel has room for all."""
         body = owner_link.encode(message)
-        frame = body + self._tag(self._end, self._sent, body)
+        frame = body + proof(self._key, self._end, _COUNT.pack(self._sent), body)
         self._sent += 1
         with contextlib.suppress(OSError):
             self.stream.send(LENGTH.pack(len(frame)) + frame)
@@ -72,24 +71,17 @@ class RankStream:
         return [self._opened(frame) for frame in self._buffer.feed(data)]
 
     def _opened(self, frame: bytes) -> LinkMessage:
-        body, other = frame[:-_TAG_BYTES], b"rank" if self._end == b"owner" else b"owner"
-        if not hmac.compare_digest(frame[-_TAG_BYTES:], self._tag(other, self._received, body)):
+        body, other = frame[:-PROOF_BYTES], b"rank" if self._end == b"owner" else b"owner"
+        if not proves(frame[-PROOF_BYTES:], self._key, other, _COUNT.pack(self._received), body):
             raise FrameError("a frame without the secret of this start")
         self._received += 1
         return owner_link.decode(body)
-
-    def _tag(self, end: bytes, count: int, body: bytes) -> bytes:
-        return hmac.digest(self._key, end + _COUNT.pack(count) + body, "sha256")
 
 
 def keep_alive(stream: socket.socket) -> None:
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEP_ALIVE.items():
         stream.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def link_key(secret: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(secret, nonce, "sha256")
 
 
 def call_owner(rank: int, node: str) -> int:
@@ -99,8 +91,7 @@ def call_owner(rank: int, node: str) -> int:
         with contextlib.suppress(OSError, EOFError):
             stream = socket.create_connection((address, int(port)), timeout=CALL_S)
             stream.settimeout(NONCE_S)
-            nonce = stream.recv(NONCE_BYTES, socket.MSG_WAITALL)
-            key = link_key(bytes.fromhex(secret), nonce)
+            key = proof(bytes.fromhex(secret), b"link", stream.recv(NONCE_BYTES, socket.MSG_WAITALL))
             keep_alive(stream)
             RankStream(stream, key, b"rank").send(RankJoined(rank, node))
             stream.set_inheritable(True)

@@ -191,7 +191,7 @@ class Carrier:
         self._port = listener.getsockname()[1]
         pace, served = BandwidthPace(config.pull_mb_s * 1e6), (self._store, self._image, parts)
         guests = config.secret if config.guest else b""
-        self._server = CarrierServer(listener, config.secret, *served, guests=guests, pace=pace)
+        self._server = CarrierServer(listener, config.secret, *served, rank=config.rank, guests=guests, pace=pace)
         self._caller = Caller(config.rank, config.secret, pace)
         self._whole: queue.SimpleQueue[tuple[Publish, Sequence[Landed]] | SavePolicy] = queue.SimpleQueue()
         self._wanted: SavePolicy | None = None

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from libra_hpc.checksum import crc32
-from libra_hpc.protocol.callers import PROVE_S, Unproven
+from libra_hpc.protocol.callers import PROVE_S, NoProof, Unproven, called_by
 from libra_hpc.protocol.joining import guest_secret, is_guest
 
 from .offers import UNKNOWN_S, OfferStore, StoredOffer
@@ -44,9 +44,9 @@ from .wire import (
     BandwidthPace,
     Fetch,
     WireError,
-    admit,
     limit_pauses,
     read_fetch,
+    shake,
 )
 
 UNREAD_S = 10.0
@@ -78,6 +78,7 @@ class CarrierServer:
         image: ImageSource,
         parts: Path | None = None,
         *,
+        rank: int,
         guests: bytes = b"",
         pace: BandwidthPace | None = None,
     ) -> None:
@@ -87,7 +88,7 @@ class CarrierServer:
         """
         self._listener, self._secret, self._store, self._image = listener, secret, store, image
         self._guests, self._pace = guests or guest_secret(secret), pace or BandwidthPace(0.0)
-        self._parts = parts
+        self._rank, self._parts = rank, parts
         self._unproven = Unproven()
 
     def start(self) -> None:
@@ -106,18 +107,19 @@ class CarrierServer:
                 time.sleep(WAITING_S)
 
     def _serve(self, stream: socket.socket, address: object) -> None:
+        handshake = called_by(b"weights", lambda rank: self._guests if is_guest(rank) else self._secret, self._rank)
         with stream:
             try:
                 limit_pauses(stream, PROVE_S, PROVE_S)
                 with self._unproven.proving(stream):
-                    rank = admit(stream, self._secret, self._guests)
+                    rank, _ = shake(handshake, stream)
                 limit_pauses(stream, UNREAD_S, UNREAD_S)
                 while True:
                     # On one machine the bytes that were sent last are the file's own pages, so the offer stays until
                     # the caller asks again or leaves.
                     fetch = read_fetch(stream)
                     sent = self._answer(stream, rank, fetch)  # noqa: F841
-            except WireError as error:
+            except (WireError, NoProof) as error:
                 log.warning("the connection from %s was closed: %s", address, error)
             except OSError:
                 pass  # the caller left, or does not read

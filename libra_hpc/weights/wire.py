@@ -13,22 +13,20 @@ A server sends what has arrived so far (cut-through). A broken connection is not
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import math
-import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import msgspec
 
 from libra_hpc.checksum import crc32
+from libra_hpc.protocol.callers import Handshake, T, calling
 from libra_hpc.protocol.carriers import Peer
-from libra_hpc.protocol.joining import is_guest
 
 PIECES = 32
 """A second. Half: eight threads that wait for each other look stopped to their peers; double: more system calls."""
@@ -59,13 +57,10 @@ class BandwidthPace:
 
 MANIFEST, DATA, WAITING, ABSENT, LEASED = range(5)
 HEADER = struct.Struct("<BI")
-RANK = struct.Struct("<I")
 LENGTH = CRC32 = struct.Struct("<I")
 LEASE = struct.Struct("<iI")
 IMAGE = "image"
 """Writer of what is a node's image: its tensors, one behind the other."""
-NONCE_BYTES = 16
-PROOF_BYTES = hashlib.sha256().digest_size
 MOST_FETCH = 4096
 """Bytes of a request; a longer one is not of this protocol."""
 MOST_MANIFEST = 256 << 20
@@ -211,7 +206,7 @@ def limit_pauses(stream: socket.socket, receive_s: float, send_s: float) -> None
 
 
 def call(peer: Peer, own_rank: int, secret: bytes) -> socket.socket:
-    """A proven connection to a carrier; raises `OSError` or `WireError`."""
+    """A proven connection to a carrier; raises `OSError`, `NoProof` for one without the secret."""
     failure: Exception = ConnectionError(f"rank {peer.rank} has no address")
     for address in peer.addresses:
         try:
@@ -222,10 +217,7 @@ def call(peer: Peer, own_rank: int, secret: bytes) -> socket.socket:
         try:
             stream.settimeout(None)
             limit_pauses(stream, SILENT_S, SILENT_S)
-            theirs, own = read(stream, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-            stream.sendall(RANK.pack(own_rank) + own + _proof(secret, b"caller", theirs, own_rank))
-            if not hmac.compare_digest(read(stream, PROOF_BYTES), _proof(secret, b"server", own, own_rank)):
-                raise WireError(f"rank {peer.rank} does not have this run's secret")
+            shake(calling(b"weights", secret, own_rank, peer.rank), stream)
         except BaseException:
             stream.close()
             raise
@@ -233,17 +225,16 @@ def call(peer: Peer, own_rank: int, secret: bytes) -> socket.socket:
     raise failure
 
 
-def admit(stream: socket.socket, secret: bytes, guests: bytes) -> int:
-    """Challenge a caller and return its rank; raises `WireError` for one without its secret, or that of ``guests``."""
-    own = secrets.token_bytes(NONCE_BYTES)
-    stream.sendall(own)
-    (rank,) = RANK.unpack(read(stream, RANK.size))
-    theirs, proof = read(stream, NONCE_BYTES), read(stream, PROOF_BYTES)
-    secret = guests if is_guest(rank) else secret
-    if not hmac.compare_digest(proof, _proof(secret, b"caller", own, rank)):
-        raise WireError("a caller without this run's secret was turned away")
-    stream.sendall(_proof(secret, b"server", theirs, rank))
-    return int(rank)
+def shake(handshake: Handshake[T], stream: socket.socket) -> T:
+    got = None
+    try:
+        while True:
+            step = handshake.send(got)
+            got = read(stream, step) if isinstance(step, int) else None
+            if isinstance(step, bytes):
+                stream.sendall(step)
+    except StopIteration as done:
+        return cast(T, done.value)
 
 
 def send_fetch(stream: socket.socket, fetch: Fetch) -> None:
@@ -280,7 +271,3 @@ def frames(stream: socket.socket) -> Iterator[tuple[int, int]]:
             raise WireError(f"a frame of kind {kind} and {length} bytes")
         yield kind, length
         came = time.monotonic()
-
-
-def _proof(secret: bytes, side: bytes, nonce: bytes, rank: int) -> bytes:
-    return hmac.digest(secret, b"weights " + side + nonce + RANK.pack(rank), "sha256")

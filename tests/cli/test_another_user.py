@@ -147,7 +147,7 @@ def scene(shared: RunDir, folder: Path) -> Iterator[Scene]:
         serve = links.accept(world, lambda rank, frame: None, lambda frame: b"welcome")
         threading.Thread(target=lambda: asyncio.run(serve), daemon=True).start()
         nothing: Any = None
-        server.CarrierServer(carrier, world.secret, offers.OfferStore(0), nothing).start()
+        server.CarrierServer(carrier, world.secret, offers.OfferStore(0), nothing, rank=0).start()
         peer = wire.Peer(0, ("127.0.0.1",), carrier.getsockname()[1])
         yield Scene(run=shared, pid=process.pid, folders=private, lenders=lenders, world=world, carrier=peer)
 
@@ -167,7 +167,7 @@ def verb(*words: object) -> None:
 
 
 DENIED, USAGE = "PermissionError", "SystemExit [12]"
-UNPROVEN = "^(EOFError|ConnectionError|ConnectionResetError|WireError) "
+UNPROVEN = "^(EOFError|ConnectionError|ConnectionResetError|NoProof) "
 TRIED: dict[str, tuple[Callable[[Scene], object], str]] = {
     "read weights": (lambda s: (s.folders[1] / "weights").read_bytes(), DENIED),
     "list sockets": (lambda s: os.listdir(s.folders[0]), DENIED),

@@ -13,12 +13,12 @@ import pytest
 
 from libra_hpc.mesh import links
 from libra_hpc.mesh import mesh as mesh_module
-from libra_hpc.mesh.links import HEADER, MAX_FRAME_BYTES, NONCE_BYTES, TAG_BYTES, Outgoing, accept
+from libra_hpc.mesh.links import HEADER, MAX_FRAME_BYTES, Outgoing, accept
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.world import Endpoint, World
 from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.agents import mesh as codec
-from libra_hpc.protocol.callers import PROVE_S
+from libra_hpc.protocol.callers import NONCE_BYTES, PROOF_BYTES, PROVE_S
 from tests.stage.waiting import until
 
 SECRET = secrets.token_bytes(32)
@@ -96,11 +96,11 @@ async def test_memory_is_taken_for_what_has_come_and_not_for_what_is_announced()
 Units = list[bytes]
 """Frames as they travel."""
 FRAMES = [b"first", b"other", b"third", b"final"]
-UNIT = HEADER.size + len(FRAMES[0]) + TAG_BYTES
+UNIT = HEADER.size + len(FRAMES[0]) + PROOF_BYTES
 RELAYED: dict[str, tuple[Callable[[Units, Units], Units], int]] = {
     "as they are": (lambda units, before: units, 4),
-    "one put in": (lambda units, before: [*units[:2], HEADER.pack(5) + b"wrong" + bytes(TAG_BYTES), *units[2:]], 2),
-    "one put in at the end": (lambda units, before: [*units, HEADER.pack(0) + bytes(TAG_BYTES)], 4),
+    "one put in": (lambda units, before: [*units[:2], HEADER.pack(5) + b"wrong" + bytes(PROOF_BYTES), *units[2:]], 2),
+    "one put in at the end": (lambda units, before: [*units, HEADER.pack(0) + bytes(PROOF_BYTES)], 4),
     "one changed": (lambda units, before: [units[0], units[1].replace(b"other", b"Other"), *units[2:]], 1),
     "a tag changed": (lambda units, before: [units[0][:-1] + bytes([units[0][-1] ^ 1]), *units[1:]], 0),
     "a length changed": (lambda units, before: [units[0], HEADER.pack(4) + units[1][4:], *units[2:]], 1),

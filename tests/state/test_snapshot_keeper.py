@@ -39,7 +39,7 @@ class PartServer:
     def __init__(self, folder: Path, rank: int) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         self.peer: Peer | None = Peer(rank, ("127.0.0.1",), listener.getsockname()[1])
-        CarrierServer(listener, SECRET, OfferStore(0), cast(ImageSource, None), folder).start()
+        CarrierServer(listener, SECRET, OfferStore(0), cast(ImageSource, None), folder, rank=rank).start()
         self._caller = Caller(rank, SECRET)
 
     async def pull_part(self, peer: Peer, source: str, target: Path) -> str:

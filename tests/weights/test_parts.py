@@ -10,14 +10,14 @@ from typing import cast
 
 import pytest
 
-from libra_hpc.protocol.callers import PROVE_S, Unproven
+from libra_hpc.protocol.callers import NONCE_BYTES, PROVE_S, Unproven
 from libra_hpc.protocol.carriers import PartPulled, Peer, PullPart
 from libra_hpc.protocol.joining import FIRST_GUEST, guest_secret
 from libra_hpc.weights import parts
 from libra_hpc.weights.offers import OfferStore
 from libra_hpc.weights.parts import PART, pull_part
 from libra_hpc.weights.server import CarrierServer, ImageSource
-from libra_hpc.weights.wire import NONCE_BYTES, Absent, Caller, Fetch
+from libra_hpc.weights.wire import Absent, Caller, Fetch
 from tests.weights.chain import SHAPES
 from tests.weights.nodes import SECRET, CarrierNode, FaultyLink, node_folders
 
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def peer(folder: Path) -> Iterator[Peer]:
     listener = socket.create_server(("127.0.0.1", 0))
-    CarrierServer(listener, SECRET, OfferStore(0), cast(ImageSource, None), folder).start()
+    CarrierServer(listener, SECRET, OfferStore(0), cast(ImageSource, None), folder, rank=1).start()
     yield Peer(1, ("127.0.0.1",), listener.getsockname()[1])
     listener.close()
 
@@ -111,7 +111,7 @@ def test_callers_without_the_secret_keep_no_carrier_out(folder: Path, monkeypatc
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         address = listener.getsockname()
-        CarrierServer(listener, SECRET, OfferStore(0), cast(ImageSource, None), folder).start()
+        CarrierServer(listener, SECRET, OfferStore(0), cast(ImageSource, None), folder, rank=1).start()
         connected = (socket.create_connection(address, timeout=PROVE_S / 2) for _ in range(40))
         strangers = [stack.enter_context(stranger) for stranger in connected]
         asked(Peer(1, ("127.0.0.1",), address[1]), f"{PART}1/{NAME}", -1)
