@@ -27,7 +27,7 @@ $(PYTEST) $(WORKERS) $(1) -m "$(2)" || { test $$? = 1 || exit 2; echo "== once m
 endef
 ROOM ?=
 
-.PHONY: help venv dev run test test-all test-room nightly chaos mutants lint docs bench gpu-venv gpu-check clean
+.PHONY: help venv dev run test test-all test-room nightly chaos mutants lint docs bench numbers gpu-venv gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make nightly  what takes too long for test-all     make chaos  of that, every injected fault"
 	@echo "make mutants  whether the tests notice 60 small mistakes (90 minutes)"
 	@echo "make docs   the examples in the pages, made by their commands"
+	@echo "make numbers  the pages' figures of planner and scheduler, played again (half an hour)"
 	@echo "make bench  the benchmarks        make clean  undo everything"
 	@echo "make gpu-check  a machine with a GPU, checked and measured in ten minutes (docs/gpu-check.md)"
 
@@ -89,7 +90,12 @@ docs: dev
 	@$(BIN)/python -m tests.docs.update
 
 bench: venv
-	@for name in learning decisions scheduling live_kv planner replan simulated_vs_real; do echo "== $$name"; $(BIN)/python -m bench.$$name || exit 1; done
+	@for name in learning decisions live_kv simulated_vs_real; do echo "== $$name"; $(BIN)/python -m bench.$$name || exit 1; done
+
+# Figures that the pages print; `make nightly` plays a few seeds of each and fails where one is off.
+numbers: dev
+	@$(BIN)/python -m bench.numbers play
+	@$(BIN)/python -m tests.docs.update README.md docs/benchmarks.md docs/plan.md
 
 gpu-venv:
 ifeq ($(GPU_CHECK_WHEELS),)

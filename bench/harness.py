@@ -1,8 +1,8 @@
-"""What every benchmark shares: command line, jobs with progress, ratios, the table, and the JSON file.
+"""What every benchmark shares: command line, progress, the table, and the JSON file.
 
 A benchmark is a table of rows, and a function that measures one job: (row, seed, ...).
 
-- `options` makes its command line, `by_row` runs its jobs.
+- `options` makes its command line.
 - `report` prints the table and the machine, and writes ``bench/results/NAME.json``.
 """
 
@@ -17,9 +17,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -34,11 +33,6 @@ KEYCHAIN = ROOT / "bench" / "keychain.toml"
 """Run file of the smallest run of both stages."""
 WIDTH = 100
 """Most columns of a printed table."""
-T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-"""Student's t for a two-sided 95 % interval, by number of seeds."""
-
-Job = TypeVar("Job", bound=tuple[Any, ...])
-Row = TypeVar("Row")
 Options = argparse.Namespace
 median = statistics.median
 
@@ -47,28 +41,17 @@ median = statistics.median
 
 
 def options(
-    name: str,
-    doc: str | None,
-    *,
-    rows: Collection[str] = (),
-    quick: Collection[str] = (),
-    arguments: Sequence[str] | None = None,
-    **defaults: Any,
+    name: str, doc: str | None, *, rows: Collection[str] = (), arguments: Sequence[str] | None = None, **defaults: Any
 ) -> Options:
     """The command line of a benchmark; every keyword is an option with its default.
 
     - A bool is a flag, a tuple are the only values (the first is the default), a list is given as ``a,b,c``.
-    - ``--rows``, separated by |, are some of ``rows``; with ``--quick`` by default those of ``quick``.
-    - ``--trace FILE``, where the keyword ``trace`` is set: a recorded trace is a row; alone, unless ``--rows`` too.
+    - ``--rows``, separated by |, are some of ``rows``.
     - ``--json FILE``: where `report` writes.
     """
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=(doc or "").split("\n\n")[0])
     if rows:
         parser.add_argument("--rows", default="", help=f"separated by |, of: {'|'.join(rows).replace('%', '%%')}")
-    if quick:
-        parser.add_argument("--quick", action="store_true", help=f"a short run of {', '.join(quick)}")
-    if defaults.pop("trace", False):
-        parser.add_argument("--trace", action="append", default=[], help="a recorded trace; alone, unless --rows too")
     for key, default in defaults.items():
         flag = f"--{key.replace('_', '-')}"
         if isinstance(default, bool):
@@ -81,17 +64,11 @@ def options(
             parser.add_argument(flag, type=type(default), default=default, help=f"default: {default}")
     parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json")
     given = parser.parse_args(arguments, Options(name=name, error=parser.error))
-    traces = getattr(given, "trace", [])
-    for path in traces:
-        if not Path(path).is_file():
-            parser.error(f"--trace: {path} is no file")
     if rows:
-        default_rows = quick if getattr(given, "quick", False) else () if traces else rows
-        chosen = [name for name in given.rows.split("|") if name] or list(default_rows)
-        for name in chosen:
+        given.rows = [name for name in given.rows.split("|") if name] or list(rows)
+        for name in given.rows:
             if name not in rows:
                 parser.error(f"--rows: {name!r} is unknown; valid: {', '.join(rows)}")
-        given.rows = [*chosen, *traces]
     if not seeds(given):
         parser.error("--seeds must be at least 1")
     return given
@@ -103,23 +80,12 @@ def list_of(kind: type[Any]) -> Callable[[str], list[Any]]:
 
 
 def seeds(given: Options) -> Sequence[int]:
-    """Of ``--seeds``, a list or how many, and ``--first-seed``; a benchmark without them has one seed."""
-    count, first = getattr(given, "seeds", 1), getattr(given, "first_seed", 0)
-    return count if isinstance(count, list) else range(first, first + count)
+    """Of ``--seeds``, a list or how many; a benchmark without them has one seed."""
+    count = getattr(given, "seeds", 1)
+    return count if isinstance(count, list) else range(count)
 
 
-# --- jobs
-
-
-def by_row(
-    pool: Executor, play: Callable[[Job], Row], jobs: Sequence[Job], words: Callable[[Row], str]
-) -> dict[str, list[Row]]:
-    """Run ``jobs`` (row, seed, ...) in order and print each result when it is there; results by row."""
-    found: dict[str, list[Row]] = {job[0]: [] for job in jobs}
-    for job, result in zip(jobs, pool.map(play, jobs), strict=True):
-        found[job[0]].append(result)
-        progress(f"{job[0]}, seed {job[1]}: {words(result)}")
-    return found
+# --- processes
 
 
 def progress(text: str) -> None:
@@ -160,14 +126,6 @@ def policy(seed: int, steps: int = 3000) -> Path:
 def spread(values: Sequence[float], digits: str = ".2f") -> str:
     """Median and range."""
     return f"{median(values):{digits}} ({min(values):{digits}}..{max(values):{digits}})"
-
-
-def interval(values: Sequence[float]) -> str:
-    """Mean and half the width of its 95 % interval (Student's t over seeds)."""
-    if len(values) < 2:
-        return f"{values[0]:.2f}"
-    half = T_95.get(len(values), 1.96) * statistics.stdev(values) / len(values) ** 0.5
-    return f"{statistics.fmean(values):.2f} ±{half:.2f}"
 
 
 def machine() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from bench.controlled_simulation import ControlledSimulation
+from bench.scheduling import Slow
 from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.steps import StepTimes
 from libra_hpc.policies.scheduling.protocol import Policy
@@ -70,6 +71,10 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     to_train_s: float = 45.0
     """A replica starts and receives the state."""
     regroup_s: float = 5.0
+    slow: bool = False
+    """Whether the engines of the last node take twice as long, which nobody knows."""
+    believed: float = 1.0
+    """Step costs that the planner gets, over those that were measured."""
 
     def steps(self) -> StepTimes:
         """Step times of an engine."""
@@ -163,7 +168,9 @@ class ReplanPool:
         """The new engine of a node; each start has its own name."""
         self._started += 1
         self._engine_of[rank] = f"n{rank}.{self._started}"
-        return EngineSpec(self._engine_of[rank], self.site.tp, self.site.steps())
+        steps = self.site.steps()
+        is_slow = self.site.slow and rank == self.site.nodes - 1
+        return EngineSpec(self._engine_of[rank], self.site.tp, Slow(steps) if is_slow else steps)
 
     def order(self, sim: ControlledSimulation, direction: str, rank: int, now: float) -> None:
         node = _Moving(rank, direction, now)

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from bench.controlled_simulation import ControlledSimulation
 from bench.replan_pool import ReplanPool, StepTruth
 from libra_hpc.policies.scheduling.measured_steps import MeasuredSteps
@@ -60,7 +62,12 @@ class View:
             eta=site.eta,
             steps_left=self._total - len(done),
             groups=self._groups(sim),
-            step_costs=self._measured.costs(),
+            step_costs=tuple(
+                replace(
+                    one, **{name: site.believed * getattr(one, name) for name in ("base_s", "token_s", "prefill_s")}
+                )
+                for one in self._measured.costs()
+            ),
         )
 
     def _place(self, prompt_id: str) -> int:

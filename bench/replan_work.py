@@ -6,6 +6,7 @@ is a short question with thousands of tokens of thought, most work for rollout.
 
 - ``answers grow``: documents; the median answer doubles every `DOUBLING` steps. Slow, one way.
 - ``curriculum``: documents and reasoning alternate every `PHASE` steps. Sudden.
+- ``steady``: half of each, without drift.
 - ``mixture``: the share of reasoning follows a cosine of `PERIOD` steps. Slow, both ways.
 
 The best split is 9 training nodes of 12 for documents and 3 for reasoning, on one seed. The constants were fixed before
@@ -51,7 +52,16 @@ def mixture(step: float) -> list[tuple[Profile, float]]:
     return [(REASONING, share), (DOCUMENTS, 1.0 - share)]
 
 
-WORKLOADS: dict[str, Workload] = {"answers grow": answers_grow, "curriculum": curriculum, "mixture": mixture}
+def steady(step: float) -> list[tuple[Profile, float]]:
+    return [(REASONING, 0.5), (DOCUMENTS, 0.5)]
+
+
+WORKLOADS: dict[str, Workload] = {
+    "answers grow": answers_grow,
+    "curriculum": curriculum,
+    "mixture": mixture,
+    "steady": steady,
+}
 
 
 def drifting(workload: Workload, batches: int, groups: int, group: int, seed: int) -> list[TrajectoryRecord]:

@@ -8,22 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench.chaos import soaked
-from bench.harness import WIDTH, interval, options, report, seeds, spread
+from bench.harness import WIDTH, options, report, seeds, spread
 
 ROWS = ("short", "long, cold")
-
-
-def test_rows_are_all_those_of_quick_or_those_named_and_a_trace_stands_alone(tmp_path: Path) -> None:
-    (tmp_path / "trace").touch()
-
-    def rows(*arguments: str) -> list[str]:
-        found: list[str] = options("x", "Doc.", rows=ROWS, quick=ROWS[:1], trace=True, arguments=arguments).rows
-        return found
-
-    assert rows() == list(ROWS)
-    assert rows("--quick") == ["short"]
-    assert rows("--rows", "long, cold") == ["long, cold"]
-    assert rows("--trace", str(tmp_path / "trace")) == [str(tmp_path / "trace")]
 
 
 def test_help_names_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,12 +20,13 @@ def test_help_names_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_option_has_the_type_of_its_default() -> None:
-    arguments = ["--seeds", "2", "--clock", "CPU", "--caches", "8,9", "--deep", "--scale", "0.5"]
+    arguments = ["--seeds", "2", "--rows", "short", "--clock", "CPU", "--caches", "8,9", "--deep", "--scale", "0.5"]
     given = options(
-        "x", "", arguments=arguments, seeds=3, first_seed=7, clock=("wall", "CPU"), caches=[48], deep=False, scale=1.0
+        "x", "", rows=ROWS, arguments=arguments, seeds=3, clock=("wall", "CPU"), caches=[48], deep=False, scale=1.0
     )
+    assert (given.rows, options("x", "", rows=ROWS, arguments=[]).rows) == (["short"], list(ROWS))
     assert (given.clock, given.caches, given.deep, given.scale) == ("CPU", [8, 9], True, 0.5)
-    assert list(seeds(given)) == [7, 8]
+    assert list(seeds(given)) == [0, 1]
 
 
 @pytest.mark.parametrize("arguments", [["--rows", "luck"], ["--seeds", "0"]])
@@ -50,9 +38,8 @@ def test_a_wrong_option_ends_the_command_with_what_is_valid(
     assert "valid: short, long, cold" in (error := capsys.readouterr().err) or "--seeds must be at least 1" in error
 
 
-def test_figures_of_seeds_have_a_range_or_an_interval() -> None:
+def test_figures_of_seeds_have_a_range() -> None:
     assert spread([2.0, 1.0, 4.0]) == "2.00 (1.00..4.00)"
-    assert [interval(values) for values in ([1.0], [1.0, 1.2])] == ["1.00", "1.10 ±1.27"]
 
 
 def test_the_report_is_a_table_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,18 +17,17 @@ SITE = Site(nodes=6, prompts=8, group=4)
 
 def mixed(batches: int, seed: int) -> list[TrajectoryRecord]:
     """Work without drift."""
-    halves = [(WORKLOADS["curriculum"](step)[0][0], 0.5) for step in (0.0, 40.0)]
-    return drifting(lambda step: halves, batches, SITE.prompts, SITE.group, seed=seed)
+    return drifting(WORKLOADS["steady"], batches, SITE.prompts, SITE.group, seed=seed)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_work_is_whole_batches_and_drifts(name: str) -> None:
+def test_work_is_whole_batches_and_drifts_unless_it_is_steady(name: str) -> None:
     work = drifting(WORKLOADS[name], 60, 8, 4, seed=1)
     assert len(work) == 60 * 8 * 4
     assert len({t.prompt_id for t in work}) == 60 * 8
     parts = work[:512], work[512:1024], work[1408:]
     share = [sum(t.generated for t in part) / sum(t.context for t in part) for part in parts]
-    assert max(share) > 2.0 * min(share)
+    assert (max(share) > 2.0 * min(share)) is (name != "steady")
 
 
 def test_training_seconds_fall_with_nodes_scatter_and_are_longer_after_a_change() -> None:
@@ -40,6 +39,19 @@ def test_training_seconds_fall_with_nodes_scatter_and_are_longer_after_a_change(
     plain(1000, 3)
     changed(1000, 2)
     assert changed(1000, 3) - plain(1000, 3) == pytest.approx(SITE.regroup_s)
+
+
+def test_a_slow_node_and_believed_costs_are_those_of_the_site() -> None:
+    pool = ReplanPool(Site(nodes=6, slow=True), 1)
+    slow, plain = (pool.engine(rank).steps.step_s(1, 1_000) for rank in (5, 4))
+    assert slow == 2.0 * plain
+    costs = []
+    for believed in (1.0, 0.5):
+        watcher, site = Watcher(), Site(nodes=6, prompts=8, group=4, believed=believed)
+        play(site, mixed(6, 8), watcher, 3, seed=8)
+        costs.append(watcher.seen[-1].step_costs[0])
+    assert costs[1].base_s == 0.5 * costs[0].base_s > 0.0
+    assert costs[1].kv_tokens == costs[0].kv_tokens
 
 
 class Orders:
