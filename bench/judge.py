@@ -40,8 +40,8 @@ FIRST = 20_000
 """The first seed for reporting."""
 BATCHES, SCREENED = 8, 2
 """Batches that count, at least; of a first look."""
-RULES = (OURS, "sticky", "least_loaded", "least_live", "fit", "thunder_agent", "cmlfq_cost")
-LIMITS = ("", "share 0.1", "share 0.3", "share 0.6", "live 14", "live 26", "live 50", "live 100")
+RULES = (OURS, "sticky", "least_loaded", "least_live", "fit", "thunder_agent")
+LIMITS = ("", "share 0.1", "share 0.4", "live 14", "live 36", "live 100")
 """Of admission: none, a share of the KV cache, live trajectories per engine."""
 PLACES = 2
 

@@ -1,6 +1,6 @@
 """Every headline figure of planner and scheduler: played, kept with seeds and commit, checked and shown by one command.
 
-    python -m bench.numbers play [CLAIM[/ROW] ...] [--jobs 2]     # plays them, and keeps them in docs/data/numbers.json
+    python -m bench.numbers play [CLAIM[/ROW] ...] [--seeds 4]    # plays them, and keeps them in docs/data/numbers.json
     python -m bench.numbers check [CLAIM[/ROW] ...] [--jobs 2]    # plays a few seeds anew; fails where one is off
     python -m bench.numbers show CLAIM ...                        # the tables of the pages; headlines: README's lines
 
@@ -123,33 +123,14 @@ Row = tuple[str, str]
 """Claim and row."""
 
 
-def _prepared(job: tuple[Row, Facts]) -> Facts:
-    """``job``: a row, and what is kept of its facts."""
-    (name, row), kept = job
+def _played(job: tuple[Row, int, Facts]) -> tuple[Facts, dict[str, list[float]]]:
+    """Facts and figures by seed; ``job``: a row, seeds, and what is kept of its facts."""
+    (name, row), seeds, kept = job
     claim = CLAIMS[name]
     facts = {**(kept or claim.search(row)), **claim.prepare(row)}
-    progress(f"{name}/{row} {facts}")
-    return facts
-
-
-def _played(job: tuple[Row, int, Facts]) -> Figures:
-    (name, row), seed, facts = job
-    progress(f"{name}/{row}, seed {seed}")
-    return CLAIMS[name].play(row, seed, facts)
-
-
-def figures(rows: Sequence[Row], seeds: Callable[[Row], int], kept: dict[Row, Facts], jobs: int) -> dict[Row, Any]:
-    """Facts and figures of every seed, by row."""
-    with ProcessPoolExecutor(jobs) as pool:
-        facts = dict(zip(rows, pool.map(_prepared, [(row, kept.get(row, {})) for row in rows]), strict=True))
-        todo = [(row, seed, facts[row]) for row in rows for seed in range(seeds(row))]
-        found: dict[Row, list[Figures]] = {row: [] for row in rows}
-        for (row, _, _), values in zip(todo, pool.map(_played, todo), strict=True):
-            found[row].append(values)
-    return {
-        row: {"facts": facts[row], "figures": {key: [one[key] for one in values] for key in values[0]}}
-        for row, values in found.items()
-    }
+    progress(f"{name}/{row} {facts or ''}")
+    values = [claim.play(row, seed, facts) for seed in range(seeds)]
+    return facts, {key: [one[key] for one in values] for key in values[0]}
 
 
 def error(values: Sequence[float]) -> float:
@@ -167,35 +148,32 @@ def commit() -> str:
     return git("log", "-1", "--format=%h") + "+" * bool(git("status", "--porcelain"))
 
 
-def play(rows: Sequence[Row], kept: Kept, jobs: int) -> None:
-    """Play ``rows`` and keep them; the others of a claim stay as they are kept."""
+def play(rows: Sequence[Row], kept: Kept, seeds: int, jobs: int) -> None:
+    """Play ``rows`` and keep each at once; others stay as they are kept."""
     code, cpu = commit(), machine()["cpu"]
-    for name in dict.fromkeys(name for name, _ in rows):
-        found = figures([row for row in rows if row[0] == name], lambda row: SEEDS, {}, jobs)
-        claim = kept.setdefault(name, {})
-        for (_, row), one in found.items():
+    with ProcessPoolExecutor(jobs) as pool:
+        played = pool.map(_played, [(row, seeds, {}) for row in rows])
+        for (name, row), (facts, figures) in zip(rows, played, strict=True):
             means = {
                 key: {"mean": statistics.fmean(values), "error": error(values), "seeds": values}
-                for key, values in one["figures"].items()
+                for key, values in figures.items()
             }
-            claim[row] = {"commit": code, "cpu": cpu, "facts": one["facts"], "figures": means}
-        KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+            kept.setdefault(name, {})[row] = {"commit": code, "cpu": cpu, "facts": facts, "figures": means}
+            KEPT.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def check(rows: Sequence[Row], kept: Kept, jobs: int) -> list[str]:
     """What is off, in words."""
-    wanted = [(name, row) for name, row in rows if CLAIMS[name].few]
-    facts = {(name, row): kept[name][row]["facts"] for name, row in wanted}
-    wrong = []
-    for (name, row), one in figures(wanted, lambda row: CLAIMS[row[0]].few, facts, jobs).items():
-        for key, values in one["figures"].items():
-            old = kept[name][row]["figures"][key]
-            now, then = statistics.fmean(values), statistics.fmean(old["seeds"][: len(values)])
-            room = 2.0 * old["error"] + TOLERANCE * max(1.0, old["mean"])
-            if abs(now - then) > room:
-                wrong.append(
-                    f"{name}/{row}, {key}: {now:.3f}, kept {then:.3f} (of these seeds), more than {room:.3f} off"
-                )
+    wanted, wrong = [(name, row) for name, row in rows if CLAIMS[name].few], []
+    with ProcessPoolExecutor(jobs) as pool:
+        todo = [((name, row), CLAIMS[name].few, kept[name][row]["facts"]) for name, row in wanted]
+        for (name, row), (_, figures) in zip(wanted, pool.map(_played, todo), strict=True):
+            for key, values in figures.items():
+                old = kept[name][row]["figures"][key]
+                now, then = statistics.fmean(values), statistics.fmean(old["seeds"][: len(values)])
+                room = 2.0 * old["error"] + TOLERANCE * max(1.0, old["mean"])
+                if abs(now - then) > room:
+                    wrong.append(f"{name}/{row}, {key}: {now:.3f}, kept {then:.3f} of these seeds, over {room:.3f} off")
     return wrong
 
 
@@ -230,8 +208,10 @@ def headlines(kept: Kept) -> Iterator[str]:
 
 
 def _source(claims: Sequence[dict[str, Any]]) -> str:
-    commits = dict.fromkeys(one["commit"] for rows in claims for one in rows.values())
-    return f"{SEEDS} seeds a row, means with standard errors; commit {', '.join(commits)}"
+    every = [one for rows in claims for one in rows.values()]
+    commits = ", ".join(dict.fromkeys(one["commit"] for one in every))
+    least = min(len(figure["seeds"]) for one in every for figure in one["figures"].values())
+    return f"{least} seeds a row, means and standard errors; commit {commits}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -239,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("verb", choices=("play", "check", "show"))
     parser.add_argument("names", nargs="*", metavar="CLAIM[/ROW]", help=f"of {', '.join(CLAIMS)}; show: headlines, too")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"of play; default: {SEEDS}")
     given = parser.parse_args(arguments)
     kept: Kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     if given.verb == "show":
@@ -250,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in given.names if not any(name in (row[0], "/".join(row)) for row in every)]:
         parser.error(f"{unknown[0]}: no such claim or row; valid: {', '.join(map('/'.join, every))}")
     if given.verb == "play":
-        play(rows, kept, given.jobs)
+        play(rows, kept, given.seeds, given.jobs)
         return 0
     wrong = check(rows, kept, given.jobs)
     print("\n".join(wrong) or f"{len(rows)} rows hold")

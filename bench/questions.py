@@ -22,6 +22,8 @@ from libra_hpc.planning.request import PlanRequest, as_planned, request
 STAGES = ("train", "hybrid", "rollout")
 THREE_NODES = {f"components.{stage}.nodes": 1 for stage in STAGES}
 SMALL_NODES = {f"components.{stage}.gpus": 2 for stage in STAGES}
+HALF = {"algorithm.prompts_per_step": 32}
+"""256 trajectories a batch."""
 LONG = {"rollout.max_model_len": MAX_CONTEXT}
 BEFORE = {"rollout.max_num_seqs": 64, "rollout.max_inflight": 96, "rollout.async_steps": False}
 """Defaults of the engines until 29 November 2026."""
@@ -47,9 +49,11 @@ QUESTIONS = {
     "shipped 30B-A3B": Question({"planner.model": "qwen3-30b-a3b"}),
     "heavy answers": Question({"algorithm.eta": 1, "task.work.spread": 1.6}),
     "tools of 60 s": Question(
-        {"algorithm.eta": 1, "task.work.turns": 12, "task.work.answer_tokens": 500, "task.work.tool_s": 60}
+        {"algorithm.eta": 1, "task.work.turns": 12, "task.work.answer_tokens": 500, "task.work.tool_s": 60, **HALF}
     ),
-    "64k, eta 4": Question({"algorithm.eta": 4, "rollout.max_model_len": 65_536, "task.work.answer_tokens": 20_000}),
+    "64k, eta 4": Question(
+        {"algorithm.eta": 4, "rollout.max_model_len": 65_536, "task.work.answer_tokens": 20_000, **HALF}
+    ),
     "sessions": Question({"algorithm.eta": 1, "algorithm.prompts_per_step": 256, **LONG}, "sessions", group=1),
     "quarter 63k, eta 0": _small("long", 0, SMALL_NODES),
     "quarter 63k, eta 1": _small("long", 1, SMALL_NODES),

@@ -19,8 +19,6 @@ WORSE = 1.25
 """Static splits are tried outwards from the even one until two in a row take this much longer than the best."""
 DRIFTS: dict[str, tuple[str, Site]] = {
     "curriculum": ("curriculum", Site()),
-    "answers grow": ("answers grow", Site()),
-    "mixture": ("mixture", Site()),
     "steady": ("steady", Site()),
     "steady, a slow node": ("steady", Site(slow=True)),
     "curriculum, costs x0.7": ("curriculum", Site(believed=0.7)),
