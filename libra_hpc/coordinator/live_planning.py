@@ -20,8 +20,8 @@ from libra_hpc.facts.status import DecisionStatus, StageEstimate
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.planning.live_child import PlayerProcess
 from libra_hpc.policies.control.borrow_choice import fitting
+from libra_hpc.policies.control.move_choice import SWITCHES
 from libra_hpc.policies.control.plays import BOTH
-from libra_hpc.policies.control.switch_cost import SWITCHES
 from libra_hpc.policies.control.within_step import TAIL, Rest, moves_within_step
 from libra_hpc.policies.pool.states import Node, NodeState
 from libra_hpc.protocol.agents import RolloutReport, TurnsDrained

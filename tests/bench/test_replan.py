@@ -83,15 +83,6 @@ def test_the_live_planner_leaves_a_bad_split() -> None:
     assert all(d.nodes and d.candidates and d.triggers for d in moves.decisions)
 
 
-@pytest.mark.chaos
-def test_no_drift_and_the_best_split_moves_nothing() -> None:
-    work, rule = mixed(120, 5), Live(SETTINGS, SITE)
-    probe = work[: 24 * SITE.prompts * SITE.group]
-    best = min(range(1, SITE.nodes), key=lambda n: play(SITE, probe, Static(), n, seed=5).seconds)
-    assert play(SITE, work, rule, best, seed=5).moves == 0
-    assert rule.evaluations > 100
-
-
 def test_verl_activates_between_steps_when_samples_are_short_and_stops_when_they_are_not() -> None:
     work = drifting(curriculum, 24, SITE.prompts, SITE.group, seed=7)
     starved, fed = VerlLike(), VerlLike()

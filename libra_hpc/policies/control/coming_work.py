@@ -1,4 +1,4 @@
-"""The trajectories that a run rolls out next, estimated from its newest eta + 1 batches of groups.
+"""The trajectories that a run rolls out next, estimated from its newest eta + 1 batches of groups and older ones alike.
 
 Trained batches are eta + 1 batches old, and short trajectories finish first. Admitted groups are neither. An unfinished
 trajectory counts as finished ones of a similar prompt, at most an octave of tokens off:
@@ -7,13 +7,15 @@ trajectory counts as finished ones of a similar prompt, at most an octave of tok
 - Trajectories that no engine has received -> quantiles of all of these lengths.
 - No such prompt has finished, running -> twice the present length, the expectation when only the age is known.
 - The same, waiting -> not counted.
+- The batch before has their means within `ALIKE` standard errors -> it counts, and the one before it is asked.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from math import log2
+from math import hypot, log2, sqrt
+from statistics import fmean, pstdev
 
 from msgspec.structs import replace
 
@@ -25,27 +27,50 @@ SIMILAR = 64
 policies count."""
 MIN_SIMILAR = 8
 """Fewest finished trajectories of a similar prompt from which lengths are taken."""
+ALIKE = 2.0
+"""Half: steady work counts as changed, and nodes follow the scatter of batches; double: slow drift is seen late."""
+BATCHES = 12
+"""Most that count, and the shortest horizon, unless the run ends before: batches of large runs take many minutes. Half:
+they scatter more than splits differ."""
 
 
 def coming_work(snapshot: PlanSnapshot) -> list[list[TrajectoryFact]]:
-    """The newest eta + 1 batches of groups, finished or as expected, in the order of admission."""
-    size = snapshot.prompts_per_step * snapshot.group_size
-    newest = [t.group for t in snapshot.trajectories[-size:]] + [g.index for g in snapshot.groups]
-    oldest = max(newest, default=-1) - (snapshot.eta + 1) * snapshot.prompts_per_step
-    groups: dict[int, list[TrajectoryFact]] = {}
-    octaves: dict[int, deque[TrajectoryFact]] = {}
+    """The newest groups, finished or as expected, in the order of admission."""
+    groups, octaves = dict[int, list[TrajectoryFact]](), dict[int, deque[TrajectoryFact]]()
     for t in snapshot.trajectories:
         octaves.setdefault(_octave(t.prompt), deque(maxlen=SIMILAR)).append(t)
-        if t.group > oldest:
-            groups.setdefault(t.group, []).append(t)
+        groups.setdefault(t.group, []).append(t)
     for group in snapshot.groups:
-        if group.index > oldest:
-            near = _octave(group.prompt)
-            like = [t for octave in (near - 1, near, near + 1) for t in octaves.get(octave, ())]
-            found = list(_expected(group, sorted(like, key=lambda t: t.generated)))
-            if found:
-                groups.setdefault(group.index, []).extend(found)
-    return [groups[index] for index in sorted(groups)]
+        near = _octave(group.prompt)
+        like = [t for octave in (near - 1, near, near + 1) for t in octaves.get(octave, ())]
+        for t in _expected(group, sorted(like, key=lambda t: t.generated)):
+            groups.setdefault(group.index, []).append(t)
+    size = snapshot.prompts_per_step
+    newest = [t.group for t in snapshot.trajectories[-size * snapshot.group_size :]] + [
+        g.index for g in snapshot.groups
+    ]
+    end = 1 + max(newest, default=-1)
+    first = end - (snapshot.eta + 1) * size
+    found = coming = [groups[at] for at in range(first, end) if at in groups]
+    while batch := [groups[at] for at in range(first - size, first) if at in groups]:
+        if len(found) >= BATCHES * size or not _alike(batch, coming):
+            break
+        found, first = batch + found, first - size
+    return found
+
+
+def means(groups: Sequence[Sequence[TrajectoryFact]]) -> list[tuple[float, float]]:
+    """Mean and standard error of generated tokens and of contexts.
+
+    Trajectories of a group are alike, so that the means of groups are the samples.
+    """
+    found = ([fmean(getattr(t, what) for t in group) for group in groups] for what in ("generated", "context"))
+    return [(fmean(each), pstdev(each) / sqrt(len(each))) for each in found]
+
+
+def _alike(some: Sequence[Sequence[TrajectoryFact]], others: Sequence[Sequence[TrajectoryFact]]) -> bool:
+    both = zip(means(some), means(others), strict=True)
+    return all(abs(mean - other) <= ALIKE * hypot(error, its_error) for (mean, error), (other, its_error) in both)
 
 
 def records(groups: Sequence[Sequence[TrajectoryFact]]) -> list[TrajectoryRecord]:

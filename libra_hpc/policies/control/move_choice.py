@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
+from statistics import median
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -17,12 +19,23 @@ from libra_hpc.protocol.plan import Candidate, NodeFact, PlanDecision, PlanSnaps
 
 from .node_units import units
 from .plays import Plays, Seconds, State, hold
-from .switch_cost import Direction, switch_cost
 
 HOUR = 3600.0
 """Seconds."""
 CANDIDATES = 5
 """Splits that a decision lists."""
+SWITCHES = 3
+"""Newest measured moves of a direction: the median of three ignores one outlier."""
+
+Direction = Literal["to_train", "to_rollout"]
+
+
+def switch_cost(settings: PlannerSection, direction: Direction, snapshot: PlanSnapshot) -> float:
+    """Seconds of a move, from its order until the node works in its new stage; before any was measured
+    ``switch_cost_s``.  Nodes that move together take as long as one.
+    """
+    seen = [s.seconds for s in snapshot.switches if s.direction == direction][-SWITCHES:]
+    return median(seen) if seen else settings.switch_cost_s
 
 
 def move_choice(

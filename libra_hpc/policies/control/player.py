@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import hypot, inf, sqrt
-from statistics import fmean, median, pstdev
+from math import hypot, inf
+from statistics import median
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -23,11 +23,10 @@ from libra_hpc.errors import OperationError, UserError
 from libra_hpc.protocol.plan import PlanDecision, PlanSnapshot, TrajectoryFact
 
 from .borrow_choice import with_borrowed
-from .coming_work import coming_work, records
+from .coming_work import BATCHES, coming_work, means, records
 from .layout_choice import OtherLayout, layout_choice
-from .move_choice import move_choice
+from .move_choice import move_choice, switch_cost
 from .plays import Play, Plays, PlayWork, State, hold, present
-from .switch_cost import pair_of_switches
 from .way_choice import way_choice
 
 STEPS = 8
@@ -48,8 +47,6 @@ the noise of small batches starts searches; double: the layout for half as long 
 CLEARLY = 3.0
 """Standard errors of the same. Half: work of few prompts that stays changes every hour; double: twice the length is not
 seen there."""
-LEAST_BATCHES = 12
-"""Batches of the shortest horizon, unless the run ends before: batches of large runs take many minutes."""
 
 Layouts = Callable[[PlayWork, int, float], Sequence[OtherLayout]]
 """(work, training nodes, their seconds of a batch) -> layouts of all nodes. Raises `UserError` where nothing
@@ -63,7 +60,7 @@ class _Asked(NamedTuple):
     generated: float
     context: float
     error: float
-    """Relative standard error of these means: groups are alike, so their means are the samples."""
+    """Relative standard error of what is generated."""
     at: float
     steps_left: int
     offers: frozenset[str]
@@ -142,8 +139,7 @@ class Player:
         triggers = self._triggers(snapshot, here, groups, now)
         if not triggers:
             return self._held
-        work = self._work(snapshot, groups, here.train)
-        plays = Plays(self._play, work, ROUNDS)
+        plays = Plays(self._play, self._work(snapshot, groups, here.train), ROUNDS)
         if why := plays.measured(here, (steps[-1].at - steps[0].at) / (len(steps) - 1), self._ratios):
             return hold(f"the coming work cannot be played: {why}")
         return replace(self._choice(snapshot, plays, here, now), triggers=triggers)
@@ -153,7 +149,7 @@ class Player:
         if (found := way_choice(snapshot, plays, here, self._settings)) is not None:
             return found
         seconds = plays.at(here)
-        horizon = min(max(self._settings.horizon_s, LEAST_BATCHES * seconds.batch), snapshot.steps_left * seconds.batch)
+        horizon = min(max(self._settings.horizon_s, BATCHES * seconds.batch), snapshot.steps_left * seconds.batch)
         found = move_choice(snapshot, plays, here, self._settings, horizon=horizon, now=now)
         blocked = any(candidate.blocked for candidate in found.candidates)
         if found.action == "hold" and not blocked and self._search_is_due(snapshot, now):
@@ -205,7 +201,9 @@ class Player:
             return tokens / snapshot.sampled_groups * per_token
 
         size = round(snapshot.prompts_per_step * snapshot.sampled_groups)
-        switches_s = pair_of_switches(self._settings, snapshot)
+        switches_s = switch_cost(self._settings, "to_train", snapshot) + switch_cost(
+            self._settings, "to_rollout", snapshot
+        )
         return PlayWork(records(groups), size, snapshot.eta, snapshot.step_costs, train_seconds, switches_s)
 
     def _triggers(
@@ -215,11 +213,9 @@ class Player:
         last = self._asked
         if last is not None and last.steps_left == snapshot.steps_left:
             return ()
-        means = [fmean(t.generated for t in group) for group in groups]
-        generated, context = fmean(means), fmean(fmean(t.context for t in group) for group in groups)
-        error = pstdev(means) / sqrt(len(means)) / generated
+        (generated, error), (context, _) = means(groups)
         offers = frozenset(one.name for one in snapshot.borrow.offers) if snapshot.borrow else frozenset()
-        asked = _Asked(here, generated, context, error, now, snapshot.steps_left, offers)
+        asked = _Asked(here, generated, context, error / generated, now, snapshot.steps_left, offers)
         found: tuple[str, ...] = ("start",)
         if last is not None:
             holds = {

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.errors import OperationError, UserError
+from libra_hpc.policies.control.coming_work import coming_work
 from libra_hpc.policies.control.layout_choice import OtherLayout
 from libra_hpc.policies.control.move_choice import HOUR
 from libra_hpc.policies.control.plays import PlayWork, Seconds
@@ -282,3 +283,11 @@ def test_a_workload_that_swings_for_ever_cannot_buy_more_moves_than_the_bound(li
     for start in times:
         assert sum(start <= at < start + HOUR for at in times) <= limit
     assert any("moves an hour are left" in d.reason for d in plant.decisions)
+
+
+@pytest.mark.parametrize(("longer_for", "counted"), [(0, 12), (9, 9), (2, 2)])
+def test_older_batches_count_where_they_are_like_the_newest_ones(longer_for: int, counted: int) -> None:
+    plant = Plant(ideal(2.0, 0.8), prompts=16).batches(20 - longer_for)
+    plant.length *= 3.0
+    snapshot = plant.batches(longer_for).snapshot(9)
+    assert len(coming_work(snapshot)) == counted * plant.prompts
