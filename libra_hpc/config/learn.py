@@ -346,7 +346,7 @@ class TrainSection(Section, frozen=True):
     processes: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Training processes of a node. 0: one for each GPU that whole replicas take; without GPUs those of one replica."""
     micro_tokens: Annotated[Tokens, Meta(ge=64, le=2**24)] = 8192
-    """Most tokens of one packed micro-batch."""
+    """Most tokens of one packed micro-batch. Not given, on CPUs halved until it fits."""
     recompute: Recompute = "none"
     """What a layer computes again in the backward pass instead of storing it. ``"selective"``: norms, the MLP's gated
     product and attention's padding, which saves a third of a layer's memory for a few per cent more work. ``"full"``:
@@ -356,8 +356,8 @@ class TrainSection(Section, frozen=True):
     """CPU threads per worker process."""
     snapshot_every: Annotated[Steps, Meta(ge=0)] = 4
     """Steps between snapshots in /dev/shm; 0: none. With one core training node a killed worker starts from one and
-    replays the steps since. With several each node also has a copy of another one's part, and all ranks restart from
-    the newest snapshot or checkpoint. Snapshots serve the next job, too, also on other nodes."""
+    replays the steps since. With several each node has a copy of another's part. All ranks, and the next job, start
+    from the newest snapshot or checkpoint."""
 
 
 class CheckpointSection(Section, frozen=True):

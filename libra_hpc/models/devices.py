@@ -94,12 +94,27 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Whether the host works while the device computes (`rollout.async_steps`), so that the slower of both counts."""
     workspace_bytes: float = 3e9
     """Memory that is neither weights nor KV cache: activations of the largest step, graphs, communication buffers."""
+    activation_factor: float = 1.0
+    """Memory of a layer in a 16-bit type over what fused kernels retain (`memory.activation_bytes_per_token`)."""
 
     def asynchronous(self) -> Device:
         """This device with engines of asynchronous steps."""
         return msgspec.structs.replace(self, async_steps=True)
 
 
+CPU = Device(
+    name="cpu",
+    memory_bytes=0.0,
+    peak_flops=0.0,
+    hbm_bytes_s=0.0,
+    intra_bytes_s=0.0,
+    inter_bytes_s=0.0,
+    devices_per_node=1,
+    workspace_bytes=0.4e9,
+    activation_factor=1.4,
+)
+"""A process without a GPU, of which memory alone counts: its libraries, and norms and gates that store float32 copies
+of 16-bit values (docs/log)."""
 _device = msgspec.json.Decoder(Device)
 """Makes the type whole, for `msgspec.convert`."""
 

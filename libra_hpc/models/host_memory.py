@@ -10,7 +10,7 @@
 - Optimizer: with ``optimizer.host`` the state of a core node, and its copy where steps have several minibatches.
 - Checkpoint copy: the optimizer's state of a core node, which a thread writes, also as a snapshot.
 - Reference policy, bases of adapters: weights that each training world holds once, divided over its nodes.
-- Environments: what the run file gives them.
+- Environments: what the run file gives them. Engines on CPUs: weights and KV caches; trainers there: `memory`.
 
 Standbys of training and of vLLM keep nothing else in host memory.
 """
@@ -35,6 +35,8 @@ WEIGHTS = ("weight image", "weight offers")
 """Terms that every node has in /dev/shm."""
 PROCESS_BYTES = 4e9
 """Least memory of a node's agent, engine processes and libraries: below it a node certainly fails."""
+CPU_PROCESS_BYTES = 0.2e9, 0.7e9
+"""The same where engines compute on CPUs: of the agent and its children, and of each engine (docs/log)."""
 
 
 class NodeWork(msgspec.Struct, frozen=True):
@@ -55,14 +57,16 @@ class NodeWork(msgspec.Struct, frozen=True):
     elastic_nodes: int = 1
     """Nodes of its world, where it trains outside the core."""
     environment_bytes: float = 0.0
+    caches: float | None = None
+    """Bytes of KV caches where engines compute on CPUs; None: on GPUs."""
 
 
 def node_work(config: RunConfig, name: str, reference: ModelShape | None) -> NodeWork:
     """What a node of a component does with its memory; ``reference``: the policy that it has."""
     task, environments, parts, rolls = config.task, 0.0, config.components, config.rollout_nodes(name)
     copied = config.algorithm.minibatches > 1 and parts.hybrid.nodes > 0
-    # The address space is a limit, far above what most tools take: it counts where the user chose it.
-    if name == "rollout" and "task.tool_memory_mb" in config.given:
+    # The address space is a limit, far above what most tools take: it counts where the user chose another.
+    if name == "rollout" and task.tool_memory_mb != type(task)().tool_memory_mb:
         environments = float(task.hosts * task.tool_processes * task.tool_memory_mb * MIB)
     return NodeWork(
         reference=float(reference.weight_bytes) if reference else 0.0,
@@ -100,6 +104,8 @@ class NodeMemory(MemoryTerms, frozen=True):
     reference_policy: float
     adapter_bases: float
     environments: float
+    engine_weights: float
+    KV_cache: float
     processes: float
 
     @property
@@ -145,15 +151,19 @@ def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
     """Memory of a node with this work."""
     state = _state_bytes(shape) / work.core_nodes if work.core_nodes else 0.0
     kept = KEPT_WHOLE if shape.dtype_bytes == MASTER_BYTES else KEPT_OFFERS
+    engines, on_cpus = work.engines if work.rolls else 0, work.caches is not None
+    agent, engine = CPU_PROCESS_BYTES
     return NodeMemory(
         weight_image=float((1 + bool(work.core_nodes)) * shape.weight_bytes),
         weight_offers=float((kept + 1) * shape.weight_bytes),
-        weight_staging=float(work.engines * shape.weight_bytes) if work.rolls else 0.0,
+        weight_staging=float(engines * shape.weight_bytes),
         snapshots=snapshot_bytes(shape, work.core_nodes) if work.snapshots else 0.0,
         optimizer=work.states * state,
         checkpoint_copy=state,
         reference_policy=work.reference / (work.core_nodes or work.elastic_nodes),
         adapter_bases=bool(shape.lora) * shape.weight_bytes * work.trains / (work.core_nodes or work.elastic_nodes),
         environments=work.environment_bytes,
-        processes=PROCESS_BYTES,
+        engine_weights=float(on_cpus * engines * shape.weight_bytes),
+        KV_cache=work.caches or 0.0,
+        processes=agent + engines * engine if on_cpus else PROCESS_BYTES,
     )

@@ -319,10 +319,10 @@ def _stage(
     here = min(own, HOSTED_LANES * HOSTED_PIECE) if layout.host else own
     tokens = pack_tokens / layout.cp
     layers = stage_layers(shape.layers, layout.pp)[stage]
-    marks = MARK_BYTES if shape.dtype_bytes < MASTER_BYTES else 0
+    marks, factor = (MARK_BYTES, device.activation_factor) if shape.dtype_bytes < MASTER_BYTES else (0, 1.0)
 
     def layer(recompute: Recompute) -> float:
-        each = activation_bytes_per_token(shape, recompute, layout.tp, layout.etp) * tokens
+        each = activation_bytes_per_token(shape, recompute, layout.tp, layout.etp) * tokens * factor
         return each + (gathered_bytes_per_token(shape, layout) * pack_tokens if recompute != "full" else 0.0)
 
     activations = in_flight * layers * layer(layout.recompute)

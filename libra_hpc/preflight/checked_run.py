@@ -32,7 +32,7 @@ from libra_hpc.slurm.writer import het_script
 
 from .checks import check_files, check_run
 from .gpu_memory import MemoryNeed
-from .host_memory_needs import check_boxes, check_hosts, has_hosts, host_needs, node_rooms
+from .host_memory_needs import check_boxes, check_hosts, host_needs, node_rooms, with_packs
 from .idle_keys import IDLE, idle_keys
 from .job_checks import idle_seats, rounded_adapters
 from .known_work import known_work
@@ -98,7 +98,13 @@ def check(config: RunConfig, *, slurm_required: bool, report: Callable[[str], No
     boxes = _boxes(config)
     warnings += [str(idle).rstrip(".") for idle in idle_keys(config, IDLE)]
     warnings += [*idle_seats(config), *(f"{box.why.rstrip('.')}, and on the nodes it may" for box in boxes if box.why)]
-    hosts = [] if shape is None else host_needs(config, shape, known)
+    hosts, packed = [], ""
+    if shape is not None:
+        before, config = config.train.micro_tokens, with_packs(config, shape, known)
+        hosts = host_needs(config, shape, known)
+        if config.train.micro_tokens < before:
+            packed = f"micro-batches of {config.train.micro_tokens:,} tokens, of which {before:,} need more memory than"
+            packed += " the nodes have (train.micro_tokens)"
     warnings += [*check_hosts(hosts), *(check_boxes(config, hosts, known) if boxes else ())]
     memory = [*gpus.needs, *(need for host in hosts for need in host.needs)]
     request = job_request(config)
@@ -109,7 +115,8 @@ def check(config: RunConfig, *, slurm_required: bool, report: Callable[[str], No
         *_unboxed(config),
         *(f"boxes here: {box.sandbox}, {box.cost}" for box in boxes if not box.why),
     ]
-    return CheckedRun(request, plan, environment, memory, warnings, [*facts, *filter(None, [config.unstreamed])])
+    facts += filter(None, [config.unstreamed, packed])
+    return CheckedRun(request, plan, environment, memory, warnings, facts)
 
 
 def _check_template(request: JobRequest) -> None:
@@ -152,7 +159,8 @@ def _unboxed(config: RunConfig) -> list[str]:
 
 def known_rooms(config: RunConfig) -> Mapping[str, HostRoom]:
     """Host memory of the nodes of each component, where each has nodes of its own."""
-    if not has_hosts(config) or config.components.one_node or config.slurm.executor == "local":
+    apart = config.slurm.executor != "local" and not config.components.one_node
+    if config.run.engine != "real" or config.slurm.device == "cpu" or not apart:
         return {}
     environment = _slurm(config, required=False)
     known = [] if environment is None else partitions(environment, "--all", *on_cluster(named_cluster(config)))

@@ -1,36 +1,39 @@
 """Whether the nodes of a run file have enough host memory and /dev/shm, by `libra_hpc.models.host_memory`.
 
+* On CPUs the memory of trainers and engines is that of their node. ``train.micro_tokens`` is not given -> it is halved
+  until the nodes have enough, or the longest trajectory fills a micro-batch.
 * A component's nodes get less memory than they need -> refused, with the largest term.
 * /dev/shm cannot hold image and offers of weights -> refused. The snapshots -> warning: a run that cannot write them
   goes on without. Of cluster nodes it has ``compute.shm_share`` of their memory.
 * Boxes may take more than is left for them -> warning: few take all that they may.
 * The size of the nodes is not known -> warning with what they need.
 
-CPU nodes, but for their boxes, and dry runs are not checked.
+Dry runs are not checked.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from libra_hpc.config.job import Component
-from libra_hpc.config.node_groups import memory_mb, stages
+from libra_hpc.config.node_groups import PLAIN_MEM, core_world, elastic_world, memory_mb, stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
-from libra_hpc.models.devices import GIB, MIB
+from libra_hpc.models.devices import CPU, GIB, MIB, blocks_of
 from libra_hpc.models.host_memory import WEIGHTS, HostRoom, NodeMemory, node_memory, node_work
+from libra_hpc.models.memory import MemoryTerms
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, reference_shape
 from libra_hpc.slurm.fit import offered
 from libra_hpc.slurm.queue.query import Partition
 
-from .gpu_memory import MemoryNeed
+from .gpu_memory import MemoryNeed, StageGpu, longest_pack, training_memory
 
 SHM = Path("/dev/shm")
 
@@ -44,10 +47,12 @@ class HostNeed(NamedTuple):
     """The key of the run file that limits it; empty: none."""
     given: str
     """Its value."""
-    parts: tuple[NodeMemory, ...]
+    parts: tuple[MemoryTerms, ...]
     room: HostRoom
     shm_share: float | None
     """Share of the node's memory that /dev/shm is taken to have; None: it was looked at."""
+    less: str = ""
+    """The key whose smaller value lessens activations on CPUs; empty: none."""
 
     @property
     def terms(self) -> dict[str, float]:
@@ -56,7 +61,7 @@ class HostNeed(NamedTuple):
     @property
     def shared(self) -> dict[str, float]:
         """The terms in /dev/shm."""
-        return _summed(part.shared for part in self.parts)
+        return _summed(part.shared for part in self.parts if isinstance(part, NodeMemory))
 
     @property
     def needs(self) -> list[MemoryNeed]:
@@ -69,32 +74,65 @@ class HostNeed(NamedTuple):
 
 def host_needs(config: RunConfig, model: ModelShape, partitions: Sequence[Partition] = ()) -> list[HostNeed]:
     """Return the needs of every kind of node; ``config`` has each component's memory filled in where Slurm answered."""
-    if not has_hosts(config):
-        return []
     shape = msgspec.structs.replace(model, dtype_bytes=DTYPE_BYTES[config.model.dtype])
     parts = stages(config)
-    reference = reference_shape(config, shape)
-    nodes = {
-        name: node_memory(shape, node_work(config, name, None if name == "rollout" else reference)) for name in parts
-    }
+    nodes = {name: _parts(config, name, shape) for name in parts}
     every = [(part, nodes[name]) for name, part in parts.items() for _ in range(part.nodes)]
-    together = tuple(memory for _, memory in every)
+    together = tuple(memory for _, memories in every for memory in memories)
+    less = _lessening(config)
     if config.slurm.executor == "local":
-        return [HostNeed("this machine", "", "", together, HostRoom(_machine(), _size(SHM)), None)]
+        return [HostNeed("this machine", "", "", together, HostRoom(_machine(), _size(SHM)), None, less)]
     rooms, share = node_rooms(config, partitions), config.compute.shm_share
     if config.components.one_node:
         train, given = config.components.train, [_given(part) for part, _ in every]
         room = HostRoom(sum(given), rooms["train"].shm) if all(given) else rooms["train"]
-        return [HostNeed("the node", "components.train.mem", train.mem, together, room, share)]
+        return [HostNeed("the node", "components.train.mem", train.mem, together, room, share, less)]
     return [
-        HostNeed(f"{name} node", f"components.{name}.mem", part.mem, (nodes[name],), rooms[name], share)
+        HostNeed(f"{name} node", f"components.{name}.mem", part.mem, nodes[name], rooms[name], share, less)
         for name, part in parts.items()
     ]
 
 
-def has_hosts(config: RunConfig) -> bool:
-    """Whether host memory counts: not on CPU nodes and in dry runs."""
-    return config.run.engine == "real" and config.slurm.device == "cuda"
+def _parts(config: RunConfig, name: str, shape: ModelShape) -> tuple[MemoryTerms, ...]:
+    """Memory of one node of a component, and on CPUs that of each of its trainers."""
+    rollout, on_node = config.rollout, config.rollout_nodes(name)
+    work = node_work(config, name, None if name == "rollout" else reference_shape(config, shape))
+    if config.slurm.device == "cuda":
+        return (node_memory(shape, work),)
+    cached = shape.with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
+    longest = blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size
+    caches = max(
+        (
+            engines * tp * max(rollout.kv_cache_mb * MIB, longest * cached.kv_bytes_per_device(tp))
+            for tp, engines in map(rollout.on_node, on_node)
+        ),
+        default=0,
+    )
+    kept = node_memory(shape, msgspec.structs.replace(work, caches=float(caches)))
+    if name == "rollout":
+        return (kept,)
+    own = StageGpu(name, getattr(config.components, name), CPU, shape)
+    trainer = training_memory(config, own, in_flight=config.train.pp, pack=longest_pack(config))
+    return (kept, *[trainer] * (elastic_world if name == "hybrid" else core_world)(config).processes)
+
+
+def _lessening(config: RunConfig) -> str:
+    """The key whose smaller value lessens the memory of trainers on CPUs."""
+    if config.slurm.device == "cuda":
+        return ""
+    return "train.micro_tokens" if longest_pack(config) > config.rollout.max_model_len else "rollout.max_model_len"
+
+
+def with_packs(config: RunConfig, model: ModelShape, partitions: Sequence[Partition]) -> RunConfig:
+    """``config`` with the longest micro-batches of trainers on CPUs that their nodes' memory holds, where the user gave
+    no length."""
+    while (
+        _lessening(config) == "train.micro_tokens"
+        and "train.micro_tokens" not in config.given
+        and any(sum(need.terms.values()) > (need.room.memory or inf) for need in host_needs(config, model, partitions))
+    ):
+        config = config.changed(train={"micro_tokens": config.train.micro_tokens // 2})
+    return config
 
 
 def node_rooms(config: RunConfig, partitions: Sequence[Partition]) -> dict[str, HostRoom]:
@@ -156,10 +194,11 @@ def _check(need: HostNeed, memory: float) -> Iterator[str]:
         sizes = f"needs {_gb(total)} GB of host memory ({_largest(need.terms)}) and has {_gb(memory)} GB"
         why = f"{_named(need.where)} {sizes}"
         fits = total - need.terms.get("snapshots", 0.0) <= memory
-        fewer = "; train.snapshot_every = 0 takes the snapshots away" if fits else ""
+        fewer = f", or a smaller {need.less}" if need.less and "activations" in need.terms else ""
+        fewer += "; train.snapshot_every = 0 takes the snapshots away" if fits else ""
         if not need.field:
             raise invalid("components", "local", why, f"fewer nodes or a smaller model{fewer}")
-        raise invalid(need.field, need.given, why, f"at least {math.ceil(total / GIB)}G{fewer}")
+        raise invalid(need.field, need.given, why, f"at least {ceil(total / GIB)}G{fewer}")
     has = need.room.shm
     if has is None or shared <= has:
         return
@@ -179,8 +218,8 @@ def _check(need: HostNeed, memory: float) -> Iterator[str]:
 
 
 def _given(component: Component) -> float:
-    """Bytes of ``mem``; 0: none given, or all of the node."""
-    return memory_mb(component.mem or "0") * MIB
+    """Bytes of ``mem``, or of its default; 0: all of the node, or of its share by GPUs."""
+    return memory_mb(component.mem or ("0" if component.gpus else PLAIN_MEM)) * MIB
 
 
 def _size(folder: Path) -> float | None:

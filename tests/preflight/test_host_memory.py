@@ -7,18 +7,22 @@ from typing import Any
 import msgspec
 import pytest
 
+from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.models import host_memory
+from libra_hpc.models.devices import CPU, MIB
 from libra_hpc.models.host_memory import WEIGHTS, NodeWork, node_memory
+from libra_hpc.models.memory import activation_bytes_per_token
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.preflight import host_memory_needs as preflight
-from libra_hpc.preflight.host_memory_needs import check_boxes, check_hosts, host_needs
+from libra_hpc.preflight.host_memory_needs import check_boxes, check_hosts, host_needs, with_packs
 from libra_hpc.slurm.queue.query import Partition
 from libra_hpc.weights.offers import KEEP_VERSIONS
 
 from .test_gpu_memory import NODE, configured
 
 MODEL = model_shape("qwen3-14b")
+SMALL = model_shape("qwen3-4b")
 GB = 1e9
 
 
@@ -153,6 +157,35 @@ def test_all_parts_of_one_node_are_added(monkeypatch: pytest.MonkeyPatch) -> Non
         check_hosts(host_needs(configured(components=nodes(hybrid=0), **local), MODEL))
 
 
-def test_cpu_nodes_and_dry_runs_are_not_checked() -> None:
-    for section in ({"slurm": {"device": "cpu"}}, {"run": {"engine": "simulated"}}):
-        assert host_needs(configured(components=nodes("1G"), **section), MODEL) == []
+def on_cpus(mem: str, **train: Any) -> RunConfig:
+    small = {"rollout": {"tp": 1, "max_model_len": 1024}, "train": {"tp": 1, "snapshot_every": 0, **train}}
+    config = configured(components=nodes(mem, hybrid=0), slurm={"device": "cpu"}, **small)
+    return msgspec.structs.replace(config, given=frozenset(f"train.{key}" for key in train))
+
+
+def test_on_cpus_trainers_and_engines_count_in_the_memory_of_their_node() -> None:
+    (train, rolls) = host_needs(on_cpus("500G"), SMALL)
+    layer = activation_bytes_per_token(SMALL, "none")
+    assert train.terms["activations"] == SMALL.layers * 8192 * layer * CPU.activation_factor
+    assert {"weights", "gradients", "optimizer", "checkpoint copy"} <= train.terms.keys()
+    assert rolls.terms["engine weights"] == SMALL.weight_bytes
+    assert rolls.terms["KV cache"] >= 1024 * SMALL.kv_bytes_per_device(1)
+    assert "activations" not in rolls.terms
+    assert sum(host_needs(on_cpus("500G", tp=2), SMALL)[0].terms.values()) > sum(train.terms.values())
+
+
+def test_packs_on_cpus_are_halved_until_they_fit_where_the_user_gave_no_length() -> None:
+    def packed(mem: str, **train: Any) -> int:
+        return with_packs(on_cpus(mem, **train), SMALL, ()).train.micro_tokens
+
+    whole = sum(host_needs(on_cpus("500G"), SMALL)[0].terms.values())
+    assert packed(f"{int(whole / MIB) + 1}M") == 8192
+    assert packed(f"{int(whole / MIB) - 1}M") == 4096
+    assert packed(f"{int(whole / MIB) - 1}M", micro_tokens=8192) == 8192
+    assert packed("1G") == 1024, "a trajectory is one micro-batch at least"
+
+
+def test_a_trainer_that_its_cpu_node_cannot_hold_is_refused_with_the_key_that_lessens_it() -> None:
+    for config, key in ((on_cpus("4G", micro_tokens=8192), "train.micro_tokens"), (on_cpus("1G"), "max_model_len")):
+        with pytest.raises(UserError, match=rf"components.train.mem = .*valid: at least \d+G, or a smaller .*{key}\.$"):
+            check_hosts(host_needs(with_packs(config, SMALL, ()), SMALL))
