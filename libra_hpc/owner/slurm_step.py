@@ -190,9 +190,9 @@ def preempted(environ: Mapping[str, str]) -> bool:
 def requeue(environ: Mapping[str, str]) -> str:
     """Queue the job again; returns why Slurm refuses, else nothing.  Raises `SlurmUnreachable`."""
     code, text = ask_slurm("scontrol", "requeue", environ.get("SLURM_JOB_ID", ""))
-    # It refuses this for components that it has itself queued again, and does it for the others.
-    if code == 0 or all(component.state in QUEUED for component in job_now(environ) or [ComponentNow(0, "")]):
+    # It refuses this for components that it has itself queued again, and does it for the others, which takes a moment.
+    if code == 0 or (queued := {component.state in QUEUED for component in job_now(environ)}) == {True}:
         return ""
-    if any(sign in text for sign in (*TRANSIENT_FAILURES, "timed out")):
+    if True in queued or any(sign in text for sign in (*TRANSIENT_FAILURES, "timed out")):
         raise SlurmUnreachable(" ".join(text.split()))
     return " ".join(text.split()) or f"scontrol ended with {code}"
