@@ -77,15 +77,15 @@ def _plan(row: str, seed: int, facts: Facts) -> Figures:
 
 CLAIMS = {
     "defaults": Claim(
-        "Engines' defaults until 29 November (64 sequences, 96 turns, no step ahead)",
+        "Seconds with 64 sequences, 96 turns and no step ahead over those with defaults",
         SHIPPED,
         _before,
-        {"before": "engines with the defaults of before"},
+        {"before": "64 sequences, 96 turns, no step ahead"},
         lambda row: {**judge.chosen(row), "before": judge.chosen(row, before=True)["choice"]},
         shown="choice",
     ),
     "plan": Claim(
-        "The best in hindsight; predicted: seconds of the plan over those played",
+        "Seconds of the best in hindsight over those of the plan's choice",
         list(QUESTIONS),
         _plan,
         {
@@ -99,13 +99,18 @@ CLAIMS = {
         shown="choice",
     ),
     "scheduling": Claim(
-        "Makespans of rules of 2026",
+        "Seconds of a batch under rules of 2026 over those under C-MLFQ",
         list(scheduling.BATCHES),
         lambda row, seed, facts: scheduling.makespans(row, seed),
-        {rule: rule for rule in scheduling.RIVALS},
+        {
+            "fit": "fit: the oldest whose contexts fit",
+            "thunder_agent": "thunder_agent, in NVIDIA's Dynamo",
+            "program_age": "program_age: the oldest first",
+            "kv_router": "kv_router, Dynamo's cost",
+        },
     ),
     "live": Claim(
-        "The best static split in hindsight, and verl's rule of moving nodes",
+        "Seconds of the best static split and of verl's rule over ours; node moves",
         list(replan.DRIFTS),
         lambda row, seed, facts: replan.compare(row, seed),
         {"static": "the best static split", "verl": "verl's rule of moving nodes"},

@@ -40,7 +40,7 @@ def test_a_claim_is_shown_with_errors_seeds_and_commit(kept: Path, capsys: pytes
     lines = shown(capsys, "toys", "headlines")
     assert lines[0] == "Toys"
     assert lines[2].split() == ["red", "3.15", "±0.06", "1.00", "±0.00"]
-    assert lines[4] == "4 seeds a row, means with standard errors; commit abc1234"
+    assert lines[4] == "4 seeds a row, means and standard errors; commit abc1234"
     assert lines[7].split() == ["toys", "3.62", "4.15", "3.15", "red"]
 
 
