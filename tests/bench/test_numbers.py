@@ -101,14 +101,14 @@ def test_a_dearer_pair_of_switches_costs_a_synchronous_batch_its_seconds(monkeyp
 def test_the_judge_finds_a_planted_best_opponent_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     def distance(row: str, one: Contestant, seed: int, least: int = 0, before: bool = False) -> float:
         far = 50 * (one.layout not in ("2+2xTP4", "colocated 6xTP4")) + 10 * (one.rule != "fit")
-        return 100.0 + far + (one.limit != "live 26")
+        return 100.0 + far + (one.limit != "live 36")
 
     monkeypatch.setattr(judge, "seconds", distance)
     found = judge.rivals("steady, eta 1")
     assert found["layout"].layout in ("2+2xTP4", "colocated 6xTP4")
     assert [found[kind] for kind in ("split", "colocated")] == [
-        Contestant("2+2xTP4", "fit", "live 26"),
-        Contestant("colocated 6xTP4", "fit", "live 26"),
+        Contestant("2+2xTP4", "fit", "live 36"),
+        Contestant("colocated 6xTP4", "fit", "live 36"),
     ]
 
 
