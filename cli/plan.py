@@ -13,6 +13,7 @@ from libra_hpc.config.load import load_run_file, with_absolute_paths
 from libra_hpc.config.run import RunConfig
 from libra_hpc.config.site import site_profile
 from libra_hpc.errors import UserError, invalid
+from libra_hpc.files import cache_folder
 from libra_hpc.models.devices import Device
 from libra_hpc.models.shapes import ModelShape
 from libra_hpc.models.step_times.lookup import StepLookup, lookup
@@ -48,6 +49,7 @@ def plan(
     ] = None,
     calibration: Annotated[Path | None, typer.Option(metavar="FILE", help="Measured step times of engines.")] = None,
     keep: Annotated[int, typer.Option("--best", min=1, metavar="N", help="Plans to show.")] = 5,
+    again: Annotated[bool, typer.Option("--again", help="Search, though an equal plan is kept.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Also every term, and all that was excluded.")] = False,
     json: JsonOption = False,
     plot: Annotated[
@@ -67,7 +69,7 @@ def plan(
     if low != high:
         show_sweep(asked, times, low, high, json=json, plot=plot)
         return
-    result = best(asked, keep, times)
+    result = best(asked, keep, times, again)
     if plot is not None:
         from libra_hpc.pictures.study_charts import draw_splits
 
@@ -86,19 +88,29 @@ def question(config: RunConfig, *, gpus: int = 0, switch_s: float | None = None)
     asked = with_train_speed(request(config, gpus=gpus, rooms=rooms), config.planner.train_speed)
     pools = asked.pools if gpus else planned_pools(config, asked.pools)
     asked = msgspec.structs.replace(asked, pools=pools, hybrid=hybrid_of(config, pools))
+    if switch_s is None and config.components.split == "auto" and config.planner.time_sharing != "auto":
+        # As `submit` asks, which finds this answer kept.
+        return asked
     return asked_in_turn(asked, config, switch_s)
 
 
-def best(asked: PlanRequest, keep: int, steps: StepLookup = lookup) -> PlanResult:
-    """The best plans, with a spinner."""
+def best(asked: PlanRequest, keep: int, steps: StepLookup, again: bool) -> PlanResult:
+    """The best plans, with a spinner; those of an equal question of before, unless ``again``."""
     with busy("searching") as status:
-        result = best_plans(asked, steps, progress=lambda plays: status.update(f"playing plans: {plays}"))
+        result = best_plans(
+            asked,
+            steps,
+            progress=lambda plays: status.update(f"playing plans: {plays}"),
+            cache=cache_folder(),
+            again=again,
+        )
     return msgspec.structs.replace(result, plans=result.plans[:keep])
 
 
 def show_plans(asked: PlanRequest, result: PlanResult, explain: bool) -> None:
     """Print the tables of one search."""
-    plan_tables.header(asked, plan_tables.steps_from(result.sources))
+    kept = ", a kept plan (--again searches)" if result.kept else ""
+    plan_tables.header(asked, plan_tables.steps_from(result.sources) + kept)
     show(plan_tables.plans(asked, result))
     plan_tables.remarks(asked, result)
     plan_tables.shared(asked, result)

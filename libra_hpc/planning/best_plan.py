@@ -59,11 +59,12 @@ def best_plans(
     trainers: Sequence[int] | None = None,
     progress: Progress = lambda plays: None,
     cache: Path | None = None,
+    again: bool = False,
 ) -> PlanResult:
     """The plans played, best first, with ``nodes[pool]`` nodes of each pool (default: all).
 
     Only pools in ``trainers`` may train (default: all). ``cache``: a folder of answers, to the last digit, to equal
-    questions of this library and policy file; with the shipped ``steps`` alone.
+    questions of this library and policy file; with the shipped ``steps`` alone. ``again``: it is searched again.
 
     Raises `UserError` for too few nodes and when nothing fits, with the nearest limit.
     """
@@ -73,14 +74,17 @@ def best_plans(
     if cache is None or steps is not lookup:
         return _searched(asked, LayoutSpace(asked, steps), have, trainers, progress)
     policy = Path(asked.policy.rpartition(":")[0])
+    # Equal where there is one pool.
+    trainers = [*(trainers or range(len(have)))]
     file = cache / "plans" / f"{digest((asked, have, trainers), [policy])}.json"
-    known = read_or_none(file, _result)
-    if known is None:
-        known = _searched(asked, LayoutSpace(asked), have, trainers, progress)
-        with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, msgspec.json.encode(known))
-    return known
+    known = None if again else read_or_none(file, _result)
+    if known is not None:
+        return replace(known, kept=True)
+    made = _searched(asked, LayoutSpace(asked), have, trainers, progress)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, msgspec.json.encode(made))
+    return made
 
 
 def _searched(

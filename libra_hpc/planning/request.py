@@ -173,6 +173,8 @@ class PlanResult(msgspec.Struct, frozen=True):
     """Seconds of the longest trajectory alone; more rollout nodes do not shorten it."""
     sources: tuple[str, ...]
     """Where step times come from."""
+    kept: bool = False
+    """Whether it is the answer to an equal question of before."""
 
 
 KIND = ("partition", "gpu_type", "gpus", "constraint")

@@ -104,7 +104,10 @@ def test_answers_are_remembered_to_the_last_digit(tmp_path: Path, monkeypatch: p
     asked = question()
     first = best_plans(asked, cache=tmp_path)
     monkeypatch.setattr(best_plan, "Play", lambda *a, **k: pytest.fail("played again"))
-    assert best_plans(asked, cache=tmp_path) == first
+    assert not first.kept
+    assert best_plans(asked, cache=tmp_path, trainers=(0,)) == replace(first, kept=True)
+    with pytest.raises(pytest.fail.Exception):
+        best_plans(asked, cache=tmp_path, again=True)
     others = [(replace(asked, policy="sticky"), lookup), (asked, lambda *a: lookup(*a))]
     for other, steps in others:
         with pytest.raises(pytest.fail.Exception):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from libra_hpc_cli.plan import question
 
 from libra_hpc.config.load import validate
 from libra_hpc.config.node_groups import core_world, elastic_world
@@ -63,6 +64,13 @@ def test_the_filled_in_run_file_uses_every_gpu_and_is_valid(nodes: tuple[int, in
     assert degrees == sorted(degrees), "hybrid nodes, which come first, have the smallest TP"
     classes = {s.tp: s.replicas for s in made.plan.engines}
     assert {tp: sum(n for t, n in zip(degrees, engines, strict=True) if t == tp) for tp in set(degrees)} == classes
+
+
+def test_a_run_file_that_leaves_the_split_open_asks_what_plan_has_answered() -> None:
+    data = auto()
+    assert planned(data).asked == question(validate(data))
+    shared = auto(planner={"time_sharing": "auto"})
+    assert question(validate(shared)).in_turn
 
 
 def test_nodes_of_another_kind_roll_out_and_what_does_not_train_is_hybrid() -> None:
