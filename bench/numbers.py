@@ -80,7 +80,7 @@ CLAIMS = {
         "Seconds with 64 sequences, 96 turns and no step ahead over those with defaults",
         SHIPPED,
         _before,
-        {"before": "64 sequences, 96 turns, no step ahead"},
+        {"before": "engines: 64 sequences, no step ahead"},
         lambda row: {**judge.chosen(row), "before": judge.chosen(row, before=True)["choice"]},
         shown="choice",
     ),
@@ -89,10 +89,10 @@ CLAIMS = {
         list(QUESTIONS),
         _plan,
         {
-            "layout": "the best of all layouts",
-            "split": "the best split, rule and limit",
-            "colocated": "all nodes in turn, best rule and limit",
-            "predicted": "(predicted over played)",
+            "layout": "layout: the best of all",
+            "split": "layout: the best split, rule and limit",
+            "colocated": "layout: all nodes in turn, the same",
+            "predicted": "(seconds predicted over those played)",
         },
         judge.chosen,
         lambda row: {"rivals": judge.rivals(row)},
@@ -103,17 +103,17 @@ CLAIMS = {
         list(scheduling.BATCHES),
         lambda row, seed, facts: scheduling.makespans(row, seed),
         {
-            "fit": "fit: the oldest whose contexts fit",
-            "thunder_agent": "thunder_agent, in NVIDIA's Dynamo",
-            "program_age": "program_age: the oldest first",
-            "kv_router": "kv_router, Dynamo's cost",
+            "fit": "turns: the oldest whose contexts fit",
+            "thunder_agent": "turns: ThunderAgent's, in NVIDIA Dynamo",
+            "program_age": "turns: the oldest first",
+            "kv_router": "turns: NVIDIA Dynamo's KV router",
         },
     ),
     "live": Claim(
         "Seconds of the best static split and of verl's rule over ours; node moves",
         list(replan.DRIFTS),
         lambda row, seed, facts: replan.compare(row, seed),
-        {"static": "the best static split", "verl": "verl's rule of moving nodes"},
+        {"static": "moves: the best static split", "verl": "moves: verl's rule"},
         few=1,
     ),
     "search": Claim(
@@ -190,7 +190,7 @@ def show(name: str, kept: Kept) -> Iterator[str]:
     wide = max(map(len, rows)) + 1
     facts = {row: one["facts"].get(claim.shown, "") for row, one in rows.items()}
     room = max(map(len, facts.values())) + 1 if claim.shown else 0
-    widths = [max(12, len(key) + 2) for key in keys]
+    widths = [max(11, len(key) + 1) for key in keys]
     yield f"{'':{wide}}{claim.shown:{room}}" + "".join(f"{key:>{n}}" for key, n in zip(keys, widths, strict=True))
     for row, one in rows.items():
         cells = (f"{figure['mean']:.2f} ±{figure['error']:.2f}" for figure in map(one["figures"].get, keys))
