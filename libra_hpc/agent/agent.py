@@ -46,7 +46,7 @@ from libra_hpc.mesh.mpi_link import MpiLink, NoWorld
 from libra_hpc.mesh.world import Endpoint, World, meet
 from libra_hpc.policies.pool.reconcile import Action, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
 from libra_hpc.process.agent_folders import hold, kept_folder, own, owned, remove
-from libra_hpc.process.child import raise_file_limit
+from libra_hpc.process.child import raise_limits
 from libra_hpc.process.child_environment import VARIABLE, own_devices
 from libra_hpc.process.code_stamp import other_code
 from libra_hpc.process.entry import STRAY, dump_on_request, leave, stray_words
@@ -535,11 +535,12 @@ def main() -> None:
     dump_on_request()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     owner = OwnerLink()
-    problem = next(filter(None, (raise_file_limit(), other_code(os.environ), owner.problem)), "")
+    problem = other_code(os.environ) or owner.problem
     run = RunDir(arguments.run)
     try:
         config = load_resolved(run.config)
         layout = RankLayout.of(config)
+        problem = raise_limits(len(layout.components)) or problem
     except (UserError, OperationError) as error:
         problem = problem or str(error)
     try:

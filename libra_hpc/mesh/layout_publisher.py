@@ -1,6 +1,7 @@
 """How rank 0 gets a Layout to every node: by MPI, and by stream where MPI does not bring it.
 
-- A Layout -> its frame goes to the own MPI process, which sends it to all that it reaches.
+- A Layout -> its frame goes to the own MPI process, which sends it to all that it reaches.  While one is on its way
+  through that process, newer ones wait, and of these the newest alone follows.
 - A node has not echoed a number for `ECHO_S` -> it gets the newest by stream, and later ones both ways, until an
   echo shows that MPI brought the newest.
 - A node's MPI process ended, its stream closed, or it is lost -> the own one leaves it out before the next frame.
@@ -16,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Collection
+from math import inf
 
 from libra_hpc.protocol.agents import Heartbeat, PmiLine
 from libra_hpc.protocol.agents import mesh as codec
@@ -77,7 +78,7 @@ class Publisher:
         """Nodes that have echoed the newest number, and whether MPI brought it to them."""
         self._counted = 0
         """Newest number whose echoes are in the event log."""
-        self._whole_at, self._tried_at = time.monotonic(), float("-inf")
+        self._whole_at, self._tried_at = time.monotonic(), -inf
         """When MPI last reached all nodes, and when new processes were last started."""
         self._space: KeyValueSpace | None = None
         self.linked(link)
@@ -94,8 +95,8 @@ class Publisher:
         """The MPI processes of all members have met."""
         self._link: MpiLink | None = link
         self._reached, self._late = set(self._members) - {self._mesh.rank}, set[int]()
-        self._waiting = deque[float]()
-        """When each frame was given to the own process that it has not passed on."""
+        self._given_at, self._behind = inf, False
+        """When the own process got the frame that it has not passed on, and whether a newer Layout waits for that."""
         self._event("mpi_world", members=list(self._members))
 
     def publish(self, layout: Layout, ranks: Collection[int]) -> None:
@@ -107,13 +108,18 @@ class Publisher:
         self._newest, self._ranks, self._nodes = layout, ranks, {rank for rank in ranks if 0 < rank < self._mesh.size}
         for lost in self._reached.difference(ranks):
             self.leave_out(lost)
-        if self._link is not None and self._reached:
-            self._waiting.append(now)
-            self._link.send(sealed(self._secret, layout))
+        self._send_newest()
         for rank in set(ranks).difference(self._reached - self._late):
             self._mesh.send(rank, layout)
         if new:
             self._owed = {rank: self._owed.get(rank, (layout.number, now)) for rank in self._reached}
+
+    def _send_newest(self) -> None:
+        """By MPI, once the own process has passed on the frame before; what is newer by then replaces it."""
+        self._behind = self._given_at < inf
+        if self._link is not None and self._reached and not self._behind:
+            self._given_at = time.monotonic()
+            self._link.send(sealed(self._secret, self._newest))
 
     def on_beat(self, rank: int, beat: Heartbeat) -> None:
         """A node shows which Layout it has, by which way, and whether its MPI process lives."""
@@ -152,8 +158,9 @@ class Publisher:
 
     def on_passed_on(self) -> None:
         """The own process has sent a frame."""
-        if self._waiting:
-            self._waiting.popleft()
+        self._given_at = inf
+        if self._behind:
+            self._send_newest()
 
     async def watch(self) -> None:
         """Check echoes and the own process, until cancelled."""
@@ -163,10 +170,11 @@ class Publisher:
 
     def check(self, now: float) -> None:
         """Find late echoes, and an own process that hangs."""
-        if self._link is not None and self._waiting and now - self._waiting[0] > ACK_S:
+        if self._link is not None and now - self._given_at > ACK_S:
             self._link.close()
+        by_mpi = self._reached - self._late
         for rank, (_, since) in self._owed.items():
-            if rank in self._reached - self._late and now - since > ECHO_S:
+            if rank in by_mpi and now - since > ECHO_S:
                 self._late.add(rank)
                 self._mesh.send(rank, self._newest)
         if self._reached >= self._nodes:

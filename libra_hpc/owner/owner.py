@@ -32,6 +32,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process.agent_folders import remove_kept
+from libra_hpc.process.child import raise_limits
 from libra_hpc.process.entry import STRAY, dump_on_request, stray_words
 from libra_hpc.process.lease import newest_lease
 from libra_hpc.process.retry import CANNOT_NOW, Patience, cannot, patiently, reason_of
@@ -411,6 +412,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number in STRAY:
         signal.signal(number, lambda number, frame: log_line(stray_words(number)))
     dump_on_request()
+    raise_limits(options.size)
     owner = own(RunDir(options.run), options, signals)
     try:
         raise SystemExit(owner.fail(options.unprepared) if options.unprepared else owner.serve())

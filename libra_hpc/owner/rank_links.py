@@ -27,7 +27,7 @@ class RankLinks:
         self._callers: dict[RankStream, float] = {}
         """Callers that have not proven themselves, and since when."""
         self._streams: dict[int, RankStream] = {}
-        self.met = False
+        self.met, self._most_callers = False, MOST_UNPROVEN
         self.nodes: dict[int, str] = {}
         """Slurm's names of their nodes."""
         self.gone: dict[int, float] = {}
@@ -51,6 +51,7 @@ class RankLinks:
 
     def open(self, addresses: Sequence[str], size: int) -> str:
         """Take callers from now on; returns the value of `OWNER` for them."""
+        self._most_callers += size
         listener = listen(addresses, 2 * size)
         listener.setblocking(False)
         self.serve(listener, lambda: self._accept(listener))
@@ -92,7 +93,7 @@ class RankLinks:
         except OSError:
             return  # it is gone, or there are too many open files
         caller = RankStream(stream, proof(self._secret, b"link", nonce), b"owner")
-        if len(self._callers) >= MOST_UNPROVEN:
+        if len(self._callers) >= self._most_callers:
             self._drop(next(iter(self._callers)))
         self._callers[caller] = time.monotonic()
         self.serve(stream, lambda: self._read(caller))

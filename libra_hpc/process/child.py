@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,20 +27,30 @@ from .entry import DUMP_SIGNAL
 
 LEAST_LIMIT = 1 << 30
 """Bytes of a file that a job must be allowed to write: a policy has more, and so may the log of a long run."""
+MOST_FILES = 1 << 16
+"""Open files.  Half: enough for 8,000 ranks; a million: programs that close all that may be open take seconds."""
+NO_LIMIT = sys.maxsize
+"""`resource.RLIM_INFINITY` modulo this is more than any limit."""
+RAISED = resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE
+FILES, RANK_FILES = 512, 4
+"""That one process may have open: rank 0 has two streams of every rank, the process that starts ranks one."""
 MOST_BYTES = 64 << 20
 """Half: verbose engines lose what happened an hour ago; double: 48 nodes may fill a small file system."""
 KEPT_BYTES = 4 << 20
 """Bytes that stay of a log that is emptied: some ten thousand lines before a fault."""
 
 
-def raise_file_limit() -> str:
-    """Raise the limit of the size of files as far as it goes; returns why that is not enough, or nothing."""
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    if hard == resource.RLIM_INFINITY or hard >= LEAST_LIMIT:
-        return ""
-    return f"ulimit -f allows files of {hard} bytes on {socket.gethostname()}, too few for logs and checkpoints"
+def raise_limits(ranks: int) -> str:
+    """Raise the limits of files' size and number as far as they go; returns why so many ranks need more, or nothing."""
+    host, (size, files) = socket.gethostname(), (resource.getrlimit(what)[1] % NO_LIMIT for what in RAISED)
+    for what, limit in zip(RAISED, (size, min(files, MOST_FILES)), strict=True):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(what, (limit, resource.getrlimit(what)[1]))
+    if size < LEAST_LIMIT:
+        return f"ulimit -f allows files of {size} bytes on {host}, too few for logs and checkpoints"
+    if files < (needed := FILES + RANK_FILES * ranks):
+        return f"ulimit -n allows {files} open files on {host}; a run of {ranks} ranks needs {needed}"
+    return ""
 
 
 def cut(path: Path) -> bool:

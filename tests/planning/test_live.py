@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.models.step_times.lookup import lookup
-from libra_hpc.planning.live import live_player
-from libra_hpc.planning.other_layouts import OtherLayouts
+from libra_hpc.planning.live import OtherLayouts, live_player
 from libra_hpc.policies.control.plays import PlayWork
 from libra_hpc.preflight.checks import problems
 from libra_hpc.protocol.engine_state import StepCosts

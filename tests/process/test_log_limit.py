@@ -33,9 +33,14 @@ def test_a_log_that_is_missing_is_short(tmp_path: Path) -> None:
 LIMITED = """
 import resource, sys
 from libra_hpc.errors import error_text
-from libra_hpc.process.child import raise_file_limit
+from libra_hpc.process.child import raise_limits
 resource.setrlimit(resource.RLIMIT_FSIZE, tuple(map(int, sys.argv[2:])))
-print(raise_file_limit())
+files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, files))
+print(raise_limits(1))
+assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(files, 1 << 16)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 1000))
+print(raise_limits(1000).partition(" on ")[0])
 try:
     for _ in range(2):
         open(sys.argv[1], "ab", buffering=0).write(bytes(2048))
@@ -49,8 +54,7 @@ def test_a_limit_of_files_is_raised_and_one_that_cannot_be_is_named(tmp_path: Pa
         command = [sys.executable, "-c", LIMITED, str(tmp_path / "file"), str(soft), str(hard)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
-    assert said(1024, -1) == [""]
-    assert said(1024, child.LEAST_LIMIT) == [""]
-    first, second = said(1024, 1024)
+    assert said(1024, -1) == said(1024, child.LEAST_LIMIT) == ["", "ulimit -n allows 1000 open files"]
+    first, _, second = said(1024, 1024)
     assert first == f"ulimit -f allows files of 1024 bytes on {os.uname().nodename}, too few for logs and checkpoints"
     assert second == "File too large (ulimit -f: 1024 bytes)"
