@@ -23,12 +23,9 @@ from typing import Any, NamedTuple
 from bench.policies import POLICIES
 from bench.policies.admission import Admitted
 from bench.questions import question
-from libra_hpc.errors import OperationError
-from libra_hpc.models.train_seconds import TrainCost
 from libra_hpc.planning.best_plan import best_plans, scene
 from libra_hpc.planning.layout_space import LayoutSpace
-from libra_hpc.planning.request import PoolEngines, RunPlan
-from libra_hpc.planning.train_layout import TrainSearch
+from libra_hpc.planning.request import RunPlan
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.registry import make_policy
 from libra_hpc.simulator.simulate import Simulation
@@ -54,34 +51,16 @@ class Contestant(NamedTuple):
 
 
 def layout_name(plan: RunPlan) -> str:
-    """``2+8xTP4``: two nodes train, the others have eight engines of TP4.
-
-    In turn: ``hybrid 2+3 8xTP4``, where two core nodes only train, and ``all 2+3 12xTP4``, where they roll out, too.
-    """
+    """``2+8xTP4``: two nodes train, the others have eight engines of TP4; ``colocated 12xTP4``: all nodes in turn."""
     engines = " ".join(f"{one.replicas}xTP{one.tp}" for one in plan.engines)
-    if plan.in_turn is None:
-        return f"{plan.nodes}+{engines}"
-    return f"{'all' if plan.in_turn.core_rolls else 'hybrid'} {plan.nodes}+{plan.hybrid} {engines}"
+    return f"{plan.nodes}+{engines}" if plan.in_turn is None else f"colocated {engines}"
 
 
 @lru_cache(maxsize=8)
 def layouts(row: str) -> dict[str, RunPlan]:
-    """All layouts by name: those of the planner, and all nodes colocated: each of them trains and rolls out."""
-    asked, space = question(row), LayoutSpace(question(row))
-    (pool,) = asked.pools
-    found = {layout_name(plan): plan for plan in space.plans([pool.nodes], 0)}
-    cost = TrainCost(asked.shape, pool.device, pool.node_devices, asked.batch)
-    choice = TrainSearch(cost, pool.node_devices, asked.space).best(pool.devices)
-    if choice is None:
-        raise OperationError(f"{row}: no training layout fits on all nodes.")
-    update = asked.update.by(pool.devices)
-    for kind in space.kinds:
-        engines = (PoolEngines(0, kind.steps.tp, pool.devices // kind.steps.tp),)
-        if kind.limit is None:
-            found[f"colocated {engines[0].replicas}xTP{kind.steps.tp}"] = RunPlan(
-                0, pool.nodes, choice, engines, 0, in_turn=asked.in_turn[0], update=update
-            )
-    return found
+    """All layouts of the planner by name."""
+    (pool,) = question(row).pools
+    return {layout_name(plan): plan for plan in LayoutSpace(question(row)).plans([pool.nodes], 0)}
 
 
 def policy_of(one: Contestant) -> Policy:
@@ -131,9 +110,7 @@ def rivals(row: str) -> dict[str, Contestant]:
         return sorted(means, key=means.__getitem__)
 
     looked = CHOOSING[:1]
-    # Of those in turn that train on as many nodes, one: they differ by what a pair of switches moves.
-    alike = {name for name, plan in layouts(row).items() if plan.in_turn and plan.hybrid}
-    plain = ranked((Contestant(name) for name in layouts(row) if name not in alike), looked)
+    plain = ranked(map(Contestant, layouts(row)), looked)
     found = {"layout": ranked(plain[:PLACES], CHOOSING, BATCHES)[0]}
     for kind, beginning in (("split", str.isdigit), ("colocated", "c".__eq__)):
         best = [one for one in plain if beginning(one.layout[0])][:PLACES]

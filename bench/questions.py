@@ -15,9 +15,9 @@ from bench.harness import ROOT
 from bench.profiles import GROUP, MAX_CONTEXT, work_named
 from libra_hpc.config.load import load_run_file, with_values
 from libra_hpc.models.train_seconds import work_of
-from libra_hpc.planning.in_turn import asked_in_turn
+from libra_hpc.planning.in_turn import assumed_s
 from libra_hpc.planning.initial import hybrid_of, planned_pools
-from libra_hpc.planning.request import PlanRequest, as_planned, request
+from libra_hpc.planning.request import InTurn, PlanRequest, as_planned, request
 
 STAGES = ("train", "hybrid", "rollout")
 THREE_NODES = {f"components.{stage}.nodes": 1 for stage in STAGES}
@@ -80,5 +80,4 @@ def question(name: str, before: bool = False, nodes: int = 0) -> PlanRequest:
         played = work_named(work, group)
         lengths = [(one.context, one.generated) for one in played.sample(asked.settings.batch_groups)]
         asked = replace(asked, work=played, batch=work_of(lengths, asked.settings.batch_groups * group))
-    (way, *_) = asked_in_turn(asked, config).in_turn
-    return replace(asked, in_turn=(replace(way, core_rolls=True),))
+    return replace(asked, in_turn=InTurn(assumed_s(asked)))

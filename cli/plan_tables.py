@@ -12,7 +12,7 @@ from rich.text import Text
 
 from libra_hpc.config.run_file_text import toml_value
 from libra_hpc.models.memory import USABLE
-from libra_hpc.planning.in_turn import in_turn_of, keys
+from libra_hpc.planning.in_turn import in_turn_of
 from libra_hpc.planning.initial import InitialPlan
 from libra_hpc.planning.request import PlanRequest, PlanResult, RunPlan
 from libra_hpc.planning.scaling_curve import ScalingPoint
@@ -137,7 +137,7 @@ def shared(asked: PlanRequest, result: PlanResult) -> None:
     """Print what nodes that serve both stages in turn would bring, and what the run file needs for it."""
     for plan, even_s in in_turn_of(result):
         assert plan.in_turn is not None
-        needs = " and ".join(f"{key} = {toml_value(value)}" for key, value in keys(plan).items())
+        needs = " and ".join(f"{key} = {toml_value(value)}" for key, value in plan.in_turn.keys.items())
         show(
             Text(
                 f"in turn: {_nodes(asked, plan)} nodes serve both stages, {short_s(plan.seconds)} a batch with"

@@ -3,7 +3,7 @@
 It uses asyncio, sockets and msgpack, never torch, vLLM or Megatron, so that it outlives every crash of an engine.
 
 - Every agent can run engines of both kinds (`RolloutNode`, `TrainNode`), or environments alone (`EnvNode`).
-- Rank 0 is also the coordinator, the lowest training rank the train leader, the lowest rollout rank the rollout leader.
+- Rank 0 is also the coordinator, the lowest training rank the train leader, one that rolls out the rollout leader.
 - All parts run in one event loop and talk through the mesh, also where they share a process.
 
 ``python -m libra_hpc.agent.agent --run RUN_DIR --attempt N``

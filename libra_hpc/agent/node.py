@@ -51,20 +51,18 @@ FOR_ROLLOUT_SERVICE = (
 
 class Routes:
     def __init__(self) -> None:
-        self._rows: dict[type, Callable[[Any], object]] = {}
+        self._rows: dict[type, list[Callable[[Any], object]]] = {}
 
     def add(self, kind: type[M], handler: Callable[[M], object]) -> None:
-        """Raises `ValueError` where another part has the messages of this type."""
-        if self._rows.setdefault(kind, handler) != handler:
-            raise ValueError(f"{kind.__name__} has a handler: {self._rows[kind]}")
+        """Add a part that takes messages of this type: both leaders take those about engines."""
+        self._rows.setdefault(kind, []).append(handler)
 
     def deliver(self, message: object) -> bool:
-        """Hand a message to its handler; False when there is none."""
-        handler = self._rows.get(type(message))
-        if handler is None:
-            return False
-        handler(message)
-        return True
+        """Hand a message to its handlers; False when there is none."""
+        handlers = self._rows.get(type(message), [])
+        for handler in handlers:
+            handler(message)
+        return bool(handlers)
 
 
 def add_rollout(routes: Routes, rollout: RolloutNode, carrier: NodeCarrier) -> None:

@@ -122,5 +122,10 @@ class RunConfig(Section, frozen=True):
         }
         return nodes.get(component, range(0))
 
+    @property
+    def rollout_places(self) -> range:
+        """The positions of all of them."""
+        return range(max(place for name in ("train", "hybrid", "rollout") for place in self.rollout_nodes(name)) + 1)
+
 
 run_config = msgspec.json.Decoder(RunConfig)

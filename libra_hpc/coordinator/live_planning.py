@@ -6,6 +6,7 @@
 - The train leader needs the core while that rolls out (`TrainReport.core_wanted`) -> it goes back to training.
 - The train leader waits at each step for the hybrid nodes that work (`Layout.awaited`), at most `LIMIT` switches.
 - The run stops -> it waits for none.
+- No node rolls out alone -> all serve both stages in turn from the start.
 
 Moves within a step are none of the plan's: they have no `move_started`, and the planner sees their nodes in both
 stages.
@@ -43,7 +44,7 @@ class StepSharing:
 
     def __init__(self, context: AgentContext, nodes: NodePool, observations: Observations) -> None:
         self._context, self._nodes, self._observations = context, nodes, observations
-        self.active = False
+        self.active = "rollout" not in context.layout.components
         self._trains: dict[int, int] = {}
         """Step for which a node was ordered to train; of the core also that in which it was ordered to roll out."""
         self._ordered = 0
@@ -72,7 +73,7 @@ class StepSharing:
     def core_to_train(self, now: float, at_once: bool) -> None:
         """The trainers of the core have something to do; ``at_once``: without the rollout leader."""
         if (core := self._core()) and all(node.state is NodeState.ROLLOUT for node in core):
-            self._nodes.move(core[0].rank, "train", now, abort=True, last=at_once)
+            self._nodes.move(core[0].rank, "train", now, abort=True)
         for node in self._core() if at_once else ():
             if node.drain:
                 self._nodes.apply(TurnsDrained(node.rank))
@@ -115,9 +116,11 @@ class StepSharing:
             fits=min(TAIL, config.rollout.most_inflight) * max(1, engines),
         )
         # Those on their way back from the last step turn round once they are there.
-        if rest.complete and not any(node.state is NodeState.TO_ROLLOUT for node in self.hybrid()):
+        if rest.complete and not any(node.state is NodeState.TO_ROLLOUT for node in (*self.hybrid(), *self._core())):
             self._ordered = step + 1
-        back = frozenset(rank for rank in self.ranks if not rest.complete and self._trains.get(rank, 0) <= step)
+        # They go back for what is left where nothing rolls out, as after the loss of an engine.
+        last = step + all(row.active != "rollout" for row in self._nodes.layout.rows.values())
+        back = frozenset(rank for rank in self.ranks if not rest.complete and self._trains.get(rank, 0) <= last)
         moves = moves_within_step(self.facts(as_shared=False), rest, back)
         self._trains |= dict.fromkeys(moves.to_train, step + 1)
         # Once in a step: a rollout engine of the core that ends starts again with the next batch.

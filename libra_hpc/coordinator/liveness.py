@@ -226,7 +226,7 @@ def waits_for(pool: states.Pool, report: RolloutReport | None, notices: Sequence
     if not (states.trainers(pool) or states.core_rolls_out(pool)):
         return _nodes(pool, "train") or "no training replica is ready"
     if not states.rollout_nodes(pool):
-        return _nodes(pool, "rollout") or "no rollout engine is ready"
+        return _nodes(pool, "rollout") or "the trainers work on a step"
     if report is None:
         return "the rollout leader has not reported"
     if report.waiting_turns and not report.inflight:

@@ -82,7 +82,7 @@ class NodePool:
         """Nodes that train with the core, or are about to; the run can do without them."""
         nodes = self.pool.nodes.values() if self.pool else ()
         ranks = frozenset(node.rank for node in nodes if node.role == "train" and node.engine_ready)
-        return ranks.difference(self._context.layout.core)
+        return ranks.difference(self._context.layout.vital)
 
     def silent_s(self, now: float) -> dict[int, float]:
         """Seconds since the last message of each node that the run has, and can do without."""
@@ -102,11 +102,11 @@ class NodePool:
         self.pool = states.start(layout.pool(), hybrid_role, layout.unit, layout.core_rolls_out)
         self.publish()
 
-    def move(self, rank: int, role: EngineKind, now: float, abort: bool = False, last: bool = False) -> None:
-        """Order a node and those that move with it, unless they are on their way; the rest as in `MoveOrdered`."""
+    def move(self, rank: int, role: EngineKind, now: float, abort: bool = False) -> None:
+        """Order a node and those that move with it, unless they are on their way; ``abort`` as in `MoveOrdered`."""
         if rank not in self.moves and self.pool and str(self.pool.nodes[rank].state) != role:
             self.moves |= dict.fromkeys(self._context.layout.unit(rank), (role, now))
-            self.apply(states.MoveOrdered(rank, role, abort, last))
+            self.apply(states.MoveOrdered(rank, role, abort))
 
     @property
     def quarantined(self) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from libra_hpc.config.node_groups import rank_components
+from libra_hpc.config.node_groups import STAGES, rank_components
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir
@@ -38,7 +38,7 @@ class RankLayout(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: RunConfig) -> RankLayout:
-        """The layout a configuration asks for; a checked one has the planner first, a trainer and a rollout node."""
+        """The layout a configuration asks for; a checked one has the planner first, and a trainer."""
         parts = config.components
         return cls(tuple(rank_components(config)), parts.hybrid.nodes_per_replica, parts.train.roll_out)
 
@@ -58,7 +58,8 @@ class RankLayout(msgspec.Struct, frozen=True):
 
     @property
     def rollout_leader(self) -> int:
-        return self.components.index("rollout")
+        """The first node of those with engines that stay, else of those that come back first."""
+        return self.components.index(next(name for name in reversed(STAGES) if name in self.components))
 
     @property
     def vital(self) -> tuple[int, ...]:

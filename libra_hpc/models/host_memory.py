@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import msgspec
 
-from libra_hpc.config.node_groups import Degrees
+from libra_hpc.config.node_groups import Degrees, stages
 from libra_hpc.config.run import RunConfig
 
 from .devices import MIB
@@ -66,7 +66,7 @@ def node_work(config: RunConfig, name: str, reference: ModelShape | None) -> Nod
     task, environments, parts, rolls = config.task, 0.0, config.components, config.rollout_nodes(name)
     copied = config.algorithm.minibatches > 1 and parts.hybrid.nodes > 0
     # The address space is a limit, far above what most tools take: it counts where the user chose another.
-    if name == "rollout" and task.tool_memory_mb != type(task)().tool_memory_mb:
+    if name == [*stages(config)][-1] and task.tool_memory_mb != type(task)().tool_memory_mb:
         environments = float(task.hosts * task.tool_processes * task.tool_memory_mb * MIB)
     return NodeWork(
         reference=float(reference.weight_bytes) if reference else 0.0,

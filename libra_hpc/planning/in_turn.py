@@ -1,15 +1,14 @@
-"""Nodes that serve both stages of every step: which ways there are, the keys that ask for them, their price.
+"""Nodes that serve both stages of every step: which can, and the price of their switches.
 
-- Hybrid nodes (``planner.time_sharing``); nodes of the core too (`ROLL_OUT`), on GPUs with ``optimizer.host`` or LoRA.
+- All nodes, as one core that rolls out, too (``components.train.roll_out``); on GPUs with ``optimizer.host`` or LoRA.
+- Else hybrid nodes, beside a core that only trains (``planner.time_sharing``); and where nodes are of two kinds.
 - Seconds of a pair of switches: given, else assumed: `ASSUMED_S` for `ASSUMED_PARAMS` over the link of an A800 to host
   memory, in proportion to the parameters and to that link.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
+from msgspec.structs import replace
 
 from libra_hpc.config.run import RunConfig
 
@@ -18,30 +17,22 @@ from .request import InTurn, PlanRequest, PlanResult, RunPlan
 ASSUMED_S, ASSUMED_PARAMS, ASSUMED_LINK = 80.0, 14.8e9, 25e9
 """Switch seconds of verl with 14B on A800: weights, optimizer and caches of both stages move. Half, double: `plan`
 prints the seconds at which the best split is as fast."""
-ROLL_OUT = "roll_out"
-"""Key of ``components.train``."""
 
 
-def ways(config: RunConfig, switch_s: float) -> tuple[InTurn, ...]:
-    """Hybrid nodes alone, and all nodes where the state of the core has room meanwhile."""
-    on_gpus = config.run.engine == "real" and (config.slurm.device == "cuda" or config.components.train.gpus > 0)
-    core = not on_gpus or ((config.optimizer.host or config.lora.rank > 0) and config.model.dtype != "float32")
-    return tuple(InTurn(switch_s, rolls) for rolls in (False, True)[: 1 + core])
+def assumed_s(asked: PlanRequest) -> float:
+    """Seconds of a pair of switches."""
+    slowest = min(pool.device.host_bytes_s for pool in asked.pools)
+    return ASSUMED_S * asked.shape.params / ASSUMED_PARAMS * ASSUMED_LINK / slowest
 
 
 def asked_in_turn(asked: PlanRequest, config: RunConfig, switch_s: float | None = None) -> PlanRequest:
     """``asked`` with plans in turn; ``switch_s``: of a pair of switches, None: assumed."""
+    on_gpus = config.run.engine == "real" and (config.slurm.device == "cuda" or config.components.train.gpus > 0)
+    can_roll = not on_gpus or ((config.optimizer.host or config.lora.rank > 0) and config.model.dtype != "float32")
+    core = can_roll and len(asked.pools) == 1
     if switch_s is not None:
-        return msgspec.structs.replace(asked, in_turn=ways(config, switch_s), switch_from="given")
-    slowest = min(pool.device.host_bytes_s for pool in asked.pools)
-    assumed_s = ASSUMED_S * asked.shape.params / ASSUMED_PARAMS * ASSUMED_LINK / slowest
-    return msgspec.structs.replace(asked, in_turn=ways(config, assumed_s))
-
-
-def keys(plan: RunPlan) -> dict[str, Any]:
-    """What the run file says of a plan in turn, by dotted key."""
-    core = {f"components.train.{ROLL_OUT}": True} if plan.in_turn and plan.in_turn.core_rolls else {}
-    return {"planner.time_sharing": "auto", **core} if plan.in_turn else {}
+        return replace(asked, in_turn=InTurn(switch_s, core), switch_from="given")
+    return replace(asked, in_turn=InTurn(assumed_s(asked), core))
 
 
 def in_turn_of(result: PlanResult) -> list[tuple[RunPlan, float]]:

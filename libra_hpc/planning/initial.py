@@ -1,7 +1,7 @@
 """The split of ``components.split = "auto"``: the best plan for the nodes of a run file, as run-file values.
 
 - All nodes of one kind -> the planner chooses how many train. Up to ``components.hybrid.nodes`` others are hybrid and
-  start in rollout; one node stays rollout-only.
+  start in rollout; one node stays rollout-only unless nodes serve both stages in turn.
 - No training layout fits on a hybrid node by itself -> there are none.
 - Rollout nodes of another kind -> training nodes that do not train become hybrid nodes.
 - All engines of a rollout node have one TP degree, as a run file states it.
@@ -121,7 +121,8 @@ def run_file_values(config: RunConfig, pools: Sequence[DevicePool], plan: RunPla
 
     Raises `UserError` when no engine on a remaining node holds the longest trajectories.
     """
-    values = _nodes(config, pools, plan, alike) | _training(config, plan) | _engines(pools, plan) | in_turn.keys(plan)
+    values = _nodes(config, pools, plan, alike) | _training(config, plan) | _engines(pools, plan)
+    values |= plan.in_turn.keys if plan.in_turn else {}
     # Nodes without GPUs, or with more than replicas of a run file take.
     processes, whole = core_world(with_values(config, values)).processes, pools[plan.pool].node_devices
     return values if processes == whole else values | {"train.processes": whole}
@@ -259,11 +260,11 @@ def _training(config: RunConfig, plan: RunPlan) -> dict[str, Any]:
 
 
 def _engines(pools: Sequence[DevicePool], plan: RunPlan) -> dict[str, Any]:
-    """TP and engines of every hybrid and rollout node, in this order."""
+    """TP and engines of every node that rolls out, in rank order."""
     degrees, engines = list[int](), list[int]()
     for one in plan.engines:
         pool = pools[one.pool]
-        nodes = pool.nodes - (plan.nodes if one.pool == plan.pool else 0)
+        nodes = plan.rolls(pool.nodes) if one.pool == plan.pool else pool.nodes
         degrees += [one.tp] * nodes
         engines += [pool.node_devices // one.tp] * nodes
     return {"rollout.tp": _one(degrees), "rollout.engines_per_node": _one(engines)}

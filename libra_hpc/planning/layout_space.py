@@ -3,7 +3,7 @@
 - Training uses nodes of one pool. A core of n nodes -> its fastest layout (`TrainSearch`); hybrid nodes hold whole
   replicas of it.
 - Engines of one TP degree on all nodes of a pool that roll out; each holds the longest trajectory.
-- With `InTurn`, nodes may serve both stages of every step in turn.
+- With `InTurn`, all nodes of that pool may serve both stages of every step in turn, as one core where that can.
 """
 
 from __future__ import annotations
@@ -62,46 +62,38 @@ class LayoutSpace:
 
     def plans(self, have: Sequence[int], pool: int) -> Iterator[RunPlan]:
         """Every plan with a core of ``pool``, ``have[pool]`` nodes of each pool in all; without seconds."""
-        for nodes in range(1, self._most(have, pool) + 1):
-            choice, hybrid = self._trained(have, pool, nodes)
-            if choice is not None:
-                yield from self._beside(have, pool, nodes, hybrid, choice, None)
-            for way in self._asked.in_turn:
-                worlds, choice = self._trained_in_turn(have, pool, nodes, way)
-                if choice is not None:
-                    yield from self._beside(have, pool, nodes, worlds * self._asked.hybrid.world, choice, way)
+        way, world = self._asked.in_turn, self._asked.hybrid.world
+        for nodes in range(1, have[pool] + 1):
+            left, others = have[pool] - nodes, sum(have) - have[pool]
+            if left or others:
+                yield from self._beside(have, pool, nodes, *self._trained(left, pool, nodes), None)
+            if way is not None and (not left if way.core_rolls else left >= world):
+                yield from self._beside(have, pool, nodes, *self._best(pool, nodes, world, left // world), way)
 
     def _beside(
-        self, have: Sequence[int], pool: int, nodes: int, hybrid: int, choice: TrainChoice, way: InTurn | None
+        self, have: Sequence[int], pool: int, nodes: int, choice: TrainChoice | None, hybrid: int, way: InTurn | None
     ) -> Iterator[RunPlan]:
-        """The plans with each fleet of the nodes that roll out."""
+        """The plans with each fleet of the nodes that roll out, where host memory and the layout of training fit."""
+        if choice is None:
+            return
         core = 0 if way is not None and way.core_rolls else nodes
         devices = [(n - core * (i == pool)) * self._pools[i].node_devices for i, n in enumerate(have)]
         able = [[k for k in self.kinds if k.pool == i and k.limit is None] for i, n in enumerate(devices) if n]
         for fleet in product(*able):
             engines = tuple(PoolEngines(k.pool, k.steps.tp, devices[k.pool] // k.steps.tp) for k in fleet)
+            limit, snapshots = self._core_limit(pool, nodes, 0 if core else engines[0].replicas // nodes)
+            if limit is not None:
+                continue
             plan = RunPlan(
-                pool=pool,
-                nodes=nodes,
-                train=choice,
-                engines=engines,
-                hybrid=hybrid,
-                snapshots=self._core_limit(pool, nodes)[1],
-                in_turn=way,
+                pool=pool, nodes=nodes, train=choice, engines=engines, hybrid=hybrid, snapshots=snapshots, in_turn=way
             )
             update = self._asked.update.by(plan.trains * self._pools[pool].node_devices)
             yield msgspec.structs.replace(plan, update=update)
 
-    def _trained_in_turn(
-        self, have: Sequence[int], pool: int, nodes: int, way: InTurn
-    ) -> tuple[int, TrainChoice | None]:
-        """Worlds that train beside a core of so many nodes, all but one node that rolls out only, and their layout."""
-        world = self._asked.hybrid.world
-        worlds = (self._most(have, pool) - nodes) // world
-        if not (worlds or way.core_rolls) or self._core_limit(pool, nodes)[0] is not None:
-            return 0, None
+    def _best(self, pool: int, nodes: int, world: int, worlds: int) -> tuple[TrainChoice | None, int]:
+        """The best layout of a core with so many worlds that train beside it in turn, and their nodes."""
         devices = nodes * self._pools[pool].node_devices
-        return worlds, self._train[pool].best(devices, elastic=world if worlds else 0, worlds=worlds)
+        return self._train[pool].best(devices, elastic=world if worlds else 0, worlds=worlds), worlds * world
 
     def steps_of(self, pool: int, tp: int) -> StepTimes:
         """Step times of its engines of that degree."""
@@ -112,24 +104,22 @@ class LayoutSpace:
         devices = best.nodes * self._pools[best.pool].node_devices
         return [*self._train[best.pool].excluded(devices), *self.excluded_kinds()]
 
-    def _most(self, have: Sequence[int], pool: int) -> int:
-        """Nodes of a pool that can train: one of all rolls out."""
-        return have[pool] - (sum(have) == have[pool])
-
-    def _trained(self, have: Sequence[int], pool: int, nodes: int) -> tuple[TrainChoice | None, int]:
-        """The best training layout, and how many of the pool's other nodes are hybrid."""
-        if self._core_limit(pool, nodes)[0] is not None:
-            return None, 0
+    def _trained(self, left: int, pool: int, nodes: int) -> tuple[TrainChoice | None, int]:
+        """The best training layout, and how many of the pool's ``left`` other nodes are hybrid."""
         search, devices = self._train[pool], nodes * self._pools[pool].node_devices
-        hybrid, world = self._asked.hybrid.nodes(have[pool] - nodes), self._asked.hybrid.world
+        hybrid, world = self._asked.hybrid.nodes(left), self._asked.hybrid.world
         found = None if hybrid % world else search.best(devices, elastic=world if hybrid else 0)
         if found is None and hybrid and not self._asked.hybrid.rest:
             return search.best(devices), 0
         return found, hybrid
 
-    def _core_limit(self, pool: int, nodes: int) -> tuple[Limit | None, bool]:
-        """Why a node of a core of so many lacks host memory, and whether it has enough for snapshots too."""
-        work = msgspec.structs.replace(self._asked.hosts.core, core_nodes=nodes)
+    def _core_limit(self, pool: int, nodes: int, engines: int = 0) -> tuple[Limit | None, bool]:
+        """Why a node of a core of so many lacks host memory, and whether it has enough for snapshots too.
+
+        ``engines``: on each of its nodes.
+        """
+        rolls = {"rolls": True, "engines": engines} if engines else {}
+        work = msgspec.structs.replace(self._asked.hosts.core, core_nodes=nodes, **rolls)
         limit = self._pools[pool].room.limit(node_memory(self._asked.shape, work))
         if limit is None or not (work.snapshots and self._asked.hosts.optional):
             return limit, limit is None
@@ -179,7 +169,7 @@ class LayoutSpace:
 
     def _impossible_cores(self, have: Sequence[int]) -> list[Excluded]:
         """What excludes cores; host memory alone, where no number of nodes has enough of it."""
-        cores = [(i, k) for i in range(len(have)) for k in range(1, self._most(have, i) + 1)]
+        cores = [(i, k) for i, n in enumerate(have) for k in range(1, n + (sum(have) > n))]
         limits = {(i, k): limit for i, k in cores if (limit := self._core_limit(i, k)[0]) is not None}
         lacking = [Excluded(f"training on {k} node{'s' if k > 1 else ''}", limit) for (_, k), limit in limits.items()]
         if len(limits) == len(cores):

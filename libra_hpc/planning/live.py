@@ -70,9 +70,8 @@ def without_tables(config: RunConfig) -> bool:
 
 
 def _engines(config: RunConfig) -> tuple[tuple[int, int], ...]:
-    """(TP, engines) of every hybrid and rollout node in rank order; one entry where they are alike."""
-    nodes = config.components.hybrid.nodes + config.components.rollout.nodes
-    each = tuple(config.rollout.on_node(i) for i in range(nodes))
+    """(TP, engines) of every node that rolls out in rank order; one entry where they are alike."""
+    each = tuple(config.rollout.on_node(place) for place in config.rollout_places)
     return each[:1] if len(set(each)) == 1 else each
 
 

@@ -112,5 +112,4 @@ def _of_run(run: RunDir) -> Measured:
 
 
 def _least_tp(config: RunConfig) -> int:
-    nodes = config.components.hybrid.nodes + config.components.rollout.nodes
-    return min(config.rollout.on_node(node)[0] for node in range(nodes))
+    return min(config.rollout.on_node(place)[0] for place in config.rollout_places)

@@ -48,8 +48,13 @@ class InTurn(msgspec.Struct, frozen=True):
 
     switch_s: float
     """Seconds of a pair of switches, to training and back with the new weights."""
-    core_rolls: bool = False
-    """Whether nodes of the core roll out too; without, hybrid nodes alone serve both stages."""
+    core_rolls: bool = True
+    """Whether all nodes are of the core, which rolls out, too; without, hybrid nodes alone serve both stages."""
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """What the run file says of it, by dotted key."""
+        return {"planner.time_sharing": "auto"} | ({"components.train.roll_out": True} if self.core_rolls else {})
 
 
 class PlanRequest(msgspec.Struct, frozen=True):
@@ -74,8 +79,8 @@ class PlanRequest(msgspec.Struct, frozen=True):
     hybrid: Hybrid = NO_HYBRID
     """Which nodes are hybrid; known with the final pools."""
     hosts: HostUse = HostUse()
-    in_turn: tuple[InTurn, ...] = ()
-    """Ways in which nodes may serve both stages."""
+    in_turn: InTurn | None = None
+    """How nodes may serve both stages."""
     switch_from: str = "assumed: --switch-s"
     """Source of their switches, in words."""
 
@@ -125,12 +130,12 @@ class RunPlan(msgspec.Struct, frozen=True):
     pool: int
     """Index of the pool that trains."""
     nodes: int
-    """Nodes of its core, which always train; all other nodes roll out."""
+    """Nodes of its core, which own the optimizer's state."""
     train: TrainChoice
     engines: tuple[PoolEngines, ...]
     """One entry for each pool that rolls out."""
     hybrid: int
-    """Hybrid nodes among those that roll out."""
+    """Hybrid nodes; with the core they are all of the pool that train in turn."""
     rollout_s: float = 0.0
     """Until a batch is complete; of overlapping batches, in which engines compute."""
     seconds: float = 0.0

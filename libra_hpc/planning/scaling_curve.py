@@ -36,7 +36,7 @@ class ScalingPoint(msgspec.Struct, frozen=True):
 
 def sweep(asked: PlanRequest, steps: StepLookup, nodes: Sequence[int]) -> list[ScalingPoint]:
     """The best plan of the only pool at each number of nodes."""
-    asked = replace(asked, in_turn=())
+    asked = replace(asked, in_turn=None)
     node_devices = asked.pools[0].node_devices
     points = []
     for n in nodes:

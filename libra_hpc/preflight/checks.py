@@ -134,19 +134,17 @@ def _raise_first(found: Iterator[UserError]) -> None:
 
 
 def component_counts(config: RunConfig) -> Iterator[UserError]:
-    """One planner, and at least one core node of each stage."""
+    """One planner, and at least one core node of each stage unless nodes serve both."""
     if config.components.planner.nodes > 1:
         why = "rank 0 is the one planner"
         yield invalid("components.planner.nodes", config.components.planner.nodes, why, "0 or 1")
-    for name in ("train", "rollout"):
-        nodes = getattr(config.components, name).nodes
-        if nodes < 1:
-            yield invalid(
-                f"components.{name}.nodes",
-                nodes,
-                "each stage keeps a core node while hybrid nodes move",
-                "an integer >= 1",
-            )
+    parts, why = config.components, "each stage keeps a core node while hybrid nodes move"
+    if not parts.train.nodes:
+        yield invalid("components.train.nodes", 0, why, "an integer >= 1")
+    both = config.planner.time_sharing == "auto" and (parts.hybrid.nodes > 0 or parts.train.roll_out)
+    if not (parts.rollout.nodes or both):
+        other = 'planner.time_sharing = "auto" and hybrid nodes or components.train.roll_out = true'
+        yield invalid("components.rollout.nodes", 0, why, f"an integer >= 1, or {other}")
 
 
 def core_rolls_out(config: RunConfig) -> Iterator[UserError]:

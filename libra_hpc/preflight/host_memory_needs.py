@@ -158,7 +158,7 @@ def check_boxes(config: RunConfig, needs: Sequence[HostNeed], partitions: Sequen
     """A warning where the boxes of a node may take more memory than it has for them."""
     limit, env = config.env.limits.memory, config.components.env
     each, boxes = memory_mb(limit) * MIB, config.max_open_groups * config.algorithm.group_size
-    where, part, taken = "the rollout leader's node", config.components.rollout, 0.0
+    where, part, taken = "the rollout leader's node", [*stages(config).values()][-1], 0.0
     if env.nodes:
         boxes, where, part = min(boxes, env.room), "an environment node", env
     whole = _machine() if config.slurm.executor == "local" else _given(part) or _smallest(config, part, partitions)

@@ -1,6 +1,6 @@
 """The rollout leader: admits prompts, runs every trajectory, and composes the batches.
 
-It runs in the agent of the lowest rollout rank, touches no tensor, and owns all experience until it is trained. A
+It runs in the agent of one node that rolls out, touches no tensor, and owns all experience until it is trained. A
 trajectory alternates between an environment host, the dispatcher's queue, and an engine.
 
 - Engine lost -> its running turns are sent again elsewhere (`turn_router`).

@@ -224,7 +224,7 @@ class TrainLeader(StepRequests):
     # --- the loop ---
 
     async def run(self) -> None:
-        """Train to the last step; returns after the last checkpoint."""
+        """Train to the last step and save it. Then nodes may still roll out an evaluation; returns once stopped."""
         while self.step < self._steps and not self._stop_reason:
             if not await self._membership():
                 return
@@ -254,6 +254,14 @@ class TrainLeader(StepRequests):
                 return
         if await self._save_last():
             self._report(done=self.step)
+            await self._after_training()
+
+    async def _after_training(self) -> None:
+        """Let the nodes go that roll out an evaluation of the last step."""
+        while not self._stop_reason and await self._membership():
+            await self._until(lambda: self._membership_due() or self._rest_wanted or bool(self._stop_reason))
+            if self._rest_wanted and not self._membership_due():
+                self._rest()
 
     def _batch_or_change(self) -> bool:
         return self.step + 1 in self._batches or self._change()

@@ -89,11 +89,11 @@ def test_an_answer_of_a_replica_comes_with_its_rank() -> None:
     assert Scene().deliver(wire.FromReplica(2, answer)) == [("leader.on_reply", 2, answer)]
 
 
-def test_a_message_that_has_a_handler_gets_no_other() -> None:
-    leader, other = Scene().routes
-    other.add(EngineState, other._rows[EngineState])
-    with pytest.raises(ValueError, match="EngineState has a handler"):
-        leader.add(EngineState, other._rows[EngineState])
+def test_both_leaders_of_a_node_take_what_is_about_engines() -> None:
+    scene = Scene()
+    add_train_leader(scene.routes[1], cast(TrainLeader, scene.part("leader")))
+    assert scene.routes[1].deliver(lost := EngineState(1, "train", "lost", reason="why"))
+    assert scene.calls == [("service.on_message", lost), ("leader.on_replica_down", 1, "why")]
 
 
 def test_a_part_that_is_not_there_gets_nothing() -> None:

@@ -101,8 +101,10 @@ def switching(run: RunDir) -> bool:
 @pytest.mark.parametrize("eta", [0, 1])
 def test_a_run_in_time_sharing_survives_thirty_faults_during_switches(tmp_path: Path, eta: int) -> None:
     case, ranks = Chaos(tmp_path, steps=STEPS, hybrid=2, rollout=1), range(1, 5)
-    options = [word for key, value in (KEYS | {"algorithm.eta": eta}).items() for word in ("-o", f"{key}={value}")]
-    run = case.submit(*options, *patched(case.folder, LINKS + SHARING_PAYS, 0, *ranks))
+    run = case.submit(
+        *(word for key, value in (KEYS | {"algorithm.eta": eta}).items() for word in ("-o", f"{key}={value}")),
+        *patched(case.folder, LINKS + SHARING_PAYS, 0, *ranks),
+    )
     case.reach(3)
     faults = Faults(case, ranks, seed=eta)
     for _ in range(FAULTS):

@@ -14,6 +14,7 @@ from msgspec.structs import asdict
 from libra_hpc.annexes.devcluster.cluster import ClusterInfo
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.models.devices import device
+from libra_hpc.planning.request import InTurn
 from libra_hpc.rollout.recovery.recovery_log import read_segment
 from tests.docs.blocks import ROOT
 
@@ -115,6 +116,24 @@ def test_a_dry_run_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo
     trained_once(run, reached + 2)
     kept = [(event["trajectories"], list(event["dropped"])) for event in case.events("experience_kept")]
     assert kept == ([(0, ["configuration"])] if recorded else []), "of so many prompts each is another one"
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_all_nodes_of_a_run_roll_out_and_train_in_turn(cluster: ClusterInfo, tmp_path: Path, eta: int) -> None:
+    case = DryRun(tmp_path, "slurm", steps=8)
+    nodes = {"components.train.nodes": 2, "components.hybrid.nodes": 0, "components.rollout.nodes": 0}
+    keys = nodes | {"algorithm.eta": eta, "rollout.tp": 4, "rollout.engines_per_node": 2} | InTurn(0.0).keys
+    run = case.submit(
+        "--engine", "simulated", *(word for key, value in keys.items() for word in ("-o", f"{key}={json.dumps(value)}"))
+    )
+    case.wait(lambda: len(case.steps()) >= 3, "first steps")
+    case.kill(2, "r2.0.json")
+    case.wait(lambda: case.events("engine_lost"), "the lost engine, after which nothing rolls out")
+    assert (case.ended(), case.events("illegal_transition"), case.events("recovered")) == ("completed", [], [])
+    trained_once(run, 8)
+    lines = list(read_lines(run.metrics))
+    assert {(line["train_nodes"], line["rollout_nodes"]) for line in lines} == {(2, 2)}
+    assert max(line["staleness_max"] for line in lines) == eta
 
 
 def test_the_notebook_of_the_examples_follows_a_run_to_its_end(tmp_path: Path) -> None:

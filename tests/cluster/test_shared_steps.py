@@ -43,16 +43,16 @@ KEYS = {
 }
 
 
-def shared(case: Case, eta: int, *changes: str) -> RunDir:
+def shared(case: Case, eta: int, changes: dict[str, str]) -> RunDir:
     """The run, to its end."""
     loss = case.folder / "loss.py"
     loss.write_text(LOSS)
-    words = [f"{key}={value}" for key, value in (KEYS | {"algorithm.eta": eta}).items()] + [
-        f"algorithm.loss={loss}:by_policy_alone",
-        *changes,
-    ]
-    options = [word for change in words for word in ("-o", change)]
-    run = case.submit("--wait", *options, *patched(case.folder, SHARING_PAYS, 0))
+    keys = KEYS | {"algorithm.eta": eta, "algorithm.loss": f"{loss}:by_policy_alone"} | changes
+    run = case.submit(
+        "--wait",
+        *(word for key, value in keys.items() for word in ("-o", f"{key}={value}")),
+        *patched(case.folder, SHARING_PAYS, 0),
+    )
     assert case.ended() == "completed", case.logs()
     return run
 
@@ -87,19 +87,20 @@ def trained_alone(run: RunDir, eta: int, policy: Path, place: ReplicaPlace, out:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("core", "eta"), [(False, 0), (True, 0), (True, 1)])
+@pytest.mark.parametrize(("core", "alone", "eta"), [(False, 1, 0), (True, 1, 0), (True, 0, 0), (True, 0, 1)])
 def test_a_run_in_time_sharing_has_the_weights_of_one_process(
-    policy: Path, tmp_path: Path, world: ReplicaPlace, core: bool, eta: int
+    policy: Path, tmp_path: Path, world: ReplicaPlace, core: bool, alone: int, eta: int
 ) -> None:
-    case = Case(tmp_path, policy, "local", steps=STEPS)
-    run = shared(case, eta, *(["components.train.roll_out=true"] if core else []))
+    """``alone``: nodes that only roll out."""
+    case = Case(tmp_path, policy, "local", steps=STEPS, rollout=alone)
+    run = shared(case, eta, {"components.train.roll_out": "true"} if core else {})
     trained_once(run, STEPS)
     assert not case.events("illegal_transition")
     actions = [event["action"] for event in case.events("decision") if event["action"] != "hold"]
-    assert actions == ["time_share"]
+    assert actions == ["time_share"] * alone
     rows = list(read_lines(run.metrics))
     assert [row["train_nodes"] for row in rows].count(2) >= 3, "steps of core and hybrid node"
-    assert max(row["rollout_nodes"] for row in rows) == 2 + core
+    assert max(row["rollout_nodes"] for row in rows) == 1 + core + alone
     assert core or max(row["train_ahead_s"] for row in rows) > 0.0, "portions went ahead"
     assert max(row["staleness_max"] for row in rows) == eta
     assert eta or max(row["logprob_gap"] for row in rows) < 1e-4, "each batch is of the weights before it"

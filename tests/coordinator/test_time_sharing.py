@@ -21,21 +21,26 @@ from tests.stage.node_parts import Outbox
 class Scene(Outbox):
     """One core node (1), which may roll out, two hybrid nodes (2, 3) and a rollout node (4), all at work."""
 
-    def __init__(self, tmp_path: Path, core_rolls_out: bool = False, eta: int = 0) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        core_rolls_out: bool = False,
+        eta: int = 0,
+        components: tuple[str, ...] = ("planner", "train", "hybrid", "hybrid", "rollout"),
+    ) -> None:
         super().__init__()
         self.seen_of: dict[type, int] = {}
         self.step = 0
-        components = "planner", "train", "hybrid", "hybrid", "rollout"
         config = validate({"algorithm": {"eta": eta, "prompts_per_step": 4}, "planner": {"switch_cost_s": 2.0}})
         context = self.context_of(tmp_path, 0, *components, config=config, core_rolls_out=core_rolls_out)
         self.seen = Observations()
         self.nodes = NodePool(context, lambda kind, **fields: None, self.seen.on_switch, lambda: 0)
         self.nodes.start("rollout")
-        for rank, kind in ((1, "train"), (2, "rollout"), (3, "rollout"), (4, "rollout")):
-            self.nodes.apply(EngineState(rank, kind, "ready", seconds=1.0))  # type: ignore[arg-type]
+        for rank in range(1, len(components)):
+            self.nodes.apply(EngineState(rank, "train" if rank == 1 else "rollout", "ready", seconds=1.0))
         self.member(1, 1)
         self.sharing = StepSharing(context, self.nodes, self.seen)
-        self.sharing.active = True
+        self.sharing.active |= "rollout" in components
 
     def member(self, generation: int, *ranks: int) -> None:
         for rank in ranks:
@@ -55,10 +60,16 @@ class Scene(Outbox):
         self.seen.on_rollout(report, self.nodes.receivers, float(self.step))
         self.sharing.evaluate(self.step, time.time())
 
-    def trains(self, rank: int) -> None:
-        """It was drained, and its trainers are ready."""
-        self.nodes.apply(wire.TurnsDrained(rank))
-        self.nodes.apply(EngineState(rank, "train", "ready", seconds=1.0))
+    def trains(self, *ranks: int) -> None:
+        """They were drained, and their trainers are ready."""
+        for rank in ranks:
+            self.nodes.apply(wire.TurnsDrained(rank))
+            self.nodes.apply(EngineState(rank, "train", "ready", seconds=1.0))
+
+    def core_rolls(self) -> None:
+        """The trainers of node 1 are in standby, and its engines ready."""
+        self.nodes.apply(EngineState(1, "train", "standby"))
+        self.nodes.apply(EngineState(1, "rollout", "ready", seconds=1.0))
 
     def orders(self, kind: type) -> list[Any]:
         """New orders of a kind in the Layouts that node 1 got."""
@@ -110,8 +121,7 @@ def test_with_a_staleness_bound_nodes_train_a_complete_batch_while_others_roll_o
     assert not scene.orders(DrainTurns), "a group of the batch beside it is still to begin"
     scene.report(99, composed=1, beside=4, r2=30, r3=30, r4=30)
     assert [(order.rank, order.abort) for order in scene.orders(DrainTurns)] == [(2, True), (3, True)]
-    scene.trains(2)
-    scene.trains(3)
+    scene.trains(2, 3)
     scene.member(3, 1, 2, 3)
     scene.step = 1
     scene.report(60, composed=2, beside=4, r4=60)
@@ -162,14 +172,12 @@ def test_a_core_that_rolls_out_goes_after_the_commit_and_is_back_before_the_batc
     scene = Scene(tmp_path, core_rolls_out=True)
     scene.report(99, r2=30, r3=30, r4=30)
     assert len(scene.orders(RestCore)) == 1
-    scene.nodes.apply(EngineState(1, "train", "standby"))
-    scene.nodes.apply(EngineState(1, "rollout", "ready", seconds=1.0))
+    scene.core_rolls()
     assert scene.states == "rollout rollout rollout rollout"
     assert [fact.role for fact in scene.sharing.facts(as_shared=True)] == ["both", "both", "both", "rollout"]
     scene.report(23, r1=9, r2=9, r3=9, r4=9)
     assert scene.orders(DrainTurns) == [DrainTurns(1, abort=True)], "first, although others are as idle"
-    scene.nodes.apply(wire.TurnsDrained(1))
-    scene.nodes.apply(EngineState(1, "train", "ready", seconds=1.0))
+    scene.trains(1)
     scene.member(2, 1)
     scene.report(23, r2=9, r3=9, r4=9)
     assert scene.states == "train rollout rollout rollout", "once in a step"
@@ -191,15 +199,15 @@ def test_a_core_that_rolls_out_goes_after_the_commit_and_is_back_before_the_batc
     assert scene.orders(StartEngine)[-1] == StartEngine(1, "train")
 
 
-def test_a_run_that_ends_brings_its_core_back_although_no_other_node_rolls_out(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, core_rolls_out=True)
-    scene.report(99, r2=30, r3=30, r4=30)
-    scene.nodes.apply(EngineState(1, "train", "standby"))
-    scene.nodes.apply(EngineState(1, "rollout", "ready", seconds=1.0))
-    for rank in (2, 3, 4):
-        scene.nodes.apply(states.RankLost(rank))
-    scene.sharing.core_to_train(time.time(), at_once=False)
-    assert scene.states == "rollout lost lost lost", "the last one stays, as long as the run goes on"
-    scene.sharing.core_to_train(time.time(), at_once=True)
-    assert scene.states == "to_train lost lost lost"
-    assert scene.orders(StartEngine)[-1] == StartEngine(1, "train")
+def test_all_nodes_serve_both_stages_from_the_start_where_none_rolls_out_alone(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, core_rolls_out=True, eta=1, components=("planner", "train", "hybrid"))
+    scene.report(99, r2=30)
+    scene.core_rolls()
+    scene.report(20, composed=1, beside=4, r1=10, r2=10)
+    assert scene.orders(DrainTurns) == [DrainTurns(1, abort=True), DrainTurns(2, abort=True)], "also with open turns"
+    scene.trains(1, 2)
+    scene.member(3, 1, 2)
+    assert (scene.states, scene.nodes.droppable, scene.nodes.replicas) == ("train train", {}, frozenset()), "2 leads"
+    scene.step = 1
+    scene.report(20, composed=1, beside=4)
+    assert scene.states == "to_rollout to_rollout"

@@ -14,6 +14,7 @@ from libra_hpc.planning.best_plan import best_plans, scene
 from libra_hpc.planning.in_turn import ASSUMED_S, asked_in_turn, in_turn_of
 from libra_hpc.planning.initial import InitialPlan, initial_plan
 from libra_hpc.planning.layout_space import LayoutSpace
+from libra_hpc.planning.live import live_player
 from libra_hpc.planning.request import PlanRequest, request
 from libra_hpc.preflight.checks import problems
 from libra_hpc.simulator.play import Play
@@ -35,13 +36,8 @@ def asked(eta: int = 0, prompts: int = 16, switch_s: float = 5.0, host: bool = T
 def test_a_batch_in_turn_takes_both_stages_and_a_pair_of_switches(eta: int) -> None:
     made = asked(eta)
     space = LayoutSpace(made)
-    plans = list(space.plans([4], 0))
-    for plan in (one for one in plans if one.in_turn and one.engines[0].tp == 8):
-        rolls = 4 if plan.in_turn.core_rolls else 4 - plan.nodes
-        assert (plan.trains, plan.rolls(4)) == (3, rolls)
-        assert 8 * rolls == plan.engines[0].devices
-        alone = next(one for one in plans if not one.in_turn and one.nodes == plan.nodes)
-        assert plan.train.time.total < alone.train.time.total or plan.nodes == 3
+    for plan in (one for one in space.plans([4], 0) if one.in_turn and one.engines[0].tp == 8):
+        assert (plan.trains, plan.rolls(4), plan.engines[0].devices) == (4, 4, 32), "every node does both"
         engines, settings = scene(made, space, plan)
         shown = Play(lambda part, n: made.work.batch(n * 16, part), engines, made.policy, settings)
         batch_s = fmean(shown.rounds(2))
@@ -57,12 +53,15 @@ def test_cheap_switches_choose_nodes_in_turn_and_dear_ones_today_s_split() -> No
 
 
 def test_a_core_rolls_out_on_gpus_where_its_state_is_in_host_memory() -> None:
-    assert [way.core_rolls for way in asked(host=False).in_turn] == [False]
+    beside = [plan for plan in LayoutSpace(asked(host=False)).plans([4], 0) if plan.in_turn]
+    assert {(plan.trains, plan.rolls(4)) for plan in beside} == {(4, 3), (4, 2), (4, 1)}
     result = best_plans(asked(eta=1, switch_s=0.0))
     ((plan, even_s),) = in_turn_of(result)
-    assert plan.in_turn.core_rolls
     assert in_turn_of(msgspec.structs.replace(result, plans=(plan,))) == [(plan, float("inf"))]
-    assert even_s == pytest.approx(min(p.seconds for p in result.plans if not p.in_turn) - plan.seconds)
+    assert (plan.rolls(4), even_s) == (
+        4,
+        pytest.approx(min(p.seconds for p in result.plans if not p.in_turn) - plan.seconds),
+    )
 
 
 def test_groups_that_are_complete_are_trained_beside_rollout() -> None:
@@ -75,17 +74,23 @@ def test_groups_that_are_complete_are_trained_beside_rollout() -> None:
 def filled(switch_s: float, monkeypatch: pytest.MonkeyPatch) -> InitialPlan:
     monkeypatch.setattr(in_turn, "ASSUMED_S", switch_s)
     planner = {"time_sharing": "auto"}
-    data = run_file((2, 0, 3), algorithm={"prompts_per_step": 64, "eta": 0, "minibatches": 2}, planner=planner)
+    data = run_file(
+        (2, 0, 3),
+        algorithm={"prompts_per_step": 64, "eta": 0, "minibatches": 2},
+        planner=planner,
+        optimizer={"host": True},
+    )
     return initial_plan(validate({**data, "components": {"split": "auto", **data["components"]}}))
 
 
-def test_a_split_that_is_filled_in_has_the_hybrid_nodes_of_a_plan_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_that_is_filled_in_has_every_node_of_a_plan_in_turn_in_both_stages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = filled(0.0, monkeypatch)
     config, parts = made.config, made.config.components
-    assert made.plan.in_turn is not None
     assert list(problems(config)) == []
-    assert (parts.hybrid.nodes, parts.hybrid.gpu_type, parts.rollout.nodes) == (4 - parts.train.nodes, "a800", 1)
-    assert config.planner.time_sharing == "auto"
+    assert (parts.train.nodes, parts.hybrid.nodes, parts.rollout.nodes, parts.train.roll_out) == (5, 0, 0, True)
+    assert (config.planner.time_sharing, live_player(config) is not None) == ("auto", True)
     assert filled(100 * ASSUMED_S, monkeypatch).plan.in_turn is None
 
 

@@ -266,7 +266,7 @@ class RolloutService:
             case wire.EngineVersion(engine=engine, version=version):
                 leader.on_engine_version(engine, version)
             # In an evaluation rank 0 also gets what is for a coordinator: that all of a node are ready.
-            case EngineState() if message.engine:
+            case EngineState(kind="rollout") if message.engine:
                 leader.on_engine_state(message)
             case wire.FromEnvHost(rank=rank, host=host):
                 leader.on_host(self._number(rank, host), message.message)

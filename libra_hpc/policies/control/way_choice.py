@@ -12,7 +12,7 @@ from typing import NamedTuple
 from libra_hpc.config.rollout import PlannerSection
 from libra_hpc.protocol.plan import Action, NodeFact, PlanDecision, PlanSnapshot
 
-from .node_units import ranks, sharing_core, units
+from .node_units import ranks, units
 from .plays import BOTH, Plays, State, hold
 
 
@@ -60,7 +60,7 @@ def way_choice(snapshot: PlanSnapshot, plays: Plays, here: State, settings: Plan
 
 def _ways(snapshot: PlanSnapshot, here: State) -> _Ways | None:
     """None where no node can serve in turn, or nothing is left of a stage."""
-    core = sharing_core(snapshot.nodes)
+    core = [node for node in snapshot.nodes if node.shares]
     hybrid = units(snapshot.nodes, BOTH) if here.in_turn else units(snapshot.nodes, "train", "rollout")
     fixed = ["train" if node.shares else node.role for node in snapshot.nodes if node.component != "hybrid"]
     train, rollout, movable = fixed.count("train"), fixed.count("rollout"), sum(map(len, hybrid))

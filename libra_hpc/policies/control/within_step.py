@@ -1,8 +1,8 @@
 """Which nodes in time-sharing (`way_choice`) move now, within a step.
 
 - A step is committed -> the nodes that trained it go back; the core once no other one is on its way to it.
-- The rest of a batch fits on fewer nodes (`TAIL`) -> the core goes to training, then nodes with few turns; one stays.
-- The batch is complete -> all others follow.
+- The rest of a batch fits on fewer nodes (`TAIL`) -> the core goes to training, then nodes with few turns.
+- The batch is complete -> all others follow; unfinished turns of later batches wait for them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from libra_hpc.protocol.plan import NodeFact
 
-from .node_units import ranks, sharing_core, units
+from .node_units import ranks, units
 
 TAIL = 8
 """Unfinished trajectories for each engine that stays: an engine runs eight about as fast as one. Half: nodes switch
@@ -54,27 +54,28 @@ def moves_within_step(nodes: Sequence[NodeFact], rest: Rest, back: frozenset[int
         return StepMoves(to_rollout=returning, reason="the step is committed")
     if not rest.ends:
         return StepMoves()
-    fewest = 1 if rest.complete else ceil(rest.trajectories / rest.fits)
+    fewest = 0 if rest.complete else ceil(rest.trajectories / rest.fits)
     few = f"{fewest} rollout nodes are enough for the last {rest.trajectories} trajectories"
     leaving = _leaving(nodes, fewest, rest.running)
     return StepMoves(to_train=leaving, reason="the batch is complete" if rest.complete else few)
 
 
 def _returning(nodes: Sequence[NodeFact], back: frozenset[int]) -> tuple[int, ...]:
-    core = sharing_core(nodes)
-    returning = tuple(node.rank for unit in units(nodes, "train") for node in unit if node.rank in back)
-    ready = core and all(node.role == "train" and node.rank in back for node in core)
-    return returning + ranks([core]) if ready and not units(nodes, "to_train") else returning
+    """The nodes that go back, the core last: the generation without the others begins with it."""
+    joining = bool(units(nodes, "to_train"))
+    found = [unit for unit in units(nodes, "train", core=True) if not (unit[0].shares and joining)]
+    return ranks(sorted((unit for unit in found if back.issuperset(ranks([unit]))), key=lambda unit: unit[0].shares))
 
 
 def _leaving(nodes: Sequence[NodeFact], stay: int, running: Mapping[int, int]) -> tuple[int, ...]:
-    """Return the nodes that go to training where ``stay`` are enough."""
-    core = [node for node in sharing_core(nodes) if node.role == "rollout"]
-    idle = sorted(units(nodes, "rollout"), key=lambda unit: sum(running.get(node.rank, 0) for node in unit))
-    most, leaving = sum(node.role == "rollout" for node in nodes) - stay, list[int]()
-    if len(core) > most:
-        return ()  # nobody trains without it
-    for unit in [core, *idle]:
-        if len(leaving) + len(unit) <= most:
-            leaving += (node.rank for node in unit)
-    return tuple(leaving)
+    """The nodes that go to training where ``stay`` are enough: the core first, as nobody trains without it."""
+    idle = [
+        (not unit[0].shares, sum(running.get(node.rank, 0) for node in unit), ranks([unit]))
+        for unit in units(nodes, "rollout", core=True)
+    ]
+    most, leaving = sum(node.role == "rollout" for node in nodes) - stay, tuple[int, ...]()
+    for *_, unit in sorted(idle):
+        if len(leaving) + len(unit) > most:
+            break
+        leaving += unit
+    return leaving

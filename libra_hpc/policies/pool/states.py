@@ -54,8 +54,6 @@ class MoveOrdered(msgspec.Struct, frozen=True):
     to: EngineKind
     abort: bool = False
     """Its turns in flight go on elsewhere."""
-    last: bool = False
-    """Also as the last rollout node: the run ends."""
 
 
 class StateArrived(msgspec.Struct, frozen=True):
@@ -224,8 +222,6 @@ def _unit(pool: Pool, node: Node) -> list[Node]:
 def _to_train(pool: Pool, node: Node, order: MoveOrdered) -> Pool:
     _require(node.moves, node, "ordered to train: it is a core node")
     _require(all(n.state is NodeState.ROLLOUT for n in _unit(pool, node)), node, "ordered to train")
-    stays = order.last or len(rollout_nodes(pool)) > len(node.unit)
-    _require(stays, node, "ordered to train: it is the last rollout node")
     return _drain(pool, node, order.abort)
 
 

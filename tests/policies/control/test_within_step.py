@@ -27,7 +27,7 @@ def nodes(train: int, hybrid: str, rollout: int, count: int = 4, unit: int = 1, 
             component,
             roles.get(component, component),
             since=0.0,
-            unit=rank - (rank - train) % unit if component == "hybrid" else rank,
+            unit=rank - (rank - train) % unit if component == "hybrid" else 0 if component == "train" else rank,
             shares=component == "train" and core != "",
         )
         for rank, component in enumerate(made)
@@ -99,8 +99,7 @@ def test_cheap_switches_let_all_hybrid_nodes_serve_both_stages(train: int, eta: 
     decision = share(run)
     # One core node: 480 / 5 + 480 / 5 + 20 s, and 480 / 3 + 480 / 3 s with three nodes in either stage.
     shared = 480.0 / (4 + train) + 480.0 / 5 + 20.0
-    assert decision.numbers["shared_s"] == pytest.approx(shared)
-    assert decision.nodes == tuple(range(train, train + 4))
+    assert (decision.numbers["shared_s"], decision.nodes) == (pytest.approx(shared), tuple(range(train, train + 4)))
     run.switch_s = 5.0, 5.0
     run.batches(1)
     assert run.decide().reason.startswith("hold: 1 of 2 steps")
@@ -132,9 +131,9 @@ def test_a_core_that_rolls_out_counts_in_both_stages_and_goes_back_to_training_a
 
 
 def test_a_core_that_rolls_out_needs_no_hybrid_nodes() -> None:
-    decision = SharingRun(nodes(1, "", 1, count=0, core="train")).measured(5)
-    assert (decision.action, decision.nodes) == ("time_share", (0,))
-    assert decision.numbers["shared_s"] == pytest.approx(480.0 + 480.0 / 2 + 20.0)
+    found = SharingRun(nodes(1, "", 1, count=0, core="train")).measured(5)
+    shared_s = pytest.approx(480.0 + 480.0 / 2 + 20.0)
+    assert (found.action, found.nodes, found.numbers["shared_s"]) == ("time_share", (0,), shared_s)
 
 
 @pytest.mark.parametrize(("assumed_s", "measured_s", "shares"), [(10.0, 90.0, False), (500.0, 5.0, True)])
@@ -215,8 +214,11 @@ ROLLS, PAIRS = nodes(1, "rollout", 1), nodes(1, "rollout", 1, unit=2)
         # Nothing began.
         (ROLLS, rest(0), ()),
         (ROLLS, rest(0, complete=True), (1, 2, 3, 4)),
-        # One stays.
+        # One stays for the rest of the batch, none for other batches.
         (nodes(1, "rollout", 0), rest(1), (1, 2, 3)),
+        (nodes(1, "rollout", 0), rest(9, complete=True), (1, 2, 3, 4)),
+        (nodes(2, "", 0, count=0, core="rollout"), rest(9), ()),
+        (nodes(2, "", 0, count=0, core="rollout"), rest(9, complete=True), (0, 1)),
         # Nodes that train as one leave together.
         (PAIRS, rest(16, n1=3, n2=3), (3, 4)),
         (PAIRS, rest(32, n1=3, n2=3), ()),

@@ -288,12 +288,6 @@ def test_impossible_events_raise(event: Event) -> None:
         advance(running(), event)
 
 
-def test_the_last_rollout_node_may_not_leave() -> None:
-    alone = after(running(), RankLost(2))
-    with pytest.raises(IllegalTransition, match="last rollout node"):
-        advance(alone, MoveOrdered(3, "train"))
-
-
 ranks = st.integers(1, 5)
 kinds = st.sampled_from(["train", "rollout"])
 disturbances: st.SearchStrategy[Event] = st.one_of(
