@@ -4,6 +4,7 @@
 - ``cuda``: dependencies differ with the driver -> pip resolves them.
 - ``login``, or ``--extra compile`` -> scheduler and simulator are compiled too (`compile.py`): `check` simulates.
 - The stamp in the environment matches the hash of pins, Python and checkout -> nothing is installed.
+- ``--to-node`` -> one file with the environment, and a program that unpacks it once a node.
 
 Standard library only, and any Python 3 can read it: this file runs before anything is installed.
 """
@@ -12,6 +13,7 @@ import argparse
 import hashlib
 import json
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -35,6 +37,26 @@ PINNED_PYTHON = (3, 11)
 """The wheels in ``cpu.txt`` need this Python version."""
 RARE = r"/site-packages/((.*/)?tests?|anthropic|transformers/models)/"
 """What is seldom or never imported, and is a quarter of all sources: a model is one of four hundred families."""
+ON_NODE = """\
+#!/bin/bash
+# The Python of {folder}; in a step of Slurm that of its copy on the node's own disk, which the first process makes.
+shared={folder} cache="${{TMPDIR:-/tmp}}/cache-$UID"
+own="$cache/environment-{number}"
+if [ -n "$SLURM_STEP_ID" ] && mkdir -pm 700 "$cache" && [ -O "$cache" ] && [ ! -L "$cache" ]; then
+  exec 9>>"$own.lock" && flock 9
+  if [ ! -d "$own" ]; then
+    rm -rf "$own.part" && mkdir "$own.part" && tar -xf "$shared/environment-{number}.tar" -C "$own.part" &&
+      mv "$own.part" "$own"
+  fi
+  exec 9>&-
+  [ ! -d "$own" ] || exec "$own/bin/python" "$@"
+  rm -rf "$own.part"
+  echo "no copy of the environment on the disk of $(hostname): $shared is used" >&2
+fi
+exec "$shared/bin/python" "$@"
+"""
+"""``bin/python-on-node``. The folder is that of compiled code (`libra_hpc.slurm.writer.CACHE_FOLDER`): others could
+put code into another one."""
 _NETWORK_SIGNS = (
     "NewConnectionError",
     "Max retries exceeded",
@@ -181,6 +203,25 @@ def install(target: str, folder: Path, extras: tuple[str, ...]) -> str:
     return f"{folder} is ready ({', '.join(names)}) after {time.monotonic() - started:.0f} s"
 
 
+def to_node(folder: Path) -> str:
+    """Write the environment into one file, and the program `ON_NODE`; returns one line with what was done."""
+    number = time.time_ns()
+    image, program = folder / f"environment-{number}.tar", folder / "bin" / "python-on-node"
+    command = ["tar", "-cf", str(image), "-C", str(folder), "--exclude=./environment-*", "."]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        image.unlink(missing_ok=True)
+        raise InstallError(f"{image} could not be written: {done.stderr.strip() or 'tar failed'}")
+    made = program.with_suffix(".new")
+    made.write_text(ON_NODE.format(folder=shlex.quote(str(folder)), number=number))
+    made.chmod(0o755)
+    made.replace(program)
+    for old in folder.glob("environment-*.tar"):
+        if old != image:
+            old.unlink()
+    return f"{image.stat().st_size / 1e9:.1f} GB for each node; compute.python = '{program}' uses them"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description="Make the virtual environment of one requirement set.")
@@ -197,9 +238,14 @@ def main(arguments: list[str] | None = None) -> int:
         default=[],
         help="compile: the scheduler as machine code; dev: that, tests and linters",
     )
+    parser.add_argument(
+        "--to-node", action="store_true", help="also bin/python-on-node, which runs from a copy on the node's disk"
+    )
     given = parser.parse_args(arguments)
     try:
         print(install(given.target, given.venv.absolute(), tuple(dict.fromkeys(given.extra))))
+        if given.to_node:
+            print(to_node(given.venv.absolute()))
     except InstallError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

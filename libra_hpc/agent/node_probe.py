@@ -28,8 +28,9 @@ REDUCTIONS = 5
 MEET_S = 60.0
 CHILD_S = 600.0
 """Limit of one import or engine start: longer than any that works."""
-SLOW_S = 60.0
-"""An import that takes this long comes from a cold or overloaded file system."""
+SLOW_S = 20.0
+"""An import that takes this long comes from a cold or overloaded file system: 5 s from a node's own disk."""
+ON_DISK = "envs/install.py SET --venv DIR --to-node, and compute.python = DIR/bin/python-on-node; or a container"
 
 
 def probe(device: str, interface: str, local_dir: str, meeting: str) -> list[tuple[str, str, str, str]]:
@@ -92,8 +93,7 @@ def _import(name: str) -> tuple[str, str]:
         "import importlib, sys; print(getattr(importlib.import_module(sys.argv[1]), '__version__', ''))", name
     )
     seconds = time.monotonic() - began
-    fix = "install the environment on a faster file system, or in a container" if seconds > SLOW_S else ""
-    return f"{version} imported in {seconds:.0f} s", fix
+    return f"{version} imported in {seconds:.0f} s", ON_DISK if seconds > SLOW_S else ""
 
 
 def _folder(local_dir: str) -> tuple[str, str]:

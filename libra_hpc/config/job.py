@@ -138,7 +138,7 @@ class ComputeSection(Section, frozen=True):
     """Node-local folder for temporary files (``TMPDIR``), and for compiled code without ``cache_dir``; for instance
     ``/scratch/$USER``, made where it does not exist; empty: the cluster's."""
     cache_dir: NodeFolder = ""
-    """Folder for compiled graphs and kernels (vLLM, inductor, Triton, CUDA) that all nodes see and no job removes, for
+    """Folder for compiled graphs and kernels (vLLM, Triton, FlashInfer, ..) that all nodes see and no job removes, for
     instance ``/shared/$USER/compiled``: engines of later jobs start without compilation. It is made with mode 0700, and
     refused where others can write: its code is executed. Empty: in ``local_dir``, or where each compiler has its
     own."""

@@ -142,8 +142,13 @@ _VARIABLE = re.compile(r"\$(?:(\$)|\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 """``$NAME``, ``${NAME}``, and ``$$`` for a dollar sign.  Every other dollar sign stands for itself."""
 CACHES = {
     "CUDA_CACHE_PATH": "cuda",
+    "DG_JIT_CACHE_DIR": "deep_gemm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TILELANG_CACHE_DIR": "tilelang",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TORCH_EXTENSIONS_DIR": "extensions",
     "TRITON_CACHE_DIR": "triton",
+    "TVM_FFI_CACHE_DIR": "tvm-ffi",
     "VLLM_CACHE_ROOT": "vllm",
 }
 """Variables of compilers, and their folders in one for all.  By default all nodes share those of the home."""

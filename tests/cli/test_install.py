@@ -217,3 +217,32 @@ def test_only_a_package_that_is_needed_can_be_left_out(
     missing = capsys.readouterr().err
     assert "megatron-core==" in missing
     assert "vllm==" not in missing
+
+
+def test_a_step_runs_from_a_copy_of_the_environment_that_its_node_makes_once(tmp_path: Path) -> None:
+    folder, disk = tmp_path / "it's shared", tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+
+    def prefix(step: str = "0") -> str:
+        variables = {"SLURM_STEP_ID": step, "TMPDIR": str(disk), "PATH": "/usr/bin:/bin"}
+        command = [folder / "bin" / "python-on-node", "-c", "import sys; print(sys.prefix)"]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+        assert (done.stderr == "") == (done.stdout.strip() != str(folder) or not step), done.stderr
+        return done.stdout.strip()
+
+    assert "python-on-node" in install.to_node(folder)
+    assert prefix("") == str(folder), "a login node has no copy"
+    first = prefix()
+    assert Path(first).parent.parent == disk
+    (image,) = folder.glob("*.tar")
+    image.write_bytes(image.read_bytes()[:100_000])
+    assert prefix() == first, "it is unpacked once"
+    install.to_node(folder)
+    second = prefix()
+    assert second != first, "another environment is another copy"
+    install.to_node(folder)
+    (image,) = folder.glob("*.tar")
+    image.write_text("torn")
+    assert prefix() == str(folder), "without a copy the shared one serves"
+    assert not [*disk.glob("*/*.part")]
