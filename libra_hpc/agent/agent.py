@@ -28,7 +28,7 @@ import msgspec
 
 from libra_hpc.agent.hosting.hosts import EnvNode
 from libra_hpc.agent.hosting.rollout_service import RolloutService
-from libra_hpc.config.load import load_resolved
+from libra_hpc.config.load import load_resolved, with_values
 from libra_hpc.config.node_groups import first_gpu
 from libra_hpc.config.run import RunConfig
 from libra_hpc.coordinator.coordinator import Coordinator
@@ -538,7 +538,7 @@ def main() -> None:
     problem = other_code(os.environ) or owner.problem
     run = RunDir(arguments.run)
     try:
-        config = load_resolved(run.config)
+        config = with_values(load_resolved(run.config), start_of().fewer.changes)
         layout = RankLayout.of(config)
         problem = raise_limits(len(layout.components)) or problem
     except (UserError, OperationError) as error:

@@ -119,6 +119,10 @@ class PlannerSection(Section, frozen=True):
     repartition: Literal["advise", "carry_out"] = "carry_out"
     """What happens with a better layout of the core nodes. ``advise``: it is logged. ``carry_out``: the ranks restart
     in it, inside the job."""
+    fewer_nodes: Literal["auto", "never"] = "auto"
+    """Whether a run goes on without lost nodes, if a layout fits the others, and queues jobs for new ones."""
+    fewer_after_s: Annotated[Seconds, Meta(gt=0)] = 120.0
+    """Time after which a silent node is lost for good."""
     repartition_cost_s: Annotated[Seconds, Meta(gt=0)] = 300.0
     """Assumed cost of a repartition: a checkpoint, a restart of all ranks, and the weights to every engine."""
 

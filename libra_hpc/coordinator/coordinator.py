@@ -235,6 +235,8 @@ class Coordinator:
                 step=self._step,
                 source=source_of(self._context.resume_point),
             )
+        if self._given.fewer.sentence:
+            self._event("fewer_nodes", reason=self._given.fewer.sentence)
         self._ending.state, self._ending.message = "running", "starting engines"
         if self._step:
             self._ending.message += f", going on {source_of(self._context.resume_point)}"
@@ -484,7 +486,8 @@ class Coordinator:
 
     def _write_status(self) -> None:
         now = time.time()
-        notices = [*self._nodes.quarantined, *self._records.notices(now)]
+        fewer = self._given.fewer.sentence, self._nodes.going_on(now)
+        notices = [*filter(None, fewer), *self._nodes.quarantined, *self._records.notices(now)]
         restarts = "saving, to start again in another layout" if self._repartitioner.ordered else ""
         message = self._ending.message or restarts or self._late
         nodes = self._nodes

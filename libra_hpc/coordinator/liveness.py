@@ -3,6 +3,7 @@
 - The owner saw the agent's process end -> lost at once.  A connection between two live nodes broke -> the one whose
   loss restarts nobody, never rank 0; of two alike the one with more broken connections.
 - No message for `HEARTBEAT_LOST_S`, from a leader `LEADER_LOST_S` -> lost.  Rank 0 itself was stopped -> discounted.
+- Slurm has set a lost node down, or it is silent for ``planner.fewer_after_s`` -> the status names it (`going_on`).
 - A lost node sends again -> `Readmission` decides; it is readmitted with fresh engines (`NodePool.request_reset`).
 - No step for half a limit -> the status names what is waited for (`waits_for`).
 - No progress for the row ``drop`` of `TABLE` -> nodes silent for a limit, else those with the oldest weights, else all
@@ -236,6 +237,17 @@ def waits_for(pool: states.Pool, report: RolloutReport | None, notices: Sequence
     if report.inflight:
         return f"{report.inflight} turns run at engines, {report.open_trajectories} trajectories are open"
     return "the trainers work on a step" if report.ready_groups else "no trajectory is open"
+
+
+def going_on(pool: states.Pool, nodes: Mapping[int, NodeContact], gone: Mapping[int, str], settled: float) -> str:
+    """Without which nodes the run goes on; empty: without none.
+
+    ``gone`` as in `lost_nodes`; one that is silent counts if it was lost before the epoch time ``settled``.
+    """
+    lost = {rank: nodes[rank] for rank, node in pool.nodes.items() if node.state is states.NodeState.LOST}
+    names = [node.host for rank, node in lost.items() if gone.get(rank) or node.since < settled]
+    have, who = len(pool.nodes), ", ".join(names)
+    return f"node {who} is lost and not replaced: going on with {have - len(names)} of {have} nodes" if names else ""
 
 
 def _nodes(pool: states.Pool, role: str) -> str:

@@ -21,7 +21,7 @@ from libra_hpc.protocol.engine_state import EngineKind
 from libra_hpc.protocol.layout import Layout, StopTraining
 
 from .guests import Guests
-from .liveness import LostNode, NodeContact, lost_nodes
+from .liveness import LostNode, NodeContact, going_on, lost_nodes
 
 SETTLED = (states.NodeState.TRAIN, states.NodeState.ROLLOUT, states.NodeState.ENV)
 
@@ -40,7 +40,7 @@ class NodePool:
         recorded: Callable[[], int],
     ) -> None:
         self._context, self._event, self._moved, self._recorded = context, event, moved, recorded
-        now = time.time()
+        now, self._lost_s = time.time(), context.config.planner.fewer_after_s
         self.contacts = {rank: NodeContact(now) for rank in range(len(context.layout.components))}
         self.guests = Guests(context, event)
         self.pool: states.Pool | None = None
@@ -111,6 +111,10 @@ class NodePool:
     @property
     def quarantined(self) -> list[str]:
         return self._readmission.sentences()
+
+    def going_on(self, now: float) -> str:
+        """Without which nodes the run goes on, as a sentence (`liveness.going_on`)."""
+        return going_on(self.pool, self.contacts, self._context.ended, now - self._lost_s) if self.pool else ""
 
     def takes_back(self, rank: int) -> bool:
         """Whether a lost node that sends again may begin as a new one."""

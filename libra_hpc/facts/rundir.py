@@ -87,7 +87,7 @@ class RunDir:
     script = _Part("job.sbatch")
     """The sbatch script as queued."""
     spot_script = _Part("spot.sbatch")
-    """The script of the jobs that the run queues for itself; only with ``borrow.spot.nodes``."""
+    """The script of the jobs that the run queues for itself; with ``borrow.spot.nodes`` or ``planner.fewer_nodes``."""
     job = _Part("job.json")
     """Job id, executor, attempt, submit time."""
     events = _Part("events.jsonl")

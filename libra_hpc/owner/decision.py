@@ -9,7 +9,8 @@
 - The ranks did not meet -> ``repeat``, at most `START_TRIES` starts in a row.
 - They met before, or something cannot be done now (`RanksEnded.cannot`) -> ``repeat`` for ``deadlines.cannot_now_s``:
   a fault of the configuration shows at the first start of a run.
-- A start would follow, but Slurm has taken nodes from the job -> ``requeue`` where ``slurm.preempted`` allows it.
+- A start would follow, but Slurm has taken nodes from the job -> it follows where a layout fits those that are left
+  (`RanksEnded.fewer`), else ``requeue`` where ``slurm.preempted`` allows it.
 - Slurm takes the job apart: it queues components of one node again, and ends the others -> the same.
 """
 
@@ -21,7 +22,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from libra_hpc.config.run import RunConfig
-from libra_hpc.protocol.ranks_stop import RanksStop
+from libra_hpc.protocol.ranks_stop import FewerNodes, RanksStop
 
 State = Literal["completed", "failed", "cancelled", "time_limit", "paused"]
 START_TRIES = 3
@@ -54,6 +55,8 @@ class RanksEnded(NamedTuple):
     """Step of the newest checkpoint."""
     short: str = ""
     """Why the job has fewer nodes than its ranks need; empty where it has enough."""
+    fewer: FewerNodes = FewerNodes()
+    """The layout for fewer nodes, where nodes are missing and ``planner.fewer_nodes`` allows it."""
     broken: str = ""
     """Why Slurm takes the job apart; empty where it does not."""
     cannot: str = ""
@@ -101,8 +104,10 @@ def decide(ended: RanksEnded, so_far: SoFar, config: RunConfig) -> OwnerDecision
     starts = decision.word in ("restart", "repeat")
     if ended.broken and not ended.asked and (starts or decision.state in ("cancelled", "time_limit")):
         lost, follows = ended.broken, "Slurm ends a job with a component of one node, so it is queued again"
+    elif ended.short and starts and ended.fewer.changes:
+        return decision._replace(reason=_with(decision.reason, ended.fewer.sentence.removeprefix(f"{ended.short}: ")))
     elif ended.short and starts:
-        lost, follows = ended.short, "without a spare node the job is queued again"
+        lost, follows = ended.fewer.sentence or ended.short, "without a spare node the job is queued again"
     else:
         return decision
     # A signal explains nothing: that is how Slurm ends the job.

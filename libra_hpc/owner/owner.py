@@ -20,6 +20,7 @@ import errno
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from operator import sub
@@ -36,9 +37,19 @@ from libra_hpc.process.child import raise_limits
 from libra_hpc.process.entry import STRAY, dump_on_request, stray_words
 from libra_hpc.process.lease import newest_lease
 from libra_hpc.process.retry import CANNOT_NOW, Patience, cannot, patiently, reason_of
-from libra_hpc.protocol.ranks_stop import OUTPUT, OUTPUT_FD, START, RanksStart, RanksStop
+from libra_hpc.protocol.ranks_stop import (
+    OUTPUT,
+    OUTPUT_FD,
+    START,
+    STATES,
+    FewerNodes,
+    RanksStart,
+    RanksStop,
+    fewer_layout,
+)
 from libra_hpc.slurm.queue.cause import OUTPUTS, OWNER_ENDS, tail, telling_line
 from libra_hpc.slurm.queue.command import TRANSIENT_FAILURES
+from libra_hpc.slurm.writer import on_nodes
 
 from . import slurm_step
 from .claim import HeldLease, LeaseRefused, acquire
@@ -113,6 +124,8 @@ class RunOwner:
         self._reason = self._message = self._since = ""
         """Why the next start is a restart, what the status shows until then, and since when this process waits."""
         self._status_at = float("-inf")
+        self._fewer = FewerNodes()
+        """The layout of the next start, where nodes are missing."""
         self._alone = False
         """Whether no rank 0 lives, or has left a record: the status is then this process's."""
         slurm_step.on_wait[:] = [self._slurm_waits]
@@ -222,6 +235,7 @@ class RunOwner:
         self._may_pause(met)
         now = slurm_step.job_now(os.environ) if self._options.slurm else []
         down = "; ".join(self._down.values())
+        self._fewer = self._layout_of(now, record)
         return RanksEnded(
             record=record,
             met=met,
@@ -232,6 +246,7 @@ class RunOwner:
             preempted=self._config.slurm.preempted == "requeue" and slurm_step.preempted(os.environ),
             cause=cause if record is None else "",
             short=(down or "a node was lost") if self._spare_nodes(now) < 0 else "",
+            fewer=self._fewer,
             broken=down if slurm_step.taken_apart(now) else "",
             step=step,
             run=self._run.name,
@@ -248,6 +263,7 @@ class RunOwner:
             last,
             self._spare_nodes(slurm_step.job_now(os.environ) if self._options.slurm else []),
             so_far.met,
+            self._fewer,
         )
         os.environ[START] = msgspec.json.encode(given).decode()
         logs = self._run.logs(self._attempt)
@@ -300,12 +316,27 @@ class RunOwner:
         more = [*map(sub, (component.nodes for component in now), self._options.nodes)]
         return next((one for one in more if one < 0), more[0]) if more else 0
 
+    def _layout_of(self, now: Sequence[slurm_step.ComponentNow], record: RanksStop | None) -> FewerNodes:
+        """The layout for these nodes, where they are too few: a child finds it, with the checks of a run file."""
+        if (
+            (self._signals or (record is not None and STATES[record.why] != "restarting"))
+            or (self._spare_nodes(now) >= 0 or slurm_step.taken_apart(now))
+            or self._config.planner.fewer_nodes == "never"
+        ):
+            return FewerNodes()
+        needed, down = self._options.nodes, "; ".join(self._down.values()) or "a node was lost"
+        given = self._run.config, down, needed, [*map(min, needed, (part.nodes for part in now))]
+        code, text = slurm_step.ask(sys.executable, "-m", "libra_hpc.preflight.fewer_nodes", *map(str, given))
+        last = text.strip().rpartition("\n")[2]
+        return FewerNodes(f"{down}: no layout ({last})") if code else fewer_layout.decode(last)
+
     def _ranks(self, logs: Path) -> Ranks:
-        if self._options.slurm:
-            return SlurmStep(
-                self._run, self._attempt, self._options.size, self._options.argv, self._config.slurm.interface
-            )
-        return LocalRanks(self._options.size, logs, self._options.argv)
+        options, nodes = self._options, self._fewer.nodes or self._options.nodes
+        if not options.slurm:
+            return LocalRanks(options.size, logs, options.argv)
+        more = options.size - sum(options.nodes)
+        argv = on_nodes(options.argv, nodes, more) if self._fewer.nodes else options.argv
+        return SlurmStep(self._run, self._attempt, sum(nodes) + more, argv, self._config.slurm.interface)
 
     def _watch(self, ranks: Ranks) -> tuple[bool, int]:
         """Until all ranks have ended; returns whether they met, and the one whose end explains most."""
@@ -317,6 +348,7 @@ class RunOwner:
                 ranks.signal(name)
                 passed_on += 1
             met = ranks.links.met
+            self._spot.missing = max(0, len(self._down | ranks.down) - self._config.slurm.spare)
             recorded = self._records.has(self._run.ended(self._attempt))
             if patience.ends(ranks, recorded, now) or self._lease.taken:
                 ranks.kill()

@@ -110,7 +110,7 @@ class SlurmStep:
                 self._killed_at = time.monotonic()
                 for name, job in os.environ.items():
                     if name == "SLURM_JOB_ID" or name.startswith("SLURM_JOB_ID_HET_GROUP_"):
-                        ask_slurm("scancel", option, f"{job}.{step}")
+                        ask("scancel", option, f"{job}.{step}")
 
     def close(self) -> list[int]:
         """The exit code of srun, which is not 0 when any rank died; -1 where it has not ended."""
@@ -123,8 +123,8 @@ class SlurmStep:
         return [-1]
 
 
-def ask_slurm(*argv: str) -> tuple[int, str]:
-    """Exit code and output of a command of Slurm; see `on_wait`."""
+def ask(*argv: str) -> tuple[int, str]:
+    """Exit code and output of a command, one of Slurm but for one; see `on_wait`."""
     began = time.monotonic()
     try:
         process = subprocess.Popen(
@@ -137,7 +137,7 @@ def ask_slurm(*argv: str) -> tuple[int, str]:
             text, _ = process.communicate(timeout=WAIT_S)
             return process.returncode, text
         for note in on_wait:
-            note(f"Slurm has not answered `{argv[0]}` for {waited_s + WAIT_S:.0f} s")
+            note(f"`{os.path.basename(argv[0])}` has not answered for {waited_s + WAIT_S:.0f} s")
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     return 127, f"{argv[0]} did not end within {COMMAND_S:.0f} s"
@@ -148,15 +148,15 @@ def job_facts(environ: Mapping[str, str]) -> dict[str, str]:
     job, end = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_JOB_END_TIME", "")
     if not end:
         os.environ["SLURM_TIME_FORMAT"] = "standard"
-        code, text = ask_slurm("squeue", "--noheader", f"--jobs={job}", "--format=%e")
+        code, text = ask("squeue", "--noheader", f"--jobs={job}", "--format=%e")
         end = text.split()[0] if code == 0 and text.split() else ""
-    wait = re.search(r"^KillWait\s*=\s*(\d+)", ask_slurm("scontrol", "show", "config")[1], re.MULTILINE)
+    wait = re.search(r"^KillWait\s*=\s*(\d+)", ask("scontrol", "show", "config")[1], re.MULTILINE)
     return {JOB_END: end, KILL_WAIT: wait[1] if wait else ""}
 
 
 def why_down(node: str) -> str:
     """``: REASON, since TIME``, as Slurm has it of a node; empty where it has none."""
-    text = ask_slurm("scontrol", "show", "node", "--oneliner", node)[1]
+    text = ask("scontrol", "show", "node", "--oneliner", node)[1]
     found = re.search(r"\bReason=(.*?) \[[^]@]*@([^]]*)\]", text)
     return f": {found[1]}, since {found[2].replace('T', ' ')}" if found else ""
 
@@ -171,7 +171,7 @@ class ComponentNow(NamedTuple):
 
 def job_now(environ: Mapping[str, str]) -> list[ComponentNow]:
     """The components of this job in order; empty where Slurm does not list them."""
-    code, text = ask_slurm("scontrol", "show", "job", "--oneliner", environ.get("SLURM_JOB_ID", ""))
+    code, text = ask("scontrol", "show", "job", "--oneliner", environ.get("SLURM_JOB_ID", ""))
     found = re.findall(r"\bJobState=([A-Z_]+).*\bNumNodes=(\d+)", text) if code == 0 else []
     return [ComponentNow(int(nodes), state) for state, nodes in found]
 
@@ -183,13 +183,13 @@ def taken_apart(job: Sequence[ComponentNow]) -> bool:
 
 def preempted(environ: Mapping[str, str]) -> bool:
     """Whether Slurm preempted the job.  One that then ends by itself is not queued again by Slurm."""
-    words = ask_slurm("scontrol", "show", "job", "--oneliner", environ.get("SLURM_JOB_ID", ""))[1].split()
+    words = ask("scontrol", "show", "job", "--oneliner", environ.get("SLURM_JOB_ID", ""))[1].split()
     return any(word.startswith("PreemptTime=") and word[12:13].isdecimal() for word in words)
 
 
 def requeue(environ: Mapping[str, str]) -> str:
     """Queue the job again; returns why Slurm refuses, else nothing.  Raises `SlurmUnreachable`."""
-    code, text = ask_slurm("scontrol", "requeue", environ.get("SLURM_JOB_ID", ""))
+    code, text = ask("scontrol", "requeue", environ.get("SLURM_JOB_ID", ""))
     # It refuses this for components that it has itself queued again, and does it for the others, which takes a moment.
     if code == 0 or (queued := {component.state in QUEUED for component in job_now(environ)}) == {True}:
         return ""

@@ -1,6 +1,7 @@
 """Jobs of one node that a run queues for itself, to roll out on them: ``borrow.spot.nodes`` at most.
 
 - The planner wants other nodes (`Status.spot_nodes`) -> so many; without a planner all, from the start.
+- Nodes of the job are missing, and ``planner.fewer_nodes`` allows it -> as many, until the job starts again.
 - A job has ended, by preemption, time limit or fault -> another is queued.
 - It lived less than `LIVES_S`, or Slurm refused it -> a pause comes first, twice as long each time.
 - The run ends -> those that are left are cancelled.
@@ -70,12 +71,15 @@ class SpotJobs:
     def __init__(self, run: RunDir, config: RunConfig) -> None:
         most = config.borrow.spot.nodes
         self._run, self._script = run, run.spot_script
-        self._queue = SpotQueue(0 if config.planner.enabled else most)
+        self._wanted = 0 if config.planner.enabled else most
+        self._queue = SpotQueue(self._wanted)
         self._environment = clean_environment(os.environ)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="spot", daemon=True)
         self._logged = ""
-        if most:
+        self.missing, self._replaces = 0, config.planner.fewer_nodes == "auto"
+        """Nodes that the job has lost."""
+        if most or self._replaces:
             self._thread.start()
 
     def close(self) -> None:
@@ -97,7 +101,8 @@ class SpotJobs:
         queue = self._queue
         try:
             wanted = self._run.read_json(self._run.status).get("spot_nodes", -1)
-            queue.wanted = wanted if isinstance(wanted, int) and wanted >= 0 else queue.wanted
+            self._wanted = wanted if isinstance(wanted, int) and wanted >= 0 else self._wanted
+            queue.wanted = self._wanted + (self.missing if self._replaces else 0)
             if queue.jobs:
                 queue.seen(self._ask(), time.monotonic())
             if surplus := queue.surplus():

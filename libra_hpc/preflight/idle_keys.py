@@ -59,6 +59,11 @@ REFUSED: Rows = {
         "a minibatch has at least one of algorithm.prompts_per_step = {c.algorithm.prompts_per_step} whole groups",
         "1 to {c.algorithm.prompts_per_step}",
     ),
+    "planner.fewer_after_s": (
+        lambda c: c.planner.fewer_nodes == "never",
+        'planner.fewer_nodes = "never" waits for every node',
+        'no such key, or planner.fewer_nodes = "auto"',
+    ),
     "optimizer.decay_steps": (
         lambda c: c.optimizer.decay == "none",
         'optimizer.decay = "none", so nothing decays',
@@ -112,7 +117,11 @@ IDLE: Rows = {
         for key in ("most_gpus", "least_gain_s")
     },
     **{
-        f"borrow.spot.{key}": (lambda c: not c.borrow.spot.nodes, "no job is queued", "borrow.spot.nodes above 0")
+        f"borrow.spot.{key}": (
+            lambda c: not c.borrow.spot.nodes and c.planner.fewer_nodes == "never",
+            "no job is queued",
+            "borrow.spot.nodes above 0",
+        )
         for key in ("partition", "qos", "time_limit")
     },
     **{

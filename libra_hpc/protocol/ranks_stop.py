@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal, Union
+from typing import Any, Literal, Union
 
 import msgspec
 
@@ -51,6 +51,17 @@ STATES: dict[Why, str] = {
 """State that the last status of rank 0 has, by why it ends."""
 
 
+class FewerNodes(msgspec.Struct, frozen=True):
+    """A layout of the ranks for the nodes that are left of a job; without changes there is none."""
+
+    sentence: str = ""
+    """How the run goes on with them, or why it cannot."""
+    changes: dict[str, Any] = {}
+    """Run-file values, by dotted key."""
+    nodes: tuple[int, ...] = ()
+    """Nodes with a rank, by component of the job."""
+
+
 class RanksStart(msgspec.Struct, frozen=True):
     """What one start of all ranks is given."""
 
@@ -68,6 +79,8 @@ class RanksStart(msgspec.Struct, frozen=True):
     """Nodes of the job that have no rank; negative where some are missing."""
     met: bool = False
     """The ranks of this run have met before."""
+    fewer: FewerNodes = FewerNodes()
+    """What this start has instead of the configuration's layout."""
 
 
 class RanksStop(msgspec.Struct, frozen=True):
@@ -82,7 +95,11 @@ class RanksStop(msgspec.Struct, frozen=True):
     step: int
 
 
-_start, ranks_stop = msgspec.json.Decoder(RanksStart), msgspec.json.Decoder(RanksStop)
+_start, ranks_stop, fewer_layout = (
+    msgspec.json.Decoder(RanksStart),
+    msgspec.json.Decoder(RanksStop),
+    msgspec.json.Decoder(FewerNodes),
+)
 
 
 class RankJoined(msgspec.Struct, tag=True, frozen=True):

@@ -241,9 +241,10 @@ def _answer(words: Sequence[str], env: Mapping[str, str], *, with_errors: bool =
 
 
 def _test_spot(launch: Launch, env: Mapping[str, str]) -> None:
-    """Write the script of the jobs of ``[borrow.spot]``, if there are any, and let Slurm check it."""
-    if launch.config.borrow.spot.nodes:
+    """Write the script of jobs of one node, and let Slurm check it where ``[borrow.spot]`` asks for some."""
+    if launch.config.borrow.spot.nodes or launch.config.planner.fewer_nodes == "auto":
         write_atomic(launch.run.spot_script, spot_script(launch).encode(), OWNER_ONLY)
+    if launch.config.borrow.spot.nodes:
         try:
             _answer([TEST, str(launch.run.spot_script)], env)
         except SlurmRefused as refused:

@@ -17,6 +17,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,18 @@ def step_parts(groups: Sequence[NodeRequest]) -> list[list[str]]:
     if groups[0].used in (1, groups[0].tasks) and groups[0].used == groups[0].nodes:
         return [["--het-group=" + ",".join(everyone)]]
     return [["--het-group=0", *counts], ["--het-group=" + ",".join(everyone[1:])]]
+
+
+def on_nodes(command: Sequence[str], nodes: Sequence[int], more: int) -> list[str]:
+    """A step's command line for so many nodes of each component, the first of which has ``more`` ranks than nodes."""
+    end, own = command.index("bash"), ("--het-group=", "--nodes=", "--ntasks=", "--distribution=")
+    options = [one for one in takewhile(":".__ne__, command[1:end]) if not one.startswith(own)]
+    groups = [[f"--het-group={index}"] for index in range(len(nodes))] if len(nodes) > 1 else [[]]
+    parts = [
+        [":", *options, *group, f"--nodes={count}", f"--ntasks={tasks}", "--distribution=block"]
+        for group, count, tasks in zip(groups, nodes, [nodes[0] + more, *nodes[1:]], strict=True)
+    ]
+    return [command[0], *[*chain(*parts)][1:], *command[end:]]
 
 
 def script_text(site: str, **values: Any) -> str:

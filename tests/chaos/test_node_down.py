@@ -48,10 +48,12 @@ class Layout(NamedTuple):
     hybrid: int = 1
     components: int = 1
     """Of the job; one: it is a plain one."""
+    fewer: str = "auto"
+    """Value of ``planner.fewer_nodes``."""
 
 
 LAYOUTS = {
-    "plain": Layout(BESIDE),
+    "plain": Layout(BESIDE, fewer="never"),
     "spare": Layout(BESIDE, spare=1),
     "spare env": Layout(WITH_ENV, spare=1, components=2),
     "pairs": Layout(BESIDE, hybrid=2, components=3),
@@ -73,6 +75,7 @@ class OnNodes(Chaos):
     ) -> None:
         self.layout, self.env = LAYOUTS[layout], env
         text = self.layout.text.replace("[slurm]", f"[slurm]\nspare = {self.layout.spare}")
+        text = text.replace("[planner]", f'[planner]\nfewer_nodes = "{self.layout.fewer}"')
         super().__init__(folder, "slurm", text, **{"steps": 120, "hybrid": self.layout.hybrid, **values})
         self.waits: subprocess.Popen[bytes] | None = None
         run = self.submit_and_wait(*options) if until_done else self.submit(*options)
@@ -186,7 +189,9 @@ def follows(layout: str, role: str) -> str:
         return "killed"
     if layout.startswith("spare") and role not in ENV:
         return "restart"
-    return "on" if role in ("hybrid", "second rollout", *ENV) else "requeue"
+    if role in ("hybrid", "second rollout", *ENV):
+        return "on"
+    return "fewer" if LAYOUTS[layout].fewer == "auto" else "requeue"
 
 
 CASES = [(layout, role) for layout in ("plain", "spare", "pairs") for role in ROLES if role != "planner"]
@@ -205,7 +210,7 @@ def marked(case: tuple[str, str]) -> Any:
 @pytest.mark.parametrize(("layout", "role"), map(marked, CASES))
 def test_slurm_sets_down(slurm_env: dict[str, str], tmp_path: Path, layout: str, role: str) -> None:
     way = follows(layout, role)
-    case = OnNodes(tmp_path, slurm_env, layout, until_done=way == "killed")
+    case = OnNodes(tmp_path, slurm_env, layout, until_done=way == "killed", steps=300 if way == "fewer" else 120)
     node = case.node((ROLES | ENV)[role])
     case.set_down(node)
     if way == "on":
@@ -218,6 +223,13 @@ def test_slurm_sets_down(slurm_env: dict[str, str], tmp_path: Path, layout: str,
         assert not case.events("job_requeued")
         case.goes_on()
         assert node not in {case.node(rank) for rank in range(6)}
+    elif way == "fewer":
+        case.wait(lambda: case.events("recovered"), "the restart")
+        case.goes_on()
+        named(case, node)
+        assert "going on with 5 of 6 nodes: 2 train with TP2 PP1, 2 hybrid, 1 roll out" in case.status()["notices"][0]
+        case.bring_up(node)
+        case.wait(lambda: case.guest_tokens() > 0, "trained tokens of the node that is back")
     else:
         if way == "requeue":
             case.wait(lambda: case.events("job_requeued"), "the requeue, after this start has ended")
@@ -270,7 +282,7 @@ def test_slurmd_of_a_node_is_killed(slurm_env: dict[str, str], tmp_path: Path) -
 def test_a_run_that_is_cancelled_while_it_was_queued_again_leaves_nothing_in_memory(
     slurm_env: dict[str, str], tmp_path: Path
 ) -> None:
-    case = OnNodes(tmp_path, slurm_env, "pairs")
+    case = OnNodes(tmp_path, slurm_env, "pairs", options=("-o", "planner.fewer_nodes=never"))
     core = [case.node(ROLES[role]) for role in ("first train", "second train")]
     case.set_down(case.node(ROLES["second train"]))
     assert case.run is not None

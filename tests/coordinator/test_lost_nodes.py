@@ -116,6 +116,14 @@ def test_a_node_whose_end_the_owner_saw_is_lost_at_once(now: list[float], scene:
     assert scene.asked(RankLost) == [RankLost(2)]
 
 
+def test_the_status_names_a_lost_node_once_nobody_waits_for_it(now: list[float], scene: Scene) -> None:
+    silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
+    found = [scene.coordinator.nodes.going_on(now[0] + later_s) for later_s in (0.0, 121.0)]
+    scene.context.ended = {2: "Slurm set it down"}
+    named = "node h is lost and not replaced: going on with 2 of 3 nodes"
+    assert [*found, scene.coordinator.nodes.going_on(now[0])] == ["", named, named]
+
+
 @pytest.mark.parametrize(("leader", "stage"), [(1, "training"), (3, "rollout")])
 def test_all_ranks_end_when_a_leader_is_lost(now: list[float], scene: Scene, leader: int, stage: str) -> None:
     silence(scene, leader, now, HEARTBEAT_LOST_S + 1)

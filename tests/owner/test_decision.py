@@ -12,13 +12,14 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.owner.decision import START_TRIES, RanksEnded, SoFar, decide
 from libra_hpc.owner.owner import LAST_S, STRAGGLERS_S, EndPatience
 from libra_hpc.owner.rank_links import RankLinks
-from libra_hpc.protocol.ranks_stop import RanksStop, Why
+from libra_hpc.protocol.ranks_stop import FewerNodes, RanksStop, Why
 
 LIMITS = validate({"slurm": {"restarts": 3, "requeues": 5, "preempted": "stop"}})
 ALLOWED = validate({"slurm": {"restarts": 3, "requeues": 5}})
 NEVER = validate({"slurm": {"restarts": 3, "preempted": "stop"}})
 LOST = "node 1 was lost"
 DOWN = "Slurm set node a800-3 down: a broken fan, since 2026-11-24 09:26:36"
+FEWER = FewerNodes(f"{DOWN}: going on with 4 of 5 nodes", {"components.rollout.nodes": 1}, (4,))
 SAID = {"lost": LOST, "defect": "node 3: MemoryError", "fatal": "node 2: engine r2.0 ended 5 times"}
 DEFECT = RanksStop("defect", SAID["defect"], 40)
 OTHER = RanksStop("defect", "node 17: MemoryError", 40)
@@ -78,6 +79,14 @@ CASES: dict[str, tuple[RanksEnded, SoFar, RunConfig, str, str]] = {
     "a repartition, and too few nodes": (left("repartition", short=DOWN), SoFar(), ALLOWED, "requeue", "cancelled"),
     "too few nodes, and no requeue": (left("lost", short=DOWN), SoFar(), LIMITS, "fail", "failed"),
     "too few nodes, and all restarts used": (left("lost", short=DOWN), SoFar(restarts=3), ALLOWED, "fail", "failed"),
+    "too few nodes, and a layout for them": (left("lost", short=DOWN, fewer=FEWER), SoFar(), LIMITS, "restart", ""),
+    "no meeting, and a layout for them": (
+        left(None, met=False, short=DOWN, fewer=FEWER),
+        SoFar(),
+        LIMITS,
+        "repeat",
+        "",
+    ),
     "the last step, and too few nodes": (left("completed", short=DOWN), SoFar(), ALLOWED, "stop", "completed"),
     "cancelled, and too few nodes": (left(None, signal="TERM", short=DOWN), SoFar(), ALLOWED, "stop", "cancelled"),
     # Slurm has queued a component of one node again, and ends the others.
@@ -150,6 +159,13 @@ IDLE = "the last 2 starts saved no step after step 40: slurm.time_limit is too s
         (left("time_limit"), SoFar(requeued=5), LIMITS, "time limit at step 40, and all 5 of slurm.requeues are used"),
         (left("time_limit"), SoFar(idle=(40, 40)), LIMITS, IDLE),
         (left("lost", short=DOWN), SoFar(), ALLOWED, f"{LOST}; {DOWN}; without a spare node the job is queued again"),
+        (left("lost", short=DOWN, fewer=FEWER), SoFar(), LIMITS, f"{LOST}; going on with 4 of 5 nodes"),
+        (
+            left("lost", short=DOWN, fewer=FewerNodes(f"{DOWN}: none")),
+            SoFar(),
+            ALLOWED,
+            f"{LOST}; {DOWN}: none; without a",
+        ),
         (left(None, signal="TERM", broken=DOWN), SoFar(), ALLOWED, f"{DOWN}; {AGAIN}"),
     ],
 )

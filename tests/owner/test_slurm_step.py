@@ -23,7 +23,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, *components: tuple[str, str], code: 
             return code, "Job is pending execution for job 7\n"
         return 0, "".join(LINE.format(7 + offset, *component) for offset, component in enumerate(components))
 
-    monkeypatch.setattr(module, "ask_slurm", ask)
+    monkeypatch.setattr(module, "ask", ask)
 
 
 def test_a_job_is_taken_apart_where_slurm_lets_only_some_components_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_the_ranks_of_a_node_that_srun_reports_are_gone_with_the_reason_that_slu
     logs.mkdir(parents=True)
     output = logs / "slurm.out"
     output.write_text("srun: error: Node failure on a800-0\n")
-    monkeypatch.setattr(module, "ask_slurm", lambda *argv: (0, node))
+    monkeypatch.setattr(module, "ask", lambda *argv: (0, node))
     step = SlurmStep(run, 1, 3, ["sh", "-c", f"echo 'srun: error: Node failure on a800-1' >>{output}"])
     step.links.nodes.update(enumerate(("a800-0", "a800-1", "a800-10")))
     while step.poll():
@@ -59,7 +59,7 @@ def test_a_step_whose_ranks_have_ended_is_over_though_slurm_does_not_tell_srun(
 ) -> None:
     run, asked = RunDir(tmp_path), list[tuple[str, ...]]()
     run.logs(1).mkdir(parents=True)
-    for name, value in {"ask_slurm": lambda *argv: asked.append(argv), "UNTOLD_S": 0.2, "OVER_S": 1.0}.items():
+    for name, value in {"ask": lambda *argv: asked.append(argv), "UNTOLD_S": 0.2, "OVER_S": 1.0}.items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(os, "environ", {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_ID_HET_GROUP_1": "8"})
     step, now = SlurmStep(run, 1, 2, ["sleep", "60"]), time.monotonic()
@@ -92,11 +92,11 @@ def test_a_controller_that_does_not_answer_is_said_while_it_is_waited_for(
     said: list[str] = []
     monkeypatch.setattr(module, "on_wait", [said.append])
     monkeypatch.setattr(module, "WAIT_S", 0.2)
-    assert module.ask_slurm("squeue") == (0, "late\n"), "what was read before a pause is not lost"
+    assert module.ask("squeue") == (0, "late\n"), "what was read before a pause is not lost"
     assert 2 <= len(said) <= 3
     monkeypatch.setattr(module, "COMMAND_S", 0.5)
     began = time.monotonic()
     assert job_now({"SLURM_JOB_ID": "7"}) == []
     assert time.monotonic() - began < 5.0, "also where the command has children"
-    assert "Slurm has not answered `scontrol` for " in said[-1]
-    assert module.ask_slurm("nothing-there")[0] == 127
+    assert "`scontrol` has not answered for " in said[-1]
+    assert module.ask("nothing-there")[0] == 127

@@ -137,6 +137,7 @@ IN_USE: dict[str, tuple[Any, dict[str, Any]]] = {
     "planner.time_sharing": ("auto", {"components.hybrid.nodes": 1}),
     "planner.hybrid_start": ("train", {"components.hybrid.nodes": 1}),
     "planner.repartition": ("advise", {"planner.enabled": True}),
+    "planner.fewer_after_s": (60.0, {"planner.fewer_nodes": "auto"}),
     "borrow.most_gpus": (4, {"borrow.lenders": "any"}),
     "borrow.least_gain_s": (4.0, {"borrow.lenders": ["a"]}),
     "borrow.spot.partition": ("spot", {"borrow.spot.nodes": 1}),
@@ -163,6 +164,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "components.env.gpus": {"components.env.nodes": 1},
     "planner.repartition": {"planner.enabled": False},
     "rollout.max_num_seqs": {"rollout.max_inflight": 96},
+    **{key: {"planner.fewer_nodes": "never"} for key in IN_USE if key.startswith(("borrow.spot.", "planner.fewer"))},
 }
 """Values beside which it is idle, where these are no defaults."""
 

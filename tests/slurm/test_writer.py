@@ -15,7 +15,7 @@ from libra_hpc.errors import UserError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.protocol.ranks_stop import START, start_of
 from libra_hpc.slurm.launch import Launch, job_request
-from libra_hpc.slurm.writer import het_script, spot_script
+from libra_hpc.slurm.writer import het_script, on_nodes, spot_script
 from tests.slurm.scripts import executed
 
 FULL: dict[str, Any] = {
@@ -332,6 +332,23 @@ def test_options_are_read_as_getopt_reads_them() -> None:
 def test_a_comment_of_the_run_files_stays_in_front_of_the_mark() -> None:
     comments = re.findall("--comment=(.*)", script({"slurm": {"extra": ["--comment", "project-7"]}}))
     assert comments == ["project-7", "project-7,libra-hpc:0123456789abcdef", *["project-7"] * (len(comments) - 2)]
+
+
+def test_a_step_on_fewer_nodes_names_those_of_each_component() -> None:
+    for parts, nodes, expected in FEWER:
+        assert on_nodes(["srun", "-K0", *parts.split(), "bash", "x"], nodes, 1) == f"srun -K0 {expected} bash x".split()
+
+
+END = "--distribution=block"
+FEWER = [
+    (f"--nodes=5 --ntasks=6 {END}", [4], f"--nodes=4 --ntasks=5 {END}"),
+    (
+        f"--het-group=0 --nodes=2 --ntasks=3 {END} : -K0 --het-group=1",
+        [2, 1],
+        f"--het-group=0 --nodes=2 --ntasks=3 {END} : -K0 --het-group=1 --nodes=1 --ntasks=1 {END}",
+    ),
+]
+"""Parts of a step as `step_parts` has them, the nodes that are left, and parts for these."""
 
 
 def test_a_job_of_spot_nodes_joins_the_run_with_a_node_as_those_that_roll_out() -> None:
