@@ -194,7 +194,8 @@ def _check(need: HostNeed, memory: float) -> Iterator[str]:
         sizes = f"needs {_gb(total)} GB of host memory ({_largest(need.terms)}) and has {_gb(memory)} GB"
         why = f"{_named(need.where)} {sizes}"
         fits = total - need.terms.get("snapshots", 0.0) <= memory
-        fewer = f", or a smaller {need.less}" if need.less and "activations" in need.terms else ""
+        enough = total - need.terms.get("activations", 0.0) < memory
+        fewer = f", or a smaller {need.less}" if need.less and enough else ""
         fewer += "; train.snapshot_every = 0 takes the snapshots away" if fits else ""
         if not need.field:
             raise invalid("components", "local", why, f"fewer nodes or a smaller model{fewer}")

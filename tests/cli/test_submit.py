@@ -315,12 +315,12 @@ def test_check_finds_the_same_mistakes_and_prints_what_it_found(
     engines = "engines run 256 of 384 turns, no step ahead; an update drops KV caches"
     outcome = cli("check", "run.toml")
     lines = outcome.out.splitlines()
-    assert (lines[:2], lines[-1], outcome.err) == ([layout, engines], "run.toml is good", "")
+    packed = "micro-batches of 4,096 tokens, of which 8,192 need more memory than the nodes have (train.micro_tokens)"
+    assert ([*lines[:3], lines[-1]], outcome.err) == ([layout, engines, packed, "run.toml is good"], "")
     assert any(line.startswith(" rollout node") and " 2.1 " in line for line in lines), "of its mem"
     facts = json.loads(cli("check", "run.toml", "--json").out)
     expected = {"checked_against_slurm": True, "warnings": [], "expected_start": None, "split": None}
-    packed = "micro-batches of 4,096 tokens, of which 8,192 need more memory than the nodes have (train.micro_tokens)"
-    expected |= {"layout": layout, "facts": [engines, packed], "memory": facts["memory"]}
+    expected |= {"layout": layout, "facts": [engines, lines[2]], "memory": facts["memory"]}
     assert facts == {"run_file": "run.toml", "good": True, **expected}
     outcome = cli("check", "run.toml", "-o", "components.train.partition=a80")
     assert "warning: components.train.partition = 'a80': no such partition" in outcome.err, "Slurm is the judge"
