@@ -122,7 +122,7 @@ class PlannerSection(Section, frozen=True):
     fewer_nodes: Literal["auto", "never"] = "auto"
     """Whether a run goes on without lost nodes, if a layout fits the others, and queues jobs for new ones."""
     fewer_after_s: Annotated[Seconds, Meta(gt=0)] = 120.0
-    """Time after which a silent node is lost for good."""
+    """Time until the status counts a silent node as lost."""
     repartition_cost_s: Annotated[Seconds, Meta(gt=0)] = 300.0
     """Assumed cost of a repartition: a checkpoint, a restart of all ranks, and the weights to every engine."""
 

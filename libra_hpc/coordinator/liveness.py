@@ -247,7 +247,7 @@ def going_on(pool: states.Pool, nodes: Mapping[int, NodeContact], gone: Mapping[
     lost = {rank: nodes[rank] for rank, node in pool.nodes.items() if node.state is states.NodeState.LOST}
     names = [node.host for rank, node in lost.items() if gone.get(rank) or node.since < settled]
     have, who = len(pool.nodes), ", ".join(names)
-    return f"node {who} is lost and not replaced: going on with {have - len(names)} of {have} nodes" if names else ""
+    return f"node {who} is lost: going on with {have - len(names)} of {have} nodes" if names else ""
 
 
 def _nodes(pool: states.Pool, role: str) -> str:

@@ -210,7 +210,14 @@ def marked(case: tuple[str, str]) -> Any:
 @pytest.mark.parametrize(("layout", "role"), map(marked, CASES))
 def test_slurm_sets_down(slurm_env: dict[str, str], tmp_path: Path, layout: str, role: str) -> None:
     way = follows(layout, role)
-    case = OnNodes(tmp_path, slurm_env, layout, until_done=way == "killed", steps=300 if way == "fewer" else 120)
+    case = OnNodes(
+        tmp_path,
+        slurm_env,
+        layout,
+        until_done=way == "killed",
+        options=("-o", "checkpoint.every=1000") if way == "fewer" else (),
+        steps=300 if way == "fewer" else 120,
+    )
     node = case.node((ROLES | ENV)[role])
     case.set_down(node)
     if way == "on":
@@ -224,7 +231,7 @@ def test_slurm_sets_down(slurm_env: dict[str, str], tmp_path: Path, layout: str,
         case.goes_on()
         assert node not in {case.node(rank) for rank in range(6)}
     elif way == "fewer":
-        case.wait(lambda: case.events("recovered"), "the restart")
+        case.wait(lambda: any(event["step"] >= SNAPSHOT_EVERY for event in case.events("recovered")), "the restart")
         case.goes_on()
         named(case, node)
         assert "going on with 5 of 6 nodes: 2 train with TP2 PP1, 2 hybrid, 1 roll out" in case.status()["notices"][0]

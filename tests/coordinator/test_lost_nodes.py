@@ -120,7 +120,7 @@ def test_the_status_names_a_lost_node_once_nobody_waits_for_it(now: list[float],
     silence(scene, 2, now, HEARTBEAT_LOST_S + 1)
     found = [scene.coordinator.nodes.going_on(now[0] + later_s) for later_s in (0.0, 121.0)]
     scene.context.ended = {2: "Slurm set it down"}
-    named = "node h is lost and not replaced: going on with 2 of 3 nodes"
+    named = "node h is lost: going on with 2 of 3 nodes"
     assert [*found, scene.coordinator.nodes.going_on(now[0])] == ["", named, named]
 
 
