@@ -77,7 +77,8 @@ class SpotJobs:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="spot", daemon=True)
         self._logged = ""
-        self.missing, self._replaces = 0, config.planner.fewer_nodes == "auto"
+        # A lost node may have been one of the environments, which no such job replaces.
+        self.missing, self._replaces = 0, config.planner.fewer_nodes == "auto" and not config.components.env.nodes
         """Nodes that the job has lost."""
         if most or self._replaces:
             self._thread.start()
