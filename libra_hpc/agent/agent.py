@@ -535,14 +535,15 @@ def main() -> None:
     dump_on_request()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     owner = OwnerLink()
-    problem = other_code(os.environ) or owner.problem
+    problems = [other_code(os.environ), owner.problem]
     run = RunDir(arguments.run)
     try:
         config = with_values(load_resolved(run.config), start_of().fewer.changes)
         layout = RankLayout.of(config)
-        problem = raise_limits(len(layout.components)) or problem
+        problems.append(raise_limits(len(layout.components)))
     except (UserError, OperationError) as error:
-        problem = problem or str(error)
+        problems.append(str(error))
+    problem = next(filter(None, problems), "")
     try:
         world = meet(
             "" if problem else config.slurm.interface,

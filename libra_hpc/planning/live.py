@@ -54,9 +54,7 @@ def live_player(
 def _layouts(config: RunConfig, engines: Sequence[tuple[int, int]], table: StepLookup) -> OtherLayouts | None:
     """None where no layout can be found for the run."""
     # Under other policies than this one, long trajectories do not go to large TP.
-    if len(engines) > 1 and config.rollout.policy != "cmlfq":
-        return None
-    if without_tables(config):
+    if (len(engines) > 1 and config.rollout.policy != "cmlfq") or without_tables(config):
         return None
     try:
         return OtherLayouts(config, table, {tp for tp, _ in engines})

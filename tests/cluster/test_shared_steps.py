@@ -24,7 +24,8 @@ from .runs import BATCH, ENGINE_MARKS, Case, trained_once
 __all__ = ["world"]
 pytestmark = ENGINE_MARKS
 
-STEPS = 12
+STEPS = 40
+"""Those of an idle machine until all engines have started take half of them."""
 LOSS = """
 import torch
 

@@ -115,15 +115,15 @@ def test_swap_in_flight_recomputes_running_requests(
 
 def test_abort_answers_with_the_tokens_so_far_and_resubmission_continues(engine: EngineUnderTest) -> None:
     context = prompt(40)
-    (whole,) = engine.generate(turn("whole", context, 400, temperature=0.0))
-    engine.start(turn("cut", context, 400, temperature=0.0))
+    (whole,) = engine.generate(turn("whole", context, 900, temperature=0.0))
+    engine.start(turn("cut", context, 900, temperature=0.0))
     engine.send(Abort("cut"), Abort("never seen"))
     cut = engine.expect(Generated)
     assert (cut.rid, cut.finish) == ("cut", "abort")
     had = tokens_of(cut)
-    assert 0 < len(had) < 400
+    assert 0 < len(had) < 900
     assert len(logprobs_of(cut)) == len(had) == sum(count for _, count in cut.versions)
-    (rest,) = engine.generate(turn("cut", context + had, 400 - len(had), temperature=0.0))
+    (rest,) = engine.generate(turn("cut", context + had, 900 - len(had), temperature=0.0))
     assert rest.finish == "length"
     assert rest.cached_tokens >= 32
     assert had + tokens_of(rest) == tokens_of(whole)
