@@ -78,8 +78,8 @@ class Generations:
         self._wake.set()
 
     def on_replica_down(self, rank: int, reason: str) -> None:
-        """A replica died: the present request fails with it."""
-        if rank in self.members or rank in self._joining:
+        """A replica died: the present request fails with it, but a join that it has no part in."""
+        if rank in (self._joining or self.members):
             self._failed = self._failed or f"replica {rank}: {reason}"
             self._broken = self._died = True
         self._busy_at.pop(rank, None)

@@ -275,8 +275,8 @@ class TrainLeader(StepRequests):
         here = self._rest_wanted and not self._membership_due() and self._state_step == self.step
         saves, snapshots = self._saves, self._snapshots
         stores = saves.writing or saves.possible() or snapshots.taking or snapshots.possible()
-        trains = bool(self._ahead) or self.step + 1 in self._batches
-        return here and not stores and not trains and self._offers.written(self.step)
+        # Portions that went ahead are trained again: perhaps nothing rolls out the rest of their batch meanwhile.
+        return here and not stores and self.step + 1 not in self._batches and self._offers.written(self.step)
 
     def _rest(self) -> None:
         self._rest_wanted, self._rests = False, True

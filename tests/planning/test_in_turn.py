@@ -88,8 +88,13 @@ def test_a_split_that_is_filled_in_has_every_node_of_a_plan_in_turn_in_both_stag
 ) -> None:
     made = filled(0.0, monkeypatch)
     config, parts = made.config, made.config.components
-    assert list(problems(config)) == []
-    assert (parts.train.nodes, parts.hybrid.nodes, parts.rollout.nodes, parts.train.roll_out) == (5, 0, 0, True)
+    assert (
+        list(problems(config)),
+        parts.train.nodes,
+        parts.hybrid.nodes,
+        parts.rollout.nodes,
+        parts.train.roll_out,
+    ) == ([], 5, 0, 0, True)
     assert (config.planner.time_sharing, live_player(config) is not None) == ("auto", True)
     assert filled(100 * ASSUMED_S, monkeypatch).plan.in_turn is None
 

@@ -98,6 +98,15 @@ async def test_all_nodes_of_the_core_are_one_member_and_get_the_same_samples() -
     assert second.step == 2
 
 
+async def test_the_death_of_a_member_that_leaves_stops_no_join_of_the_others() -> None:
+    world = await pair_with_a_silent_second()
+    world.replicas[1].instead = lambda join: (
+        world.leader.on_replica_down(2, "killed") or wire.Joined(2, 0, 0, 0.0, join.attempt)
+    )
+    world.leader.on_generation(2, (1,))
+    await world.joined(3)
+
+
 async def test_a_death_in_a_step_redoes_that_step_with_the_survivor() -> None:
     world = await pair_with_a_silent_second()
     world.replicas[1].instead = lambda message: StepFailed(1, 1, "peer closed")

@@ -8,7 +8,7 @@ import pytest
 
 from libra_hpc.protocol.agents import Committed, GroupDone
 from libra_hpc.protocol.layout import Layout
-from libra_hpc.protocol.trainer import Join, OfferWeights, Standby, TrainPortion
+from libra_hpc.protocol.trainer import Join, OfferFailed, OfferWeights, Standby, TrainPortion
 from tests.stage.waiting import until
 
 from .world import World, batch
@@ -75,8 +75,6 @@ async def test_without_a_coordinator_the_core_that_rests_wakes_and_is_saved() ->
 
 
 async def test_lost_offers_ask_for_the_core_that_rests() -> None:
-    from libra_hpc.protocol.trainer import OfferFailed
-
     world = await resting()
     world.leader.on_reply(1, OfferFailed(1, "the carrier was lost"))
     world.now += 60.0
