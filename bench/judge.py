@@ -109,13 +109,12 @@ def rivals(row: str) -> dict[str, Contestant]:
             means[one] = statistics.fmean(known[one, seed, least] for seed in seeds)
         return sorted(means, key=means.__getitem__)
 
-    looked = CHOOSING[:1]
-    plain = ranked(map(Contestant, layouts(row)), looked)
+    plain = ranked(map(Contestant, layouts(row)), CHOOSING[:1])
     found = {"layout": ranked(plain[:PLACES], CHOOSING, BATCHES)[0]}
     for kind, beginning in (("split", str.isdigit), ("colocated", "c".__eq__)):
         best = [one for one in plain if beginning(one.layout[0])][:PLACES]
-        rules = ranked((one._replace(rule=rule) for one in best for rule in RULES), looked)
-        limited = ranked((one._replace(limit=limit) for one in rules[:PLACES] for limit in LIMITS), looked)
+        rules = ranked((one._replace(rule=rule) for one in best for rule in RULES), CHOOSING[:1])
+        limited = ranked((one._replace(limit=limit) for one in rules[:PLACES] for limit in LIMITS), CHOOSING[:1])
         found[kind] = ranked(limited[:PLACES], CHOOSING, BATCHES)[0]
     return found
 

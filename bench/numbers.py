@@ -43,10 +43,6 @@ Facts = dict[str, Any]
 Figures = dict[str, float]
 
 
-def _nothing(row: str) -> Facts:
-    return {}
-
-
 class Claim(NamedTuple):
     title: str
     rows: Collection[str]
@@ -54,9 +50,9 @@ class Claim(NamedTuple):
     """(row, seed, its facts) -> figures."""
     headlines: dict[str, str]
     """In words, figures whose mean over the rows README has."""
-    prepare: Callable[[str], Facts] = _nothing
+    prepare: Callable[[str], Facts] = lambda row: {}
     """Facts that a check finds anew."""
-    search: Callable[[str], Facts] = _nothing
+    search: Callable[[str], Facts] = lambda row: {}
     """Facts that a check takes as they are kept: opponents, chosen in hindsight."""
     few: int = 2
     """Seeds of a check; 0: figures of a machine, which are not checked."""
@@ -193,11 +189,16 @@ def show(name: str, kept: Kept) -> Iterator[str]:
     widths = [max(11, len(key) + 1) for key in keys]
     yield f"{'':{wide}}{claim.shown:{room}}" + "".join(f"{key:>{n}}" for key, n in zip(keys, widths, strict=True))
     for row, one in rows.items():
-        cells = (f"{figure['mean']:.2f} ±{figure['error']:.2f}" for figure in map(one["figures"].get, keys))
+        cells = (_cell(one["figures"][key]) for key in keys)
         yield f"{row:{wide}}{facts[row]:{room}}" + "".join(
             f"{cell:>{n}}" for cell, n in zip(cells, widths, strict=True)
         )
     yield _source([rows])
+
+
+def _cell(figure: dict[str, Any]) -> str:
+    digits = 2 if figure["mean"] < 10.0 else 1
+    return f"{figure['mean']:.{digits}f} ±{figure['error']:.{digits}f}"
 
 
 def headlines(kept: Kept) -> Iterator[str]:
