@@ -58,11 +58,17 @@ class EngineCache:
         self._prompts: dict[str, int] = {}
         """Residents by prompt."""
 
+    @property
+    def residents(self) -> int:
+        return len(self._residents)
+
+    def added(self, claim: Claim, context: int) -> int:
+        """Tokens that a trajectory of ``context`` tokens adds that lives elsewhere: siblings share their prompt."""
+        return context - claim.prompt_tokens if claim.prompt_id in self._prompts else context
+
     def has_room(self, claim: Claim, context: int) -> bool:
-        """Whether a trajectory of ``context`` tokens that lives elsewhere may be resident here."""
-        if claim.prompt_id in self._prompts:
-            context -= claim.prompt_tokens
-        return not self._residents or self.held + context <= START_AT * self.capacity
+        """Whether it may be resident here."""
+        return not self._residents or self.held + self.added(claim, context) <= START_AT * self.capacity
 
     def hold(self, claim: Claim, context: int) -> None:
         """Make a trajectory of ``context`` tokens resident here, and nowhere else."""
