@@ -55,7 +55,7 @@ class Claim(NamedTuple):
     search: Callable[[str], Facts] = lambda row: {}
     """Facts that a check takes as they are kept: opponents, chosen in hindsight."""
     few: int = 2
-    """Seeds of a check; 0: figures of a machine, which are not checked."""
+    """Seeds of a check; 0: a figure of a machine, which is played once and not checked."""
     shown: str = ""
     """Fact that the table shows."""
 
@@ -153,7 +153,7 @@ def play(rows: Sequence[Row], kept: Kept, seeds: int, jobs: int) -> None:
     """Play ``rows`` and keep each at once; others stay as they are kept."""
     code, cpu = commit(), machine()["cpu"]
     with ProcessPoolExecutor(jobs) as pool:
-        played = pool.map(_played, [(row, seeds, {}) for row in rows])
+        played = pool.map(_played, [(row, seeds if CLAIMS[row[0]].few else 1, {}) for row in rows])
         for (name, row), (facts, figures) in zip(rows, played, strict=True):
             means = {
                 key: {"mean": statistics.fmean(values), "error": error(values), "seeds": values}
