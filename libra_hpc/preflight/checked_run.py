@@ -103,8 +103,8 @@ def check(config: RunConfig, *, slurm_required: bool, report: Callable[[str], No
         before, config = config.train.micro_tokens, with_packs(config, shape, known)
         hosts = host_needs(config, shape, known)
         if config.train.micro_tokens < before:
-            packed = f"micro-batches of {config.train.micro_tokens:,} tokens, of which {before:,} need more memory than"
-            packed += " the nodes have (train.micro_tokens)"
+            now = config.train.micro_tokens
+            packed = f"train.micro_tokens: {now:,}, as {before:,} need more memory than the nodes have"
     warnings += [*check_hosts(hosts), *(check_boxes(config, hosts, known) if boxes else ())]
     memory = [*gpus.needs, *(need for host in hosts for need in host.needs)]
     request = job_request(config)

@@ -315,7 +315,7 @@ def test_check_finds_the_same_mistakes_and_prints_what_it_found(
     engines = "engines run 256 of 384 turns, no step ahead; an update drops KV caches"
     outcome = cli("check", "run.toml")
     lines = outcome.out.splitlines()
-    packed = "micro-batches of 4,096 tokens, of which 8,192 need more memory than the nodes have (train.micro_tokens)"
+    packed = "train.micro_tokens: 4,096, as 8,192 need more memory than the nodes have"
     assert ([*lines[:3], lines[-1]], outcome.err) == ([layout, engines, packed, "run.toml is good"], "")
     assert any(line.startswith(" rollout node") and " 2.1 " in line for line in lines), "of its mem"
     facts = json.loads(cli("check", "run.toml", "--json").out)
