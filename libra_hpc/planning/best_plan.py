@@ -3,7 +3,8 @@
 - Plans that differ in the number of training nodes alone are a family. From its least bound a family is searched
   downhill; a plan whose bound is not below the best is not played.
 - All plans play the same trajectories, as far as a `Race` needs to tell them apart.
-- More than `PLAYED_GPUS`, or large batches -> a part of the fleet is played, with the same part of the batch.
+- More than `PLAYED_GPUS` and `PLAYED_GROUPS`, or long batches -> a part of the fleet is played, with the same part of
+  the batch.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from .request import PlanRequest, PlanResult, RunPlan
 MOST = 12
 """Batches of a play that count. Half: layouts whose seconds differ by 5 % are not told apart; double: a plan of 48 GPUs
 takes half a minute."""
-PLAYED_GPUS = 256
-"""Beyond them a part stands for the whole: its engines have the same load, and there are enough to choose from."""
+PLAYED_GPUS, PLAYED_GROUPS = 48, 64
+"""Beyond both a part stands for the whole: its engines have the same load.  Half the groups: a part is 9 % too fast."""
 PLAYED_TURNS = 20_000
 """Turns of a batch; of a larger one, a part is played."""
 BOUND_BATCHES = 4
@@ -186,9 +187,9 @@ class _Search:
 
     def _part(self, plan: RunPlan) -> float:
         """Share of the fleet that is played."""
-        gpus = sum(s.devices for s in plan.engines)
         least = min(s.replicas for s in plan.engines)
-        return max(min(1.0, PLAYED_GPUS / gpus, self._share), 1.0 / self._groups, 1.0 / least)
+        part = max(PLAYED_GPUS / sum(s.devices for s in plan.engines), PLAYED_GROUPS / self._groups)
+        return max(min(1.0, part, self._share), 1.0 / self._groups, 1.0 / least)
 
 
 def scene(

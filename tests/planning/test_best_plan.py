@@ -86,8 +86,8 @@ def test_the_best_one_is_played_longest_and_each_plan_is_told() -> None:
 
 def test_a_part_stands_for_a_large_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = question(prompts=64, nodes=10)
-    few = 40
-    monkeypatch.setattr(best_plan, "PLAYED_GPUS", few)
+    few = best_plan.PLAYED_GPUS
+    monkeypatch.setattr(best_plan, "PLAYED_GROUPS", 1)
     whole = best_plans(asked).plans[0]
     assert whole.seconds == pytest.approx(seconds(asked, whole), rel=0.1)
     engines, settings = scene(asked, LayoutSpace(asked), whole, few / whole.engines[0].devices)
