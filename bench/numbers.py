@@ -210,7 +210,7 @@ def headlines(kept: Kept) -> Iterator[str]:
             least = min(means, key=means.__getitem__)
             mean = math.exp(statistics.fmean(map(math.log, means.values())))
             yield f"{words:41}{mean:5.2f}{max(means.values()):6.2f}{means[least]:6.2f}  {least}"
-    yield _source(list(kept.values()))
+    yield _source([rows for name, rows in kept.items() if CLAIMS[name].headlines])
 
 
 def _source(claims: Sequence[dict[str, Any]]) -> str:
