@@ -95,7 +95,7 @@ def question(config: RunConfig, *, gpus: int = 0, switch_s: float | None = None)
     return asked_in_turn(asked, config, switch_s)
 
 
-def best(asked: PlanRequest, keep: int, steps: StepLookup, again: bool) -> PlanResult:
+def best(asked: PlanRequest, keep: int, steps: StepLookup = lookup, again: bool = False) -> PlanResult:
     """The best plans, with a spinner; those of an equal question of before, unless ``again``."""
     with busy("searching") as status:
         result = best_plans(

@@ -116,7 +116,7 @@ def test_no_file_of_a_shared_run_shows_another_user_a_secret(shared: RunDir) -> 
         secrets = (SECRET, str(OPTION), SECRET.encode().hex())
         return [path for path in readable if any(word in path.read_text(errors="replace") for word in secrets)]
 
-    assert set(with_secret()) == {shared.config, shared.toml, shared.script, shared.door}
+    assert set(with_secret()) == {shared.config, shared.toml, shared.script, shared.spot_script, shared.door}
     assert as_other(lambda: sys.exit(str(with_secret()))) == "SystemExit []"
 
 

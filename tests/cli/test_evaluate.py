@@ -32,7 +32,7 @@ samples = 4
 def run(submitted: RunDir, site: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run with an evaluation, and checkpoints of steps 20 and 60."""
     (site / "run.toml").write_text((site / "run.toml").read_text() + EVAL)
-    assert cli("submit", "run.toml").code == 0
+    assert cli("submit", "run.toml", "-o", "components.hybrid.mem=16G", "-o", "components.rollout.mem=16G").code == 0
     found = RunDir(site / "runs" / "quick-002")
     for step in (20, 60):
         (found.checkpoint(step) / "policy").parent.mkdir(parents=True)
