@@ -24,8 +24,8 @@ from .runs import BATCH, ENGINE_MARKS, Case, trained_once
 __all__ = ["world"]
 pytestmark = ENGINE_MARKS
 
-STEPS = 40
-"""Those of an idle machine until all engines have started take half of them."""
+STEPS = 20
+"""On an idle machine ten are over before all engines have started; rounding grows with them."""
 LOSS = """
 import torch
 
