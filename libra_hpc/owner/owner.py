@@ -326,9 +326,10 @@ class RunOwner:
             return FewerNodes()
         needed, down = self._options.nodes, "; ".join(self._down.values()) or "a node was lost"
         given = self._run.config, down, needed, [*map(min, needed, (part.nodes for part in now))]
-        code, text = slurm_step.ask(sys.executable, "-m", "libra_hpc.preflight.fewer_nodes", *map(str, given))
-        last = text.strip().rpartition("\n")[2]
-        return FewerNodes(f"{down}: no layout ({last})") if code else fewer_layout.decode(last)
+        answer = slurm_step.ask(sys.executable, "-m", "libra_hpc.preflight.fewer_nodes", *map(str, given))[1]
+        # What a library prints at its end comes after it.
+        found = (fewer_layout.decode(line) for line in answer.splitlines() if line.startswith('{"sentence"'))
+        return next(found, FewerNodes(f"{down}: no layout ({' '.join(answer.split())[-200:]})"))
 
     def _ranks(self, logs: Path) -> Ranks:
         options, nodes = self._options, self._fewer.nodes or self._options.nodes

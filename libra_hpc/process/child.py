@@ -29,8 +29,6 @@ LEAST_LIMIT = 1 << 30
 """Bytes of a file that a job must be allowed to write: a policy has more, and so may the log of a long run."""
 MOST_FILES = 1 << 16
 """Open files.  Half: enough for 8,000 ranks; a million: programs that close all that may be open take seconds."""
-NO_LIMIT = sys.maxsize
-"""`resource.RLIM_INFINITY` modulo this is more than any limit."""
 RAISED = resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE
 FILES, RANK_FILES = 512, 4
 """That one process may have open: rank 0 has two streams of every rank, the process that starts ranks one."""
@@ -42,8 +40,10 @@ KEPT_BYTES = 4 << 20
 
 def raise_limits(ranks: int) -> str:
     """Raise the limits of files' size and number as far as they go; returns why so many ranks need more, or nothing."""
-    host, (size, files) = socket.gethostname(), (resource.getrlimit(what)[1] % NO_LIMIT for what in RAISED)
-    for what, limit in zip(RAISED, (size, min(files, MOST_FILES)), strict=True):
+    # No limit is -1: modulo the largest number, more than any other.
+    _, size, soft, hard = (limit % sys.maxsize for what in RAISED for limit in resource.getrlimit(what))
+    host, files = socket.gethostname(), max(soft, min(hard, MOST_FILES))
+    for what, limit in zip(RAISED, (size, files), strict=True):
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(what, (limit, resource.getrlimit(what)[1]))
     if size < LEAST_LIMIT:
