@@ -177,10 +177,13 @@ def compare(done: Sequence[tuple[Play, Played]], setup: Setup, scale: float) -> 
         work = make_work(play.load, play.repeat, scale)
         predicted = simulator.predict(work, play.policy, play.load.open_groups)
         turns, real = predicted.turn_latency, quantiles([turn.answered - turn.ready for turn in played.turns])
+        context = predicted.cached_tokens + predicted.prefilled_tokens
+        computed = sum(step.prefill for step in played.steps)
         for name, pair in {
             "makespan s": (predicted.makespan_s, played.makespan_s),
             "turn p50 s": (turns.p50, real.p50),
             "turn p95 s": (turns.p95, real.p95),
+            "prefix hits": (predicted.cached_tokens / context, 1 - computed / context),
         }.items():
             found[f"{play.load.name}  {play.policy}  {name}"].append(pair)
     return found

@@ -8,7 +8,9 @@ from .sizes import user_pages
 from .sources import ROOT
 
 MODULES = {
-    path.stem: list(path.glob("*.py")) or [path] for path in (ROOT / "bench").glob("[a-z]*") if path.suffix != ".toml"
+    path.stem: files
+    for path in (ROOT / "bench").glob("[a-z]*")
+    if (files := [path] if path.suffix == ".py" else list(path.glob("*.py")))
 }
 """Files by module, or by folder."""
 
