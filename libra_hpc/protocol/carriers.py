@@ -1,7 +1,7 @@
 """Agent <-> carrier: the process of a node that moves new weights between nodes and holds the node's image.
 
-The train leader's `Publish` names the version, who offers it, and the chain of nodes that it passes. Agents hand it
-to their carriers as it is.
+The train leader's `Publish` names the version, who offers it, and the node's part of the chain of nodes that it passes.
+Agents hand it to their carriers as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Publish(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> every node of ``chain``, agent -> carrier: these offers are ``version``."""
+    """Train leader -> every node of the chain, agent -> carrier: these offers are ``version``."""
 
     version: int
     base: int
@@ -33,7 +33,7 @@ class Publish(msgspec.Struct, tag=True, frozen=True):
     writers: tuple[tuple[str, int], ...]
     """(name of the process, its node) of every offer."""
     chain: tuple[Peer, ...]
-    """Each node pulls from the nearest one before it; the nodes of the writers come first."""
+    """The node's part: it pulls from the nearest before it. Nodes of the core, which have all offers, come first."""
 
 
 class Engines(msgspec.Struct, tag=True, frozen=True):

@@ -2,6 +2,7 @@
 
 - The chain: the nodes of the core, then those that get new weights: own before guests, neighbours of the network side
   by side, slow ones last. So each node sends to one, and a link between switches carries a version once.
+- A node knows its part of the chain: the core, or the `NEAR` nodes before it and the first `FIRST`.
 - No own node gets anything from a guest.
 - A node takes longer than the one before it -> it is slow; those behind it wait for it and are not.
 - All nodes of the core have offered a version, and their carriers are there -> it is published.
@@ -124,6 +125,9 @@ SLOW = 2.0
 AGAIN = 4
 """Newest versions that a carrier gets when it starts: what the one before it had not yet received or written into the
 image. Half: too few when updates are quick; double: nothing, as an image of another node is then as near."""
+NEAR, FIRST = 8, 2
+"""Nodes before it from which a node pulls, and nodes of the core, which have all offers, for when none of them is left.
+Half: a lost rack sends more nodes to the core; double: twice the bytes of a version."""
 
 
 class WeightPublisher:
@@ -163,46 +167,53 @@ class WeightPublisher:
             self._waits = not all(rank in self._carriers for rank in self._core)
             if not self._waits:
                 self._to_all(versions)
-        elif rank in self._core:
-            self._to_all(versions[-1:], but=rank)
-            self._send_to(rank, versions, self._chain())
-        elif rank in self._receivers():
-            self._send_to(rank, versions, self._chain())
+        else:
+            if rank in self._core:
+                self._to_all(versions[-1:], but=rank)
+            if rank in self._core or rank in self._receivers():
+                self._send_to(rank, versions)
 
     def on_wanted(self, message: WeightsWanted) -> None:
         newest = list(self._versions)[-1:]
         if not newest or newest[0].version <= message.have:
             self._send(message.rank, WeightsCurrent(message.have))
         elif not self._waits:
-            self._send_to(message.rank, newest, self._chain(message.rank))
+            self._send_to(message.rank, newest)
 
     def lost(self, rank: int) -> None:
         """A node was lost, and its carrier with it."""
         self._carriers.pop(rank, None)
         self._seconds.pop(rank, None)
 
-    def _chain(self, joins: int = -1) -> tuple[Peer, ...]:
-        others = [rank for rank in self._receivers() if rank not in self._core]
-        if joins >= 0 and joins not in (*self._core, *others):
-            others.append(joins)
-        others = [rank for rank in others if rank in self._carriers]
-        others.sort(key=lambda rank: (self._slow(rank), is_guest(rank), self._carriers[rank].place))
-        return tuple(self._carriers[rank] for rank in (*self._core, *others) if rank in self._carriers)
+    def _chain(self, guests: bool, joins: int = -1) -> tuple[Peer, ...]:
+        """The whole chain, as ``guests`` or own nodes see it; ``joins`` is in it in any case."""
+        others = [rank for rank in {*self._receivers(), joins}.difference(self._core) if rank in self._carriers]
+        quickest = min(self._seconds.values(), default=(0.0, 0.0))[0]
 
-    def _slow(self, rank: int) -> float:
-        """Seconds per byte of a node that is slow itself; 0.0: it is not."""
-        own, before = self._seconds.get(rank, (0.0, 0.0))
-        return own if own > SLOW * max(before, min(self._seconds.values(), default=(0.0, 0.0))[0]) else 0.0
+        def order(rank: int) -> tuple[float, bool, str, int]:
+            own, before = self._seconds.get(rank, (0.0, 0.0))
+            return own if own > SLOW * max(before, quickest) else 0.0, is_guest(rank), self._carriers[rank].place, rank
+
+        others.sort(key=order)
+        ranks = (rank for rank in (*self._core, *others) if guests or not is_guest(rank))
+        return tuple(self._carriers[rank] for rank in ranks if rank in self._carriers)
 
     def _to_all(self, versions: Sequence[Published], but: int = -1) -> None:
-        chain = self._chain()
-        for peer in chain:
-            if peer.rank != but:
-                self._send_to(peer.rank, versions, chain)
+        for guests in (False, True):
+            chain = self._chain(guests)
+            for place, peer in enumerate(chain):
+                if peer.rank != but and is_guest(peer.rank) == guests:
+                    self._send_part(peer.rank, versions, chain, place)
 
-    def _send_to(self, rank: int, versions: Sequence[Published], chain: tuple[Peer, ...]) -> None:
-        passed = tuple(peer for peer in chain if is_guest(rank) or not is_guest(peer.rank))
-        ranks = [peer.rank for peer in passed]
-        self._before[rank] = dict(zip(ranks[1:], ranks, strict=False)).get(rank, -1)
+    def _send_to(self, rank: int, versions: Sequence[Published]) -> None:
+        chain = self._chain(is_guest(rank), rank)
+        place = next((place for place, peer in enumerate(chain) if peer.rank == rank), len(chain))
+        self._send_part(rank, versions, chain, place)
+
+    def _send_part(self, rank: int, versions: Sequence[Published], chain: tuple[Peer, ...], place: int) -> None:
+        """Send versions to the node at this place of the chain, with its part of it."""
+        first = max(len(self._core), NEAR) if rank in self._core else FIRST
+        part = chain[:first] + chain[max(first, place - NEAR) : place + 1]
+        self._before[rank] = chain[place - 1].rank if place else -1
         for version, base, writers in versions:
-            self._send(rank, Publish(version, base, writers, passed))
+            self._send(rank, Publish(version, base, writers, part))

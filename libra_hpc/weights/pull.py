@@ -174,7 +174,7 @@ class Puller:
         manifest, offer = self._manifest(message, Fetch(message.version, writer), peers)
         path = offer_path(self._folder, offer.version, writer)
         stored = ArrivingOffer(offer, manifest, path, self._spares)
-        writers = [peer for peer in peers if peer.rank == dict(message.writers).get(writer)]
+        writers = [peer for peer in peers if peer.rank == dict(message.writers).get(writer)] or peers[-1:]
         try:
             self._store.add(stored)
 

@@ -44,7 +44,20 @@ class Nodes:
 def test_a_version_passes_the_core_and_then_every_receiver_with_a_carrier() -> None:
     nodes = Nodes(1, 2, 3, 5)
     nodes.publish(0)
-    assert nodes.chains() == {rank: [1, 2, 3, 5] for rank in (1, 2, 3, 5)}
+    assert nodes.chains() == {1: [1, 2, 3, 5], 2: [1, 2, 3, 5], 3: [1, 2, 3], 5: [1, 2, 3, 5]}
+
+
+def test_a_node_gets_its_part_of_a_long_chain_and_the_core_knows_all_of_itself() -> None:
+    sent: list[tuple[int, Any]] = []
+    publisher = WeightPublisher(tuple(range(12)), lambda: range(12, 60), lambda rank, m: sent.append((rank, m)))
+    for rank in range(60):
+        publisher.on_here(WeightsHere(rank, carrier=Peer(rank, ("h",), rank)))
+    publisher.publish(Published(0, -1, (("t11.0", 11),)))
+    chains = {to: [peer.rank for peer in message.chain] for to, message in sent}
+    assert all(chains[rank] == list(range(12)) for rank in range(12)), "each may be a writer"
+    assert chains[59] == [0, 1, *range(51, 60)], "two of the core, for when the eight before it are gone"
+    assert chains[14] == [0, 1, *range(6, 15)]
+    assert all(chain[-1] == rank for rank, chain in chains.items() if rank >= 12)
 
 
 def test_nothing_is_published_before_the_carriers_of_the_core_are_there_and_all_versions_then() -> None:
@@ -64,7 +77,7 @@ def test_a_carrier_that_starts_later_gets_the_newest_version_at_its_place() -> N
     nodes.taken()
     nodes.start(4)
     nodes.start(9)
-    assert nodes.chains() == {4: [1, 2, 4, 5]}, "9 does not get weights"
+    assert nodes.chains() == {4: [1, 2, 4]}, "9 does not get weights"
 
 
 def test_a_carrier_of_the_core_that_starts_again_is_found_by_all_and_gets_what_its_image_may_lack() -> None:
@@ -126,20 +139,20 @@ def test_guests_follow_the_own_nodes_and_no_own_node_gets_anything_from_them() -
     nodes = joined(*guests)
     nodes.publish(0)
     own = {rank: [1, 2, 3] for rank in (1, 2, 3)}
-    assert nodes.chains() == {**own, **{rank: [1, 2, 3, *guests] for rank in guests}}
+    assert nodes.chains() == {**own, guests[0]: [1, 2, 3, guests[0]], guests[1]: [1, 2, 3, *guests]}
     nodes.publisher.on_wanted(WeightsWanted(guests[1], -1))
     assert nodes.chains() == {guests[1]: [1, 2, 3, *guests]}
     nodes.publisher.on_here(WeightsHere(3, 0, 100, 9.0))
     nodes.publisher.on_here(WeightsHere(2, 0, 100, 1.0))
     nodes.publish(1)
-    assert nodes.chains() == {**own, **{rank: [1, 2, *guests, 3] for rank in guests}}, "3 is slow"
+    assert nodes.chains() == {**own, guests[0]: [1, 2, guests[0]], guests[1]: [1, 2, *guests]}, "3 is slow"
 
 
 def test_neighbours_follow_each_other_so_a_link_between_switches_carries_a_version_once() -> None:
     guests = range(FIRST_GUEST, FIRST_GUEST + 6)
     nodes = joined(*guests, places=["top.a.n1", "top.b.n4", "top.a.n2", "top.b.n3", "top.a.n1", "top.b.n4"])
     nodes.publish(0)
-    assert [rank - FIRST_GUEST for rank in nodes.chains()[FIRST_GUEST][3:]] == [0, 4, 2, 3, 1, 5]
+    assert [rank - FIRST_GUEST for rank in nodes.chains()[FIRST_GUEST + 5][3:]] == [0, 4, 2, 3, 1, 5]
 
 
 def test_who_waits_for_a_slow_node_is_not_slow() -> None:
@@ -151,4 +164,4 @@ def test_who_waits_for_a_slow_node_is_not_slow() -> None:
         nodes.publisher.on_here(WeightsHere(rank, 0, 100, seconds))
     nodes.taken()
     nodes.publish(1)
-    assert nodes.chains()[FIRST_GUEST] == [1, 2, 3, *guests[1:], guests[0]]
+    assert nodes.chains()[guests[0]] == [1, 2, 3, *guests[1:], guests[0]]
