@@ -35,7 +35,7 @@ from libra_hpc.coordinator.coordinator import Coordinator
 from libra_hpc.coordinator.guard_watch import read_guards
 from libra_hpc.coordinator.nodes import NodePool
 from libra_hpc.errors import OperationError, UserError
-from libra_hpc.facts.fact_writer import RESERVE_BYTES, RESULT_BYTES, Reserve
+from libra_hpc.facts.fact_writer import RESULT_BYTES, Reserve, status_reserve
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import renewed_status
 from libra_hpc.mesh.agent_context import AgentContext, RankLayout, check_world
@@ -187,7 +187,7 @@ class Agent(NodeAgent):
         log.warning("%s", sentence)
         with contextlib.suppress(OSError):
             if content := renewed_status(self.run_dir, self.attempt, state="starting", message=sentence):
-                Reserve(self.run_dir.status, RESERVE_BYTES).write(content)
+                status_reserve(self.run_dir).write(content)
 
     # --- life
 

@@ -27,8 +27,8 @@ from .rundir import RunDir
 RETRY_S, RETRY_MOST_S = 1.0, 10.0
 MOST_EVENTS = 20_000
 """About 10 MB; a run writes some thousand events an hour."""
-RESERVE_BYTES = 128 << 10
-"""Size of the status reserve: a status of 1,024 nodes has some 100 kB."""
+STATUS_BYTES, NODE_BYTES = 128 << 10, 512
+"""Size of the status reserve, without the nodes of the run file, and of one of these: with eight engines it has 240."""
 RESULT_BYTES = 4 << 10
 """Size of the result's reserve: one message."""
 
@@ -98,6 +98,12 @@ class Reserve:
                 spare.unlink(missing_ok=True)
 
 
+def status_reserve(run: RunDir) -> Reserve:
+    """The status of a run, with room for all its nodes: the same for its owner and its rank 0."""
+    groups: dict[str, dict[str, int]] = run.read_json(run.config).get("components", {})
+    return Reserve(run.status, STATUS_BYTES + NODE_BYTES * sum(group["nodes"] for group in groups.values()))
+
+
 def _size(path: Path) -> int:
     """Bytes of a file; -1 without one."""
     try:
@@ -113,7 +119,7 @@ class FactsWriter:
         """``taken()``: why nothing may be written any more, empty while it may; called in the thread."""
         self._taken = taken
         self._events, self._metrics = LineLog(run.events), LineLog(run.metrics)
-        self._status, self._end = Reserve(run.status, RESERVE_BYTES), Reserve(run.ended(attempt), RESULT_BYTES)
+        self._status, self._end = status_reserve(run), Reserve(run.ended(attempt), RESULT_BYTES)
         self._lines: dict[LineLog, deque[dict[str, Any]]] = {
             self._metrics: deque(),
             self._events: deque(maxlen=MOST_EVENTS),

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from libra_hpc.errors import UserError
-from libra_hpc.facts.fact_writer import RESERVE_BYTES, RESULT_BYTES, Reserve
+from libra_hpc.facts.fact_writer import RESULT_BYTES, Reserve, status_reserve
 from libra_hpc.facts.journal import LineLog
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import renewed_status
@@ -64,7 +64,7 @@ def refuse(run: RunDir, attempt: int, message: str) -> None:
 class OwnerRecords:
     def __init__(self, run: RunDir, attempt: int) -> None:
         self._run, self._attempt = run, attempt
-        self._result, self._status = Reserve(run.result, RESULT_BYTES), Reserve(run.status, RESERVE_BYTES)
+        self._result, self._status = Reserve(run.result, RESULT_BYTES), status_reserve(run)
         self._end = Reserve(run.ended(attempt), RESULT_BYTES)
         """Rank 0 writes it, and finds the blocks reserved."""
         with contextlib.suppress(OSError):

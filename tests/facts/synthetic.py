@@ -116,15 +116,16 @@ def write_metrics(run: RunDir) -> None:
     metrics.close()
 
 
-def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> Status:
-    """A snapshot of the same run."""
+def make_status(run: RunDir, *, state: str = "running", step: int = STEPS, nodes: int = 4) -> Status:
+    """A snapshot of the same run; the nodes beyond the first four roll out."""
     facts: list[tuple[str, str, dict[str, str], int, float]] = [
         ("planner", "planner", {}, -1, 0.1),
         ("train", "train", {"t1.0": "ready"}, 41, 0.4),
         ("hybrid", "to_train", {"t2.0": "starting", "r2.0": "standby"}, 40, 0.2),
         ("rollout", "rollout", {"c3": "ready", "r3.0": "ready", "r3.1": "lost"}, 41, 7.5),
     ]
-    nodes = [NodeStatus(rank, f"a800-0{rank + 1}", *fact) for rank, fact in enumerate(facts)]
+    for rank in range(len(facts), nodes):
+        facts.append(("rollout", "rollout", {f"r{rank}.{number}": "ready" for number in range(8)}, 41, 0.3))
     return Status(
         run=run.name,
         path=str(run.path),
@@ -155,7 +156,7 @@ def make_status(run: RunDir, *, state: str = "running", step: int = STEPS) -> St
             BucketStatus(tp=1, engines=2, inflight=31, trajectories=57, kv_use=0.42),
             BucketStatus(tp=2, engines=1, inflight=4, trajectories=6, kv_use=0.08),
         ],
-        nodes=nodes,
+        nodes=[NodeStatus(rank, f"a800-0{rank + 1}", *fact) for rank, fact in enumerate(facts)],
         decision=DecisionStatus("to_train", 2, REASON, {"gain_s": 31.0}, at=START + STEP_S * step - 12),
         message="",
         estimate=StageEstimate(3.2, 0.91, 3.2),

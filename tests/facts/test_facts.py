@@ -16,13 +16,16 @@ import pytest
 from libra_hpc.facts import fact_writer
 from libra_hpc.facts.fact_writer import FactsWriter
 from libra_hpc.facts.rundir import RunDir, read_lines
+from libra_hpc.facts.status import encode_status, read_status
+
+from . import synthetic
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 768 KiB."""
+    """A file system of 2 MiB."""
     if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=768k", "tmpfs", str(tmp_path)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)], capture_output=True
     ).returncode:
         pytest.skip("file systems may not be mounted here")
     yield tmp_path
@@ -83,6 +86,21 @@ def test_a_full_disk_keeps_lines_in_memory_and_shows_the_status_all_the_same(
     assert facts.close(10.0) == ""
     assert [line["step"] for line in read_lines(run.metrics)] == list(range(1, 300)), "each line once, none lost"
     assert all(json.loads(line) for line in run.metrics.read_bytes().splitlines()), "no torn line stays in the file"
+
+
+def test_the_status_of_a_thousand_nodes_is_shown_on_a_full_disk(disk: Path) -> None:
+    run = RunDir(disk)
+    nodes = {"train": 256, "rollout": 767, "planner": 1}
+    run.write_json(run.config, {"components": {name: {"nodes": count} for name, count in nodes.items()}})
+    facts = FactsWriter(run, 1)
+    assert facts.flush(10.0)
+    fill(disk)
+    for step in range(3):
+        status = synthetic.make_status(run, step=step, nodes=1024)
+        assert len(encode_status(status)) > 200_000
+        facts.status(encode_status(status))
+        until(lambda status=status: run.read_json(run.status) == json.loads(encode_status(status)))
+    assert len(read_status(run, 1).nodes) == 1024
 
 
 def test_without_hard_links_the_status_is_shown_on_a_full_disk_as_often(
