@@ -45,7 +45,8 @@ class RolloutSection(Section, frozen=True):
     """Most turns of one engine at once; 0: half as many again as sequences, which replaces a finished turn without a
     round trip."""
     kv_cache_mb: Annotated[Mebibytes, Meta(ge=0, le=2**20)] = 0
-    """KV cache per device; 0: what vLLM takes by default, 90 % of the device."""
+    """KV cache per device; 0: 90 % of a GPU, less what else is there; on CPUs what ``mem`` leaves, if ``max_num_seqs``
+    sequences can fill it."""
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """Type of the KV caches. ``auto``: that of the weights. ``fp8``: a byte per element, so they hold twice the tokens
     of bfloat16 and a decode reads half as much; ``logprob_gap`` grows (docs/scheduler.md)."""
@@ -122,7 +123,8 @@ class PlannerSection(Section, frozen=True):
     fewer_nodes: Literal["auto", "never"] = "auto"
     """Whether a run goes on without lost nodes, if a layout fits the others, and queues jobs for new ones."""
     fewer_after_s: Annotated[Seconds, Meta(gt=0)] = 120.0
-    """Time until the status counts a silent node as lost."""
+    """Time until the status counts a silent node as lost. One of the core whose processes outlive SIGKILL by it is left
+    out of the restart."""
     repartition_cost_s: Annotated[Seconds, Meta(gt=0)] = 300.0
     """Assumed cost of a repartition: a checkpoint, a restart of all ranks, and the weights to every engine."""
 

@@ -10,7 +10,7 @@
 - Optimizer: with ``optimizer.host`` the state of a core node, and its copy where steps have several minibatches.
 - Checkpoint copy: the optimizer's state of a core node, which a thread writes, also as a snapshot.
 - Reference policy, bases of adapters: weights that each training world holds once, divided over its nodes.
-- Environments: what the run file gives them. Engines on CPUs: weights and KV caches; trainers there: `memory`.
+- Environments: what the run file gives them. Engines on CPUs: weights, caches, `CPU_LOGITS`; trainers there: `memory`.
 
 Standbys of training and of vLLM keep nothing else in host memory.
 """
@@ -38,6 +38,10 @@ PROCESS_BYTES = 4e9
 CPU_PROCESS_BYTES = 0.2e9, 0.7e9
 """The same where engines compute on CPUs: of the agent and its children, and of each engine (docs/log)."""
 
+CPU_LOGITS, CPU_HEADS = 5, 2
+"""Float32 copies of the logits of a step with all its sequences, and further copies of the output layer, that vLLM has
+on CPUs (docs/log)."""
+
 
 class NodeWork(msgspec.Struct, frozen=True):
     """What a node does with its memory."""
@@ -46,6 +50,8 @@ class NodeWork(msgspec.Struct, frozen=True):
     trains: bool = False
     engines: int = 1
     """Engines of a node that rolls out."""
+    slots: int = 0
+    """Sequences of one at once."""
     snapshots: bool = False
     """Whether the core keeps them."""
     core_nodes: int = 0
@@ -74,6 +80,7 @@ def node_work(config: RunConfig, name: str, reference: ModelShape | None) -> Nod
         rolls=len(rolls) > 0,
         trains=name != "rollout",
         engines=max((config.rollout.on_node(node)[1] for node in rolls), default=1),
+        slots=config.rollout.slots,
         snapshots=name == "train" and config.train.snapshot_every > 0,
         core_nodes=parts.train.nodes if name == "train" else 0,
         states=config.optimizer.host * (1 + copied),
@@ -105,6 +112,7 @@ class NodeMemory(MemoryTerms, frozen=True):
     adapter_bases: float
     environments: float
     engine_weights: float
+    engine_workspace: float
     KV_cache: float
     processes: float
 
@@ -152,7 +160,7 @@ def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
     state = _state_bytes(shape) / work.core_nodes if work.core_nodes else 0.0
     kept = KEPT_WHOLE if shape.dtype_bytes == MASTER_BYTES else KEPT_OFFERS
     engines, on_cpus = work.engines if work.rolls else 0, work.caches is not None
-    agent, engine = CPU_PROCESS_BYTES
+    (agent, engine), head = CPU_PROCESS_BYTES, CPU_HEADS * shape.hidden * shape.dtype_bytes
     return NodeMemory(
         weight_image=float((1 + bool(work.core_nodes)) * shape.weight_bytes),
         weight_offers=float((kept + 1) * shape.weight_bytes),
@@ -164,6 +172,7 @@ def node_memory(shape: ModelShape, work: NodeWork) -> NodeMemory:
         adapter_bases=bool(shape.lora) * shape.weight_bytes * work.trains / (work.core_nodes or work.elastic_nodes),
         environments=work.environment_bytes,
         engine_weights=float(on_cpus * engines * shape.weight_bytes),
+        engine_workspace=float(on_cpus * engines * shape.vocab * (4 * CPU_LOGITS * work.slots + head)),
         KV_cache=work.caches or 0.0,
         processes=agent + engines * engine if on_cpus else PROCESS_BYTES,
     )

@@ -8,6 +8,7 @@
 - Rank 0 lives -> rank 0 writes status and events.  None lives -> the owner does, into blocks that it reserved.
 - A rank ends before all have met -> the others are killed after `EARLY_S`, and the start is repeated with its cause.
 - A rank outlives rank 0 by `STRAGGLERS_S`, or by `LAST_S` all others of a start that rank 0 has ended -> SIGKILL.
+  It outlives them by ``planner.fewer_after_s`` nevertheless -> its node is left out of all next starts.
 - Slurm takes the job apart -> SIGKILL at once: there is time to queue it again, and for no save.
 - This process is killed -> the ranks save and end (`Fence.orphaned`).
 """
@@ -109,7 +110,10 @@ class RunOwner:
         self._config = config if options.slurm else config.changed(slurm={"requeues": 0, "preempted": "stop"})
         self._lease = lease
         self._longest_s = config.deadlines.cannot_now_s
+        self._silence_s = config.planner.fewer_after_s if config.planner.fewer_nodes == "auto" else math.inf
         self._down: dict[str, str] = {}
+        self._silent = set[str]()
+        """Nodes of the job that get no rank: those of their last one did not end."""
         self._records = OwnerRecords(run, options.attempt)
         self._tracking = TrackingChild(run, options.attempt)
         self._spot = SpotJobs(run, config)
@@ -233,7 +237,7 @@ class RunOwner:
         record, asked, step = self._left()
         self._alone = record is None
         self._may_pause(met)
-        now = slurm_step.job_now(os.environ) if self._options.slurm else []
+        now = slurm_step.job_now(os.environ, self._silent) if self._options.slurm else []
         down = "; ".join(self._down.values())
         self._fewer = self._layout_of(now, record)
         return RanksEnded(
@@ -261,7 +265,7 @@ class RunOwner:
             so_far.restarts,
             self._reason,
             last,
-            self._spare_nodes(slurm_step.job_now(os.environ) if self._options.slurm else []),
+            self._spare_nodes(slurm_step.job_now(os.environ, self._silent) if self._options.slurm else []),
             so_far.met,
             self._fewer,
         )
@@ -336,7 +340,8 @@ class RunOwner:
         if not options.slurm:
             return LocalRanks(options.size, logs, options.argv)
         more = options.size - sum(options.nodes)
-        argv = on_nodes(options.argv, nodes, more) if self._fewer.nodes else options.argv
+        fewer = self._fewer.nodes or self._silent
+        argv = on_nodes(options.argv, nodes, more, self._silent) if fewer else options.argv
         return SlurmStep(self._run, self._attempt, sum(nodes) + more, argv, self._config.slurm.interface)
 
     def _watch(self, ranks: Ranks) -> tuple[bool, int]:
@@ -353,6 +358,9 @@ class RunOwner:
             recorded = self._records.has(self._run.ended(self._attempt))
             if patience.ends(ranks, recorded, now) or self._lease.taken:
                 ranks.kill()
+                silent_s = now - max(ranks.links.gone.values(), default=now)
+                if isinstance(ranks, SlurmStep) and silent_s > self._silence_s:
+                    self._silent |= ranks.leave_out()
             if (
                 (0 in ranks.links.ended or (self._message and not met))
                 and now - self._status_at > STATUS_S

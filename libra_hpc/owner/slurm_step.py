@@ -4,6 +4,7 @@
 - A rank ends -> its connection does (`RankLinks`), and the others get that after `SETTLE_S`; all have -> ``srun`` ends.
 - Slurm sets a node down -> ``srun`` prints it, and the others get the ends of its ranks with the reason.
 - All have ended, and ``srun`` has not -> Slurm lost a daemon that would tell it: the step is cancelled, then left.
+- A rank outlives SIGKILL -> `SlurmStep.leave_out`: its node hangs, so the step is left as if it had ended.
 - ``srun`` itself is never killed: its step would stay and hold the nodes.
 """
 
@@ -16,7 +17,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from libra_hpc.errors import SlurmUnreachable
@@ -99,6 +100,14 @@ class SlurmStep:
                 for rank in [rank for rank, name in self.links.nodes.items() if name == node]:
                     self.links.announce(rank, self.down[node])
 
+    def leave_out(self) -> set[str]:
+        """Count the ranks that live as ended; returns their nodes, as far as they have joined."""
+        nodes = {rank: self.links.nodes.get(rank, "") for rank in set(range(self.size)) - self.links.ended}
+        for rank, node in nodes.items():
+            self.down |= {node: f"node {node} is silent, and its processes outlive SIGKILL"} if node else {}
+            self.links.gone[rank] = time.monotonic()
+        return {*nodes.values()} - {""}
+
     def signal(self, name: str) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.Signals[f"SIG{name}"])
@@ -110,7 +119,8 @@ class SlurmStep:
                 self._killed_at = time.monotonic()
                 for name, job in os.environ.items():
                     if name == "SLURM_JOB_ID" or name.startswith("SLURM_JOB_ID_HET_GROUP_"):
-                        ask("scancel", option, f"{job}.{step}")
+                        # It does not answer while a node hangs.
+                        send("scancel", option, f"{job}.{step}")
 
     def close(self) -> list[int]:
         """The exit code of srun, which is not 0 when any rank died; -1 where it has not ended."""
@@ -143,6 +153,11 @@ def ask(*argv: str) -> tuple[int, str]:
     return 127, f"{argv[0]} did not end within {COMMAND_S:.0f} s"
 
 
+def send(*argv: str) -> None:
+    """Have a command of Slurm do its work, without waiting for its end."""
+    subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
 def job_facts(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables with the job's end and Slurm's ``KillWait``; Slurm before 23.02 has no ``SLURM_JOB_END_TIME``."""
     job, end = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_JOB_END_TIME", "")
@@ -169,11 +184,13 @@ class ComponentNow(NamedTuple):
     """Slurm's word."""
 
 
-def job_now(environ: Mapping[str, str]) -> list[ComponentNow]:
-    """The components of this job in order; empty where Slurm does not list them."""
+def job_now(environ: Mapping[str, str], without: Collection[str] = ()) -> list[ComponentNow]:
+    """The components of this job in order, ``without`` these nodes; empty where Slurm does not list them."""
     code, text = ask("scontrol", "show", "job", "--oneliner", environ.get("SLURM_JOB_ID", ""))
-    found = re.findall(r"\bJobState=([A-Z_]+).*\bNumNodes=(\d+)", text) if code == 0 else []
-    return [ComponentNow(int(nodes), state) for state, nodes in found]
+    found = re.findall(r"\bJobState=([A-Z_]+).*\bNodeList=(\S+).*\bNumNodes=(\d+)", text) if code == 0 else []
+    names = [ask("scontrol", "show", "hostnames", nodes)[1].split() if without else [] for _, nodes, _ in found]
+    silent = [len(set(without).intersection(own)) for own in names]
+    return [ComponentNow(int(count) - less, state) for (state, _, count), less in zip(found, silent, strict=True)]
 
 
 def taken_apart(job: Sequence[ComponentNow]) -> bool:

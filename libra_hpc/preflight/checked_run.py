@@ -32,7 +32,7 @@ from libra_hpc.slurm.writer import het_script
 
 from .checks import check_files, check_run
 from .gpu_memory import MemoryNeed
-from .host_memory_needs import check_boxes, check_hosts, host_needs, node_rooms, with_packs
+from .host_memory_needs import check_boxes, check_hosts, fitted, host_needs, node_rooms, with_caches, with_packs
 from .idle_keys import IDLE, idle_keys
 from .job_checks import idle_seats, rounded_adapters
 from .known_work import known_work
@@ -98,13 +98,10 @@ def check(config: RunConfig, *, slurm_required: bool, report: Callable[[str], No
     boxes = _boxes(config)
     warnings += [str(idle).rstrip(".") for idle in idle_keys(config, IDLE)]
     warnings += [*idle_seats(config), *(f"{box.why.rstrip('.')}, and on the nodes it may" for box in boxes if box.why)]
-    hosts, packed = [], ""
+    hosts, given = [], config
     if shape is not None:
-        before, config = config.train.micro_tokens, with_packs(config, shape, known)
+        config = with_caches(with_packs(config, shape, known), shape, known)
         hosts = host_needs(config, shape, known)
-        if config.train.micro_tokens < before:
-            now = config.train.micro_tokens
-            packed = f"train.micro_tokens: {now:,}, as {before:,} need more memory than the nodes have"
     warnings += [*check_hosts(hosts), *(check_boxes(config, hosts, known) if boxes else ())]
     memory = [*gpus.needs, *(need for host in hosts for need in host.needs)]
     request = job_request(config)
@@ -115,7 +112,7 @@ def check(config: RunConfig, *, slurm_required: bool, report: Callable[[str], No
         *_unboxed(config),
         *(f"boxes here: {box.sandbox}, {box.cost}" for box in boxes if not box.why),
     ]
-    facts += filter(None, [config.unstreamed, packed])
+    facts += filter(None, [config.unstreamed, *fitted(given, config)])
     return CheckedRun(request, plan, environment, memory, warnings, facts)
 
 

@@ -6,7 +6,8 @@ of each component of the job.  The owner of the run calls it: it has no checks o
 - Nodes can change places -> rollout nodes go first, then hybrid ones: the core keeps its layout, and so its snapshots.
 - Still too few -> the core is smaller, with the same degrees.  Its ranks go on from the newest checkpoint.
 - They cannot -> a component has the nodes that are left of it.
-- The checks of a run file pass no such layout -> there is none, with the reason of the last.
+- The checks of a run file pass no such layout -> the same with the degrees that `plan` finds for the core's GPUs.
+- They pass none of these -> there is none, with the reason of the last.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from libra_hpc.errors import UserError
 from libra_hpc.planning.initial import interchangeable
 from libra_hpc.protocol.ranks_stop import FewerNodes
 
-from .checks import check_run
+from .checks import check_layout, check_run
+from .gpu_memory import planned_training
 
 
 def fewer_nodes(config: RunConfig, loss: str, needed: Sequence[int], now: Sequence[int]) -> FewerNodes:
     """The nearest layout for ``now`` nodes of each component of the job, of ``needed`` ones; ``loss``: a sentence."""
     have, why = sum(getattr(config.components, name).nodes for name in COMPONENTS[1:]), "each stage needs one"
     left = f"{have - sum(needed) + sum(now)} of {have} nodes"
-    for changes in _candidates(config, [*map(sub, needed, now)]):
+    for planned, changes in product((False, True), [*_candidates(config, [*map(sub, needed, now)])]):
         try:
+            changes |= planned_training(with_values(config, changes), check_layout(config)) if planned else {}
             check_run(found := with_values(config, changes))
         except UserError as error:
             why = str(error)

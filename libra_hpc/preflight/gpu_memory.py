@@ -88,23 +88,19 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
     ``model`` is the shape of the policy with its adapters; None: that of a dry run, whose engines
     `check_simulated` checks.
     """
-    simulated, rollout = config.run.engine == "simulated", config.rollout
+    simulated = config.run.engine == "simulated"
     needs: list[MemoryNeed] = []
     warnings: dict[str, None] = {}
     if config.slurm.device == "cpu" and not simulated:
         return GpuMemory(needs, [])
-    known = model or with_adapters(model_shape(config.planner.model or config.model.path), *config.lora.arguments)
     for stage, component in stages(config).items():
-        gpu = component_device(config, stage)
-        if gpu is None:
+        own = _stage_gpu(config, stage, model)
+        if own is None:
             kind = f"GPUs of gpu_type = {component.gpu_type!r}" if component.gpu_type else "without a gpu_type GPUs"
             warnings[f"{kind} are in no table, so their memory was not checked (planner.device, planner.devices)"] = (
                 None
             )
             continue
-        shape = known.with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
-        shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
-        own = StageGpu(stage, component, gpu, shape)
         if stage != "rollout":
             warnings.update(dict.fromkeys(_check_training(config, own)))
             needs.append(_training_need(config, own))
@@ -112,6 +108,15 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
             _check_rollout(config, own)
             needs += _engine_needs(config, own)
     return GpuMemory(needs, list(warnings))
+
+
+def _stage_gpu(config: RunConfig, stage: str, model: ModelShape | None) -> StageGpu | None:
+    """``model`` as in `check_memory`; None: the GPU is in no table."""
+    gpu, rollout = component_device(config, stage), config.rollout
+    known = model or with_adapters(model_shape(config.planner.model or config.model.path), *config.lora.arguments)
+    shape = known.with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
+    shape = msgspec.structs.replace(shape, dtype_bytes=DTYPE_BYTES[config.model.dtype])
+    return StageGpu(stage, getattr(config.components, stage), gpu, shape) if gpu else None
 
 
 def component_device(config: RunConfig, component: str) -> Device | None:
@@ -196,23 +201,35 @@ def _check_training(config: RunConfig, own: StageGpu) -> Iterator[str]:
 
 def _layout_that_fits(config: RunConfig, own: StageGpu) -> str:
     """What to write instead, in words: what `plan` finds for full micro-batches."""
-    core, hybrid, pack = core_world(config), config.components.hybrid, fullest_pack(config)
-    batch = config.algorithm.prompts_per_step * config.algorithm.group_size
-    reference, gpus = reference_shape(config, own.shape), config.components.train.gpus or core.processes
-    work = work_of([(pack, pack)], batch, minibatches=config.algorithm.minibatches, reference=reference)
-    search = TrainSearch(TrainCost(own.shape, own.gpu, gpus, work), gpus, TrainSpace(host=config.optimizer.host))
-    found = search.best(core.nodes * gpus, elastic=hybrid.nodes_per_replica if hybrid.nodes else 0)
-    if found is None:
-        where = f"{core.nodes} node{'s' * (core.nodes > 1)} of {gpus} GPUs"
+    values, nodes = _fastest_layout(config, own), core_world(config).nodes
+    if not values:
+        where = f"{nodes} node{'s' * (nodes > 1)} of {own.component.gpus} GPUs"
         return f"more training nodes, a smaller train.micro_tokens or a smaller model: no layout of {where} fits"
-    keys = ("tp", "pp", "cp", "ep", "etp", "micro_tokens", "recompute")
-    values = {key: getattr(found.layout, key) for key in keys}
     changed = (
         f"train.{key} = {toml_value(one)}"
         for key, one in values.items()
-        if key in keys[:2] or one != getattr(config.train, key)
+        if key in ("tp", "pp") or one != getattr(config.train, key)
     )
     return f"{', '.join(changed)} (the fastest that fits)"
+
+
+def planned_training(config: RunConfig, model: ModelShape | None) -> dict[str, Any]:
+    """Run-file values of the fastest layout that fits on the core's GPUs, ``model`` as in `check_memory`; empty
+    where none does, or where the GPU is in no table."""
+    own = None if config.slurm.device == "cpu" and model else _stage_gpu(config, "train", model)
+    return {f"train.{key}": value for key, value in _fastest_layout(config, own).items()} if own else {}
+
+
+def _fastest_layout(config: RunConfig, own: StageGpu) -> dict[str, Any]:
+    hybrid, pack, core = config.components.hybrid, fullest_pack(config), core_world(config)
+    gpus = config.train.processes or own.component.gpus or core.processes
+    batch = config.algorithm.prompts_per_step * config.algorithm.group_size
+    reference = reference_shape(config, own.shape)
+    work = work_of([(pack, pack)], batch, minibatches=config.algorithm.minibatches, reference=reference)
+    search = TrainSearch(TrainCost(own.shape, own.gpu, gpus, work), gpus, TrainSpace(host=config.optimizer.host))
+    found = search.best(core.nodes * gpus, elastic=hybrid.nodes_per_replica if hybrid.nodes else 0)
+    keys = ("tp", "pp", "cp", "ep", "etp", "micro_tokens", "recompute")
+    return {key: getattr(found.layout, key) for key in keys} if found else {}
 
 
 def _degrees(config: RunConfig, stage: str) -> list[int]:

@@ -1,7 +1,8 @@
 """Whether the nodes of a run file have enough host memory and /dev/shm, by `libra_hpc.models.host_memory`.
 
 * On CPUs the memory of trainers and engines is that of their node. ``train.micro_tokens`` is not given -> it is halved
-  until the nodes have enough, or the longest trajectory fills a micro-batch.
+  until the nodes have enough, or the longest trajectory fills a micro-batch. ``rollout.kv_cache_mb`` is not -> the
+  caches get what is left, as far as all sequences of an engine fill them.
 * A component's nodes get less memory than they need -> refused, with the largest term.
 * /dev/shm cannot hold image and offers of weights -> refused. The snapshots -> warning: a run that cannot write them
   goes on without. Of cluster nodes it has ``compute.shm_share`` of their memory.
@@ -23,10 +24,11 @@ from typing import NamedTuple
 import msgspec
 
 from libra_hpc.config.job import Component
+from libra_hpc.config.load import flat
 from libra_hpc.config.node_groups import PLAIN_MEM, core_world, elastic_world, memory_mb, stages
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import invalid
-from libra_hpc.models.devices import CPU, GIB, MIB, blocks_of
+from libra_hpc.models.devices import CPU, GIB, MIB, UTIL, blocks_of
 from libra_hpc.models.host_memory import WEIGHTS, HostRoom, NodeMemory, node_memory, node_work
 from libra_hpc.models.memory import MemoryTerms
 from libra_hpc.models.shapes import DTYPE_BYTES, ModelShape, reference_shape
@@ -99,11 +101,9 @@ def _parts(config: RunConfig, name: str, shape: ModelShape) -> tuple[MemoryTerms
     work = node_work(config, name, None if name == "rollout" else reference_shape(config, shape))
     if config.slurm.device == "cuda":
         return (node_memory(shape, work),)
-    cached = shape.with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
-    longest = blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size
     caches = max(
         (
-            engines * tp * max(rollout.kv_cache_mb * MIB, longest * cached.kv_bytes_per_device(tp))
+            engines * tp * max(rollout.kv_cache_mb * MIB, _longest_bytes(config, shape, tp))
             for tp, engines in map(rollout.on_node, on_node)
         ),
         default=0,
@@ -114,6 +114,13 @@ def _parts(config: RunConfig, name: str, shape: ModelShape) -> tuple[MemoryTerms
     own = StageGpu(name, getattr(config.components, name), CPU, shape)
     trainer = training_memory(config, own, in_flight=config.train.pp, pack=longest_pack(config))
     return (kept, *[trainer] * (elastic_world if name == "hybrid" else core_world)(config).processes)
+
+
+def _longest_bytes(config: RunConfig, shape: ModelShape, tp: int) -> int:
+    """KV cache of the longest trajectory on one device."""
+    rollout = config.rollout
+    cached = shape.with_kv(rollout.kv_dtype, rollout.max_model_len, rollout.block_size)
+    return blocks_of(rollout.max_model_len, rollout.block_size) * rollout.block_size * cached.kv_bytes_per_device(tp)
 
 
 def _lessening(config: RunConfig) -> str:
@@ -133,6 +140,29 @@ def with_packs(config: RunConfig, model: ModelShape, partitions: Sequence[Partit
     ):
         config = config.changed(train={"micro_tokens": config.train.micro_tokens // 2})
     return config
+
+
+def with_caches(config: RunConfig, model: ModelShape, partitions: Sequence[Partition]) -> RunConfig:
+    """``config`` with the KV caches of engines on CPUs that their nodes' memory holds, where the user gave no size."""
+    rollout = config.rollout
+    if config.slurm.device == "cuda" or rollout.kv_cache_mb:
+        return config
+    shape = msgspec.structs.replace(model, dtype_bytes=DTYPE_BYTES[config.model.dtype])
+    engines = [rollout.on_node(node) for name in stages(config) for node in config.rollout_nodes(name)]
+    least = max(_longest_bytes(config, shape, tp) for tp, _ in engines)
+    found = host_needs(config.changed(rollout={"kv_cache_mb": ceil(least / MIB)}), model, partitions)
+    needs = [need for need in found if "KV cache" in need.terms]
+    left = [UTIL * (need.room.memory or 0.0) - sum(need.terms.values()) for need in needs]
+    more = min(rollout.slots - 1, *(size / need.terms["KV cache"] for need, size in zip(needs, left, strict=True)))
+    known = all(need.room.memory for need in needs)
+    return config.changed(rollout={"kv_cache_mb": ceil((1 + max(0.0, more)) * least / MIB)}) if known else config
+
+
+def fitted(given: RunConfig, config: RunConfig) -> list[str]:
+    """What `with_packs` and `with_caches` have changed, in words."""
+    was, now = flat(given.as_data()), flat(config.as_data())
+    keys = [key for key in ("train.micro_tokens", "rollout.kv_cache_mb") if now[key] != was[key]]
+    return [f"{key}: {now[key]:,}, not {was[key]:,}, by the memory of the nodes" for key in keys]
 
 
 def node_rooms(config: RunConfig, partitions: Sequence[Partition]) -> dict[str, HostRoom]:

@@ -130,7 +130,7 @@ def cache_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserErro
             need = -(-tokens * shape.kv_bytes_per_device(tp) // MIB)
             if given < need:
                 why = f"one trajectory of rollout.max_model_len = {rollout.max_model_len} tokens needs {need} MiB"
-                yield invalid("rollout.kv_cache_mb", given, why, f"at least {need}, or 0 (what vLLM takes by default)")
+                yield invalid("rollout.kv_cache_mb", given, why, f"at least {need}, or 0 (what the node has)")
         mem = getattr(config.components, name).mem
         if config.slurm.executor != "local" and mem and 0.0 < memory_mb(mem) < given and config.rollout_nodes(name):
             valid = f"at most {memory_mb(mem):.0f}"

@@ -15,7 +15,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import resources
 from itertools import chain, takewhile
 from pathlib import Path
@@ -117,10 +117,12 @@ def step_parts(groups: Sequence[NodeRequest]) -> list[list[str]]:
     return [["--het-group=0", *counts], ["--het-group=" + ",".join(everyone[1:])]]
 
 
-def on_nodes(command: Sequence[str], nodes: Sequence[int], more: int) -> list[str]:
-    """A step's command line for so many nodes of each component, the first of which has ``more`` ranks than nodes."""
+def on_nodes(command: Sequence[str], nodes: Sequence[int], more: int, without: Collection[str] = ()) -> list[str]:
+    """A step's command line for so many nodes of each component, the first of which has ``more`` ranks than nodes, and
+    for none of ``without``."""
     end, own = command.index("bash"), ("--het-group=", "--nodes=", "--ntasks=", "--distribution=")
     options = [one for one in takewhile(":".__ne__, command[1:end]) if not one.startswith(own)]
+    options += ["--exclude=" + ",".join(sorted(without))] if without else []
     groups = [[f"--het-group={index}"] for index in range(len(nodes))] if len(nodes) > 1 else [[]]
     parts = [
         [":", *options, *group, f"--nodes={count}", f"--ntasks={tasks}", "--distribution=block"]

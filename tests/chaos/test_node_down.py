@@ -107,8 +107,8 @@ class OnNodes(Chaos):
         call(["scontrol", "update", f"NodeName={node}", "State=DOWN", f"Reason={REASON}"], self.env)
         self.fault_at = time.time()
 
-    def crash(self, node: str) -> None:
-        """Everything on the node is killed, as by a loss of power; and Slurm sees it."""
+    def victims(self, node: str) -> list[int]:
+        """Process ids of all that Slurm started on the node, its daemons first."""
         home = f"{self.env['SLURM_CONF']}\0".encode()
         victims = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -122,11 +122,18 @@ class OnNodes(Chaos):
                 victims += [int(parent)] * stepd + [int(folder.name)]
         # The daemons first: none of them reports the end of another.
         victims.sort(key=lambda pid: "slurmstepd" not in Path(f"/proc/{pid}/cmdline").read_text())
-        for victim in [daemons()[f"slurmd {node}"], *victims]:
+        return list(dict.fromkeys(victims))
+
+    def signal_all(self, victims: Sequence[int], number: signal.Signals) -> None:
+        for victim in victims:
             try:
-                os.kill(victim, signal.SIGKILL)
+                os.kill(victim, number)
             except ProcessLookupError:
                 continue
+
+    def crash(self, node: str) -> None:
+        """Everything on the node is killed, as by a loss of power; and Slurm sees it."""
+        self.signal_all([daemons()[f"slurmd {node}"], *self.victims(node)], signal.SIGKILL)
         assert self.run is not None
         shutil.rmtree(kept_folder(self.run.path, node), ignore_errors=True)
         self.set_down(node)
@@ -269,6 +276,26 @@ def test_the_node_of_the_script_loses_power(slurm_env: dict[str, str], tmp_path:
     assert case.events("job_started")[-1]["step"] >= reached - 2 * SNAPSHOT_EVERY
     case.counts_from_the_script()
     case.goes_on()
+    sound(case)
+
+
+@pytest.mark.chaos
+def test_the_run_goes_on_without_a_core_node_that_hangs_though_slurm_has_it_up(
+    slurm_env: dict[str, str], tmp_path: Path
+) -> None:
+    case = OnNodes(tmp_path, slurm_env, "pairs", options=("-o", "planner.fewer_after_s=10"), steps=300)
+    node = case.node(ROLES["second train"])
+    hung = case.victims(node)
+    case.signal_all(hung, signal.SIGSTOP)
+    case.fault_at = time.time()
+    case.wait(lambda: case.events("fewer_nodes"), "the restart")
+    case.goes_on()
+    (notice,) = [event["reason"] for event in case.events("fewer_nodes")]
+    assert f"node {node} is silent" in notice
+    assert "going on with 5 of 6 nodes: 2 train with TP2 PP1, 2 hybrid, 1 roll out" in notice
+    assert case.events("recovered")[-1]["step"] >= SNAPSHOT_EVERY
+    assert node not in {case.node(rank) for rank in range(5)}
+    case.signal_all(hung, signal.SIGKILL)
     sound(case)
 
 

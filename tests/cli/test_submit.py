@@ -315,12 +315,13 @@ def test_check_finds_the_same_mistakes_and_prints_what_it_found(
     engines = "engines run 256 of 384 turns, no step ahead; an update drops KV caches"
     outcome = cli("check", "run.toml")
     lines = outcome.out.splitlines()
-    packed = "train.micro_tokens: 4,096, as 8,192 need more memory than the nodes have"
-    assert ([*lines[:3], lines[-1]], outcome.err) == ([layout, engines, packed, "run.toml is good"], "")
+    packed = "train.micro_tokens: 4,096, not 8,192, by the memory of the nodes"
+    caches = "rollout.kv_cache_mb: 88, not 0, by the memory of the nodes"
+    assert ([*lines[:4], lines[-1]], outcome.err) == ([layout, engines, packed, caches, "run.toml is good"], "")
     assert any(line.startswith(" rollout node") and " 2.1 " in line for line in lines), "of its mem"
     facts = json.loads(cli("check", "run.toml", "--json").out)
     expected = {"checked_against_slurm": True, "warnings": [], "expected_start": None, "split": None}
-    expected |= {"layout": layout, "facts": [engines, lines[2]], "memory": facts["memory"]}
+    expected |= {"layout": layout, "facts": [engines, packed, caches], "memory": facts["memory"]}
     assert facts == {"run_file": "run.toml", "good": True, **expected}
     outcome = cli("check", "run.toml", "-o", "components.train.partition=a80")
     assert "warning: components.train.partition = 'a80': no such partition" in outcome.err, "Slurm is the judge"

@@ -12,7 +12,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.owner import slurm_step as module
 from libra_hpc.owner.slurm_step import ComponentNow, SlurmStep, job_now, requeue, taken_apart
 
-LINE = "JobId={} HetJobId=7 JobName=t UserId=me(1) JobState={} Reason=None NumNodes={} NumCPUs=64 NumTasks=1\n"
+LINE = "JobId={} HetJobId=7 JobName=t JobState={} Reason=None ReqNodeList=(null) NodeList=a800-[0-1] NumNodes={}\n"
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *components: tuple[str, str], code: int = 0) -> None:
@@ -21,6 +21,8 @@ def answer(monkeypatch: pytest.MonkeyPatch, *components: tuple[str, str], code: 
     def ask(*argv: str) -> tuple[int, str]:
         if argv[1] == "requeue":
             return code, "Job is pending execution for job 7\n"
+        if argv[2] == "hostnames":
+            return 0, "a800-0\na800-1\n"
         return 0, "".join(LINE.format(7 + offset, *component) for offset, component in enumerate(components))
 
     monkeypatch.setattr(module, "ask", ask)
@@ -31,6 +33,7 @@ def test_a_job_is_taken_apart_where_slurm_lets_only_some_components_run(monkeypa
     now = job_now({"SLURM_JOB_ID": "7"})
     assert now == [ComponentNow(1, "COMPLETING"), ComponentNow(2, "RUNNING"), ComponentNow(1, "RUNNING")]
     assert taken_apart(now)
+    assert [part.nodes for part in job_now({"SLURM_JOB_ID": "7"}, {"a800-1", "a800-7"})] == [0, 1, 0]
     for states in (("RUNNING",), ("RUNNING", "RUNNING"), ("COMPLETING", "COMPLETING"), ()):
         assert not taken_apart([ComponentNow(1, state) for state in states]), states
 
@@ -59,14 +62,16 @@ def test_a_step_whose_ranks_have_ended_is_over_though_slurm_does_not_tell_srun(
 ) -> None:
     run, asked = RunDir(tmp_path), list[tuple[str, ...]]()
     run.logs(1).mkdir(parents=True)
-    for name, value in {"ask": lambda *argv: asked.append(argv), "UNTOLD_S": 0.2, "OVER_S": 1.0}.items():
+    for name, value in {"send": lambda *argv: asked.append(argv), "UNTOLD_S": 0.2, "OVER_S": 1.0}.items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(os, "environ", {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_ID_HET_GROUP_1": "8"})
     step, now = SlurmStep(run, 1, 2, ["sleep", "60"]), time.monotonic()
     (run.logs(1) / "step").write_text("0\n")
     step.links.gone[0] = now - 60.0
     assert step.poll(), "a rank lives"
-    step.links.gone[1] = now
+    step.links.nodes |= {0: "a800-0", 1: "a800-1"}
+    assert step.leave_out() == {"a800-1"}
+    assert "node a800-1 is silent" in step.down["a800-1"]
     while step.poll():
         assert time.monotonic() < now + 10.0
     assert set(asked) == {("scancel", "--ctld", "7.0"), ("scancel", "--ctld", "8.0")}

@@ -41,8 +41,15 @@ def test_the_core_keeps_its_nodes_for_as_long_as_others_can_be_done_without(
     assert (counts, " no layout fits " in sentence) == (after, after[0] < 0)
 
 
-def test_a_layout_that_fails_a_check_is_none() -> None:
-    assert "no layout fits 2 of 3 nodes (train." in layout([2, 0, 1], [3], [2], **{"train.tp": 8, "train.pp": 2})[0]
+def test_a_core_that_its_degrees_do_not_fit_gets_others_or_the_reason_is_named() -> None:
+    two_stages = {"train.tp": 8, "train.pp": 2}
+    sentence, counts = layout([4, 0, 1], [5], [4], **two_stages)
+    assert (sentence, counts) == (
+        f"{LOSS}: going on with 4 of 5 nodes: 3 train with TP2 PP1, 0 hybrid, 1 roll out",
+        [3, 0, 1, 0],
+    )
+    refused, _ = layout([2, 0, 1], [3], [2], **two_stages, **{"planner.model": "llama-3.1-70b", "rollout.tp": 8})
+    assert f"{LOSS}: no layout fits 2 of 3 nodes (train.tp * train.pp = 16: " in refused, "one node holds no other"
 
 
 def test_nodes_of_two_kinds_do_not_change_places() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from libra_hpc.models.host_memory import WEIGHTS, NodeWork, node_memory
 from libra_hpc.models.memory import activation_bytes_per_token
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.preflight import host_memory_needs as preflight
-from libra_hpc.preflight.host_memory_needs import check_boxes, check_hosts, host_needs, with_packs
+from libra_hpc.preflight.host_memory_needs import check_boxes, check_hosts, host_needs, with_caches, with_packs
 from libra_hpc.slurm.queue.query import Partition
 from libra_hpc.weights.offers import KEEP_VERSIONS
 
@@ -183,6 +184,18 @@ def test_packs_on_cpus_are_halved_until_they_fit_where_the_user_gave_no_length()
         (1024, {}, 1024),
     ):
         assert with_packs(on_cpus(f"{int(mem)}M", **train), SMALL, ()).train.micro_tokens == tokens
+
+
+def test_caches_on_cpus_take_what_the_node_has_beside_the_rest() -> None:
+    longest = host_needs(on_cpus("1G"), SMALL)[1].terms["KV cache"]
+    given = on_cpus("90G").changed(rollout={"kv_cache_mb": 64})
+    sizes = [with_caches(one, SMALL, ()).rollout.kv_cache_mb for one in map(on_cpus, ("900G", "70G", "1G", ""))]
+    assert sizes[0] == 256 * longest / MIB
+    assert sizes[2:] == [ceil(longest / MIB), 0], "one trajectory; an unknown node is left to vLLM"
+    assert with_caches(given, SMALL, ()) == given
+    rolls = host_needs(on_cpus("70G").changed(rollout={"kv_cache_mb": sizes[1]}), SMALL)[1]
+    assert 0.8 < sum(rolls.terms.values()) / (70 << 30) <= 0.9
+    assert rolls.terms["engine workspace"] == SMALL.vocab * (20 * 256 + 4 * SMALL.hidden)
 
 
 def test_a_trainer_that_its_cpu_node_cannot_hold_is_refused_with_the_key_that_lessens_it() -> None:
