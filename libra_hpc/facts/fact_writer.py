@@ -100,8 +100,9 @@ class Reserve:
 
 def status_reserve(run: RunDir) -> Reserve:
     """The status of a run, with room for all its nodes: the same for its owner and its rank 0."""
-    groups: dict[str, dict[str, int]] = run.read_json(run.config).get("components", {})
-    return Reserve(run.status, STATUS_BYTES + NODE_BYTES * sum(group["nodes"] for group in groups.values()))
+    components = run.read_json(run.config).get("components", {}).values()
+    nodes = sum(one["nodes"] for one in components if isinstance(one, dict))  # another value is a flag
+    return Reserve(run.status, STATUS_BYTES + NODE_BYTES * nodes)
 
 
 def _size(path: Path) -> int:
