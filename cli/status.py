@@ -36,6 +36,7 @@ def status(
     run: RunArgument = None,
     json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run ends.")] = False,
+    nodes: Annotated[bool, typer.Option("--nodes", help="A row for every node, however many.")] = False,
     runs: RunsOption = Path(RUNS),
 ) -> None:
     found = find_run(run, runs)
@@ -44,12 +45,12 @@ def status(
         print_json(facts(found))
         return
     state = follow(found) if watch else jobs.state(found)
-    show_run(found, state)
+    show_run(found, state, nodes)
     if watch and state.state != "completed":
         raise typer.Exit(1)
 
 
-def show_run(run: RunDir, state: RunState) -> None:
+def show_run(run: RunDir, state: RunState, every_node: bool = False) -> None:
     """Show a run: its last snapshot, or its summary once it is over."""
     # An evaluation has nothing of these screens.
     trains = not run.policies.exists()
@@ -59,7 +60,8 @@ def show_run(run: RunDir, state: RunState) -> None:
         return
     snapshot = read_status(run) if trains else None
     if snapshot is not None:
-        show(status_screen(with_state(snapshot, state), now=jobs.clock(run, time.time()), steps=series.steps(run)))
+        known, now = with_state(snapshot, state), jobs.clock(run, time.time())
+        show(status_screen(known, now=now, steps=series.steps(run), every_node=every_node))
     if state.state == "never_queued":
         print_line(f"{run.name}: was never queued; files in {run.path}")
     elif snapshot is None or state.state != "running":

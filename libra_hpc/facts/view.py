@@ -7,7 +7,6 @@ last decision.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -46,6 +45,8 @@ BAR_WIDTH = 7
 STALE_HEARTBEAT_S = 5.0
 """Age of a heartbeat that is shown in red; one comes about every second."""
 SHOWN_NOTICES = 3
+SHOWN_NODES, SHOWN_ODD, FEW = 16, 8, 2
+"""Most nodes that have a row each; of more, odd ones that have; processes of a kind and state that have names."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 ROLE_STYLES = {
     "planner": "blue",
@@ -56,13 +57,17 @@ ROLE_STYLES = {
     "to_rollout": "yellow",
     "lost": "bold red",
 }
+KINDS = {"t": "trainer", "e": "environment host", "c": "carrier"}
 ENGINE_STYLES = {"ready": "green", "starting": "yellow", "standby": "dim", "lost": "bold red"}
 
 
-def status_screen(status: Status, *, now: float, steps: Sequence[Record] = (), short: bool = False) -> Panel:
+def status_screen(
+    status: Status, *, now: float, steps: Sequence[Record] = (), short: bool = False, every_node: bool = False
+) -> Panel:
     """A snapshot at ``now``, epoch seconds; ``steps``: metrics of each step of all attempts.
 
     ``short``: without blank lines, lenders, estimates and counts, one row a role, and one line for the decision.
+    ``every_node``: a row each, however many they are.
     """
     rows = {label: ", ".join(map(str, cells)) for label, cells in rows_of("running", status.numbers).items()}
     if status.estimate is not None:
@@ -73,7 +78,7 @@ def status_screen(status: Status, *, now: float, steps: Sequence[Record] = (), s
         _progress(status, now),
         _learning(status, steps, rows.pop("staleness", "-")),
         _stages(status) if short else _side_by_side(_stages(status), _buckets(status)),
-        _roles(status.nodes) if short else _nodes(status.nodes),
+        *([_roles(status.nodes)] if short else _nodes(status.nodes, every_node)),
         *([_lenders(status.lenders)] if status.lenders and not short else []),
         _footer(status, {} if short else rows, short=short, now=now),
     ]
@@ -161,28 +166,40 @@ def _buckets(status: Status) -> Table:
     return buckets
 
 
-def _nodes(nodes: Sequence[NodeStatus]) -> Table:
+def _nodes(nodes: Sequence[NodeStatus], every: bool) -> list[RenderableType]:
+    """A row each; of many, unless ``every`` one is wanted, one a role, and the odd ones."""
+    if every or len(nodes) <= SHOWN_NODES:
+        return [_each(nodes)]
+    newest = max(node.version for node in nodes)
+    odd = sorted((node for node in nodes if _is_odd(node, newest)), key=lambda node: node.role != "lost")
+    more = Text(f"{len(odd) - SHOWN_ODD:,} more: libra-hpc status --nodes")
+    return [_roles(nodes), *[_each(odd[:SHOWN_ODD])] * bool(odd), *[more] * (len(odd) > SHOWN_ODD)]
+
+
+def _is_odd(node: NodeStatus, newest: int) -> bool:
+    """Whether it is lost, silent, or has lost processes or weights that are not nearly the newest."""
+    late = node.heartbeat_age_s > STALE_HEARTBEAT_S or 0 <= node.version < newest - 1
+    return late or "lost" in (node.role, *node.engines.values())
+
+
+def _each(nodes: Sequence[NodeStatus]) -> Table:
     table = _table(
         ("rank", "right"), "host", "component", "role", "processes", ("weights", "right"), ("heartbeat", "right")
     )
     table.expand = True
-    # The only column that may take several lines: a node has as many engines as GPUs.
+    # The only column that may take several lines.
     table.columns[4].no_wrap = False
     for node in nodes:
-        lost = node.role == "lost"
-        beat = Text(f"{node.heartbeat_age_s:.1f} s", style="red" if node.heartbeat_age_s > STALE_HEARTBEAT_S else "")
-        if node.role == "ended":
-            beat = Text("-")
-        version = f"v{node.version}" if node.version >= 0 else "-"
+        age_s = node.heartbeat_age_s
         table.add_row(
             str(node.rank),
             Text(node.host),
             node.component,
             _role(node.role),
-            _named(node) or Text("-", style="dim"),
-            version,
-            beat,
-            style="dim" if lost else "",
+            _processes([node], FEW) or Text("-", style="dim"),
+            f"v{node.version}" if node.version >= 0 else "-",
+            Text("-" if node.role == "ended" else f"{age_s:.1f} s", style="red" if age_s > STALE_HEARTBEAT_S else ""),
+            style="dim" if node.role == "lost" else "",
         )
     return table
 
@@ -191,32 +208,32 @@ def _role(role: str) -> Text:
     return Text(role.replace("to_", "→ "), style=ROLE_STYLES.get(role, ""))
 
 
-def _named(node: NodeStatus) -> Text:
-    """Every process of a node with its state; carriers only where they are not ready."""
-    states = sorted(item for item in node.engines.items() if item[0][0] != "c" or item[1] != "ready")
-    return Text(", ").join([Text.assemble(name, " ", (state, ENGINE_STYLES.get(state, ""))) for name, state in states])
-
-
-def _counted(nodes: Sequence[NodeStatus]) -> Text:
-    """How many engines and trainers of some nodes are in each state."""
-    kinds = {"r": "engine", "t": "trainer", "e": "environment host"}
-    states = Counter(
-        (kinds[name[0]], state) for node in nodes for name, state in node.engines.items() if name[0] in kinds
-    )
-    return Text(", ").join(
-        [
-            Text.assemble(f"{n} {kind}{'s' * (n > 1)} ", (state, ENGINE_STYLES.get(state, "")))
-            for (kind, state), n in sorted(states.items())
-        ]
-    )
+def _processes(nodes: Sequence[NodeStatus], few: int) -> Text:
+    """Processes by kind and state: up to ``few`` with names, else counted; carriers only where they are not ready."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for node in nodes:
+        for name, state in node.engines.items():
+            if (name[0], state) != ("c", "ready"):
+                found.setdefault((KINDS.get(name[0], "engine"), state), []).append(name)
+    texts = [
+        Text.assemble(shown, " ", (state, ENGINE_STYLES.get(state, "")))
+        for (kind, state), names in sorted(found.items())
+        for shown in (sorted(names) if len(names) <= few else [f"{len(names):,} {kind}{'s' * (len(names) > 1)}"])
+    ]
+    return Text(", ").join(texts)
 
 
 def _roles(nodes: Sequence[NodeStatus]) -> Table:
-    table = _table("role", ("nodes", "right"), "processes", ("oldest heartbeat", "right"))
-    for role in dict.fromkeys(node.role for node in nodes):
-        found = [node for node in nodes if node.role == role]
-        oldest = max(node.heartbeat_age_s for node in found)
-        table.add_row(_role(role), str(len(found)), _counted(found), "-" if role == "ended" else f"{oldest:.1f} s")
+    by_role: dict[str, list[NodeStatus]] = {}
+    for node in nodes:
+        by_role.setdefault(node.role, []).append(node)
+    table = _table("role", ("nodes", "right"), "processes", "weights", ("heartbeat", "right"))
+    table.columns[2].no_wrap = False
+    for role, found in by_role.items():
+        oldest, versions = max(node.heartbeat_age_s for node in found), sorted({node.version for node in found} - {-1})
+        weights = " to ".join(f"v{version}" for version in dict.fromkeys((*versions[:1], *versions[-1:]))) or "-"
+        beat = "-" if role == "ended" else f"{oldest:.1f} s"
+        table.add_row(_role(role), f"{len(found):,}", _processes(found, 0), weights, beat)
     return table
 
 

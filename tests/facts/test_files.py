@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,31 @@ def test_a_low_terminal_gets_the_short_screen(run: RunDir) -> None:
     assert [words in whole for words in ("0.310 → 0.710", "2,346", "moving node 2", "a800-03")] == [True] * 4
     assert "1 engine lost, 1 engine ready" in low
     assert [words in low for words in ("0.310 → 0.710", "2,346", "moving node 2", "a800-03")] == [True] * 3 + [False]
+
+
+def test_a_thousand_nodes_are_shown_by_role_with_the_odd_ones(run: RunDir) -> None:
+    status = synthetic.make_status(run, step=41, nodes=1024)
+    nodes = [msgspec.structs.replace(node, heartbeat_age_s=0.3) for node in status.nodes]
+    nodes[900] = msgspec.structs.replace(nodes[900], role="lost", engines={}, version=-1, heartbeat_age_s=21.0)
+    nodes[800] = msgspec.structs.replace(nodes[800], version=38)
+    nodes[700] = msgspec.structs.replace(nodes[700], heartbeat_age_s=9.0)
+    status, began = msgspec.structs.replace(status, nodes=nodes), time.process_time()
+    text = screen(status, 80)
+    assert time.process_time() - began < 0.5, "a live screen is drawn every second"
+    assert len(text.splitlines()) <= 50
+    roles = ("rollout 1,020 1 engine lost, 8,153 engines ready v38 to v41 9.0 s", "lost 1 - 21.0 s")
+    odd = (
+        "901 rollout lost",
+        "801 rollout rollout 8 engines ready v38",
+        "701 rollout rollout 8 engines ready v41 9.0 s",
+    )
+    for words in (*roles, *odd, "a800-04"):
+        assert words in flat(text), flat(text)
+    assert "a800-0702" not in text
+    silent = [msgspec.structs.replace(node, heartbeat_age_s=9.0) for node in nodes]
+    assert "1,016 more: libra-hpc status --nodes" in screen(msgspec.structs.replace(status, nodes=silent), 80)
+    every = text_of(view.status_screen(status, now=status.updated_at, every_node=True), 80)
+    assert all(f"a800-0{rank + 1} " in every for rank in range(1024))
 
 
 NEW_WEIGHTS = {"changed_share": 0.033, "weights_mb": 34.2, "weights_dense_mb": 690.1, "update_s": 0.58, "pause_s": 6e-4}
