@@ -35,7 +35,6 @@ from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.process.agent_folders import make_folders
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine import Abort
-from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord, recorded
 
@@ -147,7 +146,6 @@ class Replayer:
         self._context = self._of_agent(config, RunDir.create(folder, "engines"))
         self._node = RolloutNode(self._context, NodeCarrier(self._context, lambda: None))
         self._service: RolloutService | None = None
-        self._up: dict[str, EngineState] = {}
         self._work: list[TrajectoryRecord] = []
         self._asked: dict[str, int] = {}
         self._answers: dict[str, list[tuple[float, float, float]]] = {}
@@ -159,7 +157,7 @@ class Replayer:
 
     async def __aenter__(self) -> Replayer:
         await self._node.start()
-        await self._until(lambda: len(self._up) == self.setup.engines, "the engines did not start", self._context.logs)
+        await self._until(lambda: self._node.serves, "the engines did not start", self._context.logs)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -187,10 +185,9 @@ class Replayer:
         config = self.setup.config(path, groups=groups, open_groups=open_groups, policy=policy, seed=self._plays)
         self._asked, self._answers, self._ended = {}, {}, False
         load = os.getloadavg()[0]
-        seen = {name: len(read_steps(self._log(name))[1]) for name in self._up}
+        seen = {name: len(read_steps(self._log(name))[1]) for name in self._node.observed}
         self._service = RolloutService(self._of_agent(config, run))
-        for up in self._up.values():
-            self._service.on_message(up)
+        self._service.leader.on_engines(NODE, self._node.observed)
         reports = asyncio.create_task(self._service.run())
         try:
             problem = f"a play of {len(work)} trajectories did not end"
@@ -239,8 +236,6 @@ class Replayer:
                 for _, answer in items:
                     times = self._answers.setdefault(answer.rid.partition(":")[0], [])
                     times.append((now, answer.queue_s, answer.run_s))
-            case EngineState(state="ready", engine=engine):
-                self._up[engine] = message
         if self._service is not None:
             self._service.on_message(message)
 

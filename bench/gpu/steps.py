@@ -130,4 +130,4 @@ def show(metrics: list[dict[str, Any]], events: list[dict[str, Any]], steps: int
         raise OperationError(f"The engine has the weights of version {max(applied, default=-1)} after {steps} steps.")
     waits = [applied[line["version"]]["t"] - line["t"] for line in later if line["version"] in applied]
     figures.add("  commit until the engine has the weights, s", median(waits))
-    figures.add("  of it in the engine, s", median(event["seconds"] for event in applied.values()))
+    figures.add("  of it in the engine, s", median(event["pause_s"] for event in applied.values()))

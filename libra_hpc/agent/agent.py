@@ -95,7 +95,7 @@ class Agent(NodeAgent):
         owner: OwnerLink | None = None,
     ) -> None:
         """``from_step``: where the attempt is to start; None: at the newest whole state."""
-        super().__init__(Mesh(world, self._on_message), layout.components[world.rank], Routes())
+        super().__init__(Mesh(world, self._on_message), layout.components[world.rank], Routes(), layout.listeners)
         self.layout, self.run_dir, self.attempt, self._from_step = layout, run, attempt, from_step
         self.config = in_wall_time(config)
         self._shown = shown(config)
@@ -203,6 +203,7 @@ class Agent(NodeAgent):
             resume_point=point,
             private=self.private,
             shared_memory=self.shared_memory,
+            changed=self.changed,
             kept=self.kept,
             fence=self._fence,
             ended=self.ended,
@@ -417,7 +418,8 @@ class Agent(NodeAgent):
         if source == 0:
             self._watch.seen()
         try:
-            if not self._routes.deliver(message) and self.coordinator is not None:
+            taken = self._routes.deliver(message) and not isinstance(message, wire.Heartbeat)
+            if self.coordinator is not None and not taken:
                 self.coordinator.on_message(source, message)
         except Exception as error:
             self._fail(f"message {type(message).__name__} from rank {source}", error)
@@ -516,7 +518,7 @@ class Agent(NodeAgent):
         # It lost the others while they lost it.
         for rank in (0, *(rank for rank, row in self._newest.rows.items() if row.active is not None)):
             self.mesh.remember(rank)
-        self._life = max(self._life, life)
+        self._life, self._told = max(self._life, life), {}
         self._beat()
 
     def _on_stop(self, stop: wire.StopAgent) -> None:

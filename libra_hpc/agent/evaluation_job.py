@@ -88,7 +88,7 @@ class EvaluationNode(NodeAgent):
     def __init__(
         self, mesh: Mesh, routes: Routes, layout: RankLayout, config: RunConfig, run: RunDir, step: int
     ) -> None:
-        super().__init__(mesh, "rollout", routes)
+        super().__init__(mesh, "rollout", routes, layout.listeners)
         self._run, self._step = run, step
         self._began = time.time()
         # What earlier runs measured is not needed.
@@ -103,6 +103,7 @@ class EvaluationNode(NodeAgent):
             resume_point=ResumePoint(step, "", 0, ()),
             private=self.private,
             shared_memory=self.shared_memory,
+            changed=self.changed,
         )
         # No version follows that of the start: the carrier is never started.
         self._engines = RolloutNode(self._context, NodeCarrier(self._context, lambda: None))

@@ -71,13 +71,14 @@ class GuestAgent(NodeAgent):
     def __init__(
         self, joined: JoinedWorld, config: RunConfig, run: RunDir, attempt: int, settings: GuestSettings
     ) -> None:
-        super().__init__(Mesh(joined.world, self._on_message), "guest", Routes())
+        layout = RankLayout.of(config)
+        super().__init__(Mesh(joined.world, self._on_message), "guest", Routes(), layout.listeners)
         self._until = settings.until
         behind = settings.behind
         self._given = None if behind is None else GivenTokens(behind)
         self._context = AgentContext(
             rank=joined.world.rank,
-            layout=RankLayout.of(config),
+            layout=layout,
             config=in_wall_time(config).changed(rollout={"kv_cache_mb": settings.kv_cache_mb}),
             run=run,
             attempt=attempt,
@@ -85,6 +86,7 @@ class GuestAgent(NodeAgent):
             resume_point=ResumePoint(0, "", 0, ()),
             private=self.private,
             shared_memory=self.shared_memory,
+            changed=self.changed,
             secret=joined.world.secret,
             addresses=joined.addresses,
             guest_engines=settings.engines,
@@ -139,7 +141,7 @@ class GuestAgent(NodeAgent):
         return self._engines.version
 
     def _beat(self, **fields: Any) -> None:
-        super()._beat(leaving=self._leaving, returns=self._returns, **fields)
+        super()._beat(lender=self._context.lender, leaving=self._leaving, returns=self._returns, **fields)
         if self._given is not None:
             self._given.beat(self._engines.generated, self._engines.asleep)
         if time.time() > self._until - LEAVE_EARLY_S:

@@ -3,7 +3,8 @@
 - A part is a kind of children (`EngineNode`) or a leader; its messages are rows of `Routes`, added when it is built.
 - A message without a row is for the coordinator; where there is none it is dropped: it is for a part that this node
   does not have, or not yet.
-- Once a second -> a heartbeat to rank 0 with all parts, and the end of what outlived a child.
+- Once a second -> a heartbeat to rank 0, and the end of what outlived a child.
+- An engine has changed -> a heartbeat at once to rank 0 and both leaders, but not within `LEAST_S` of the last one.
 - A task, the handler of a message or a callback fails -> its traceback is in the log, and `NodeAgent.defect` acts.
 - The node ends -> its parts end, the last messages reach the kernel, its tasks and folders go.
 
@@ -13,12 +14,16 @@ An agent of the run, a guest and a node of an evaluation differ in their parts.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import socket
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.mesh.mesh import Mesh
@@ -28,7 +33,7 @@ from libra_hpc.process.child_environment import clean_own
 from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Publish
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.engine_state import EngineState, ObservedEngine
 from libra_hpc.train_leader.train_leader import TrainLeader
 
 from .node_carrier import NodeCarrier
@@ -40,9 +45,8 @@ M = TypeVar("M")
 
 FOR_ROLLOUT_SERVICE = (
     wire.TurnsDone,
-    EngineState,
-    wire.EngineVersion,
-    wire.EngineLoad,
+    wire.Heartbeat,
+    wire.EngineLoads,
     wire.Committed,
     wire.FromEnvHost,
     wire.EnvHostLost,
@@ -102,8 +106,17 @@ def add_rollout_service(routes: Routes, service: RolloutService) -> None:
         routes.add(kind, service.on_message)
 
 
+def _news(before: ObservedEngine | None, now: ObservedEngine) -> ObservedEngine:
+    same = before is not None and before.capacity == now.capacity
+    return msgspec.structs.replace(now, capacity=None) if same else now
+
+
 LIVE_S = 1.0
 """Between two heartbeats, and two searches for processes that were left behind."""
+LEAST_S = 0.05
+"""Between two heartbeats for what has changed.  Half: twice the messages of a version; double: moves wait."""
+WHOLE = 5
+"""Heartbeats of which one has all engines, for who took this node for lost and was wrong."""
 GOODBYE_S = 5.0
 """For the last messages of a leaving agent to reach the kernel."""
 
@@ -117,8 +130,14 @@ class Stops(Protocol):
 
 
 class NodeAgent(ABC):
-    def __init__(self, mesh: Mesh, component: str, routes: Routes) -> None:
+    def __init__(self, mesh: Mesh, component: str, routes: Routes, listeners: Collection[int]) -> None:
+        """``listeners``: rank 0 and the leaders."""
         self.mesh, self.rank, self.component, self._routes = mesh, mesh.rank, component, routes
+        self._listeners = listeners
+        self._told: dict[str, ObservedEngine] = {}
+        """Engines as they were in the last heartbeat."""
+        self._beat_at, self._due = 0.0, False
+        """When that was, in monotonic seconds, and whether the next one comes for what has changed."""
         self.private, self.shared_memory = make_folders()
         clean_own(mesh.hosts)
         self.ended: Mapping[int, str] = {}
@@ -163,24 +182,42 @@ class NodeAgent(ABC):
         return
 
     async def _beats(self) -> None:
-        while True:
+        for count in itertools.count():
+            if count % WHOLE == 0:
+                self._told = {}
             self._beat()
             await asyncio.sleep(LIVE_S)
             if not Child.starting:
                 end_strangers(Child.live)
 
+    def changed(self) -> None:
+        """An engine may have changed."""
+        if not self._due:
+            self._due = True
+            wait_s = max(0.0, self._beat_at + LEAST_S - time.monotonic())
+            asyncio.get_running_loop().call_later(wait_s, self._beat_if_changed)
+
+    def _beat_if_changed(self) -> None:
+        self._due = False
+        if self._observed_engines() != self._told:
+            self._beat()
+
+    def _observed_engines(self) -> dict[str, ObservedEngine]:
+        return {name: engine for part in self.engines for name, engine in part.observed.items()}
+
     def _beat(self, **fields: Any) -> None:
+        told, self._told, self._beat_at = self._told, self._observed_engines(), time.monotonic()
         beat = wire.Heartbeat(
             self.rank,
             self.component,
-            engines={name: state for part in self.engines for name, state in part.states.items()},
-            pids={name: pid for part in self.engines for name, pid in part.pids.items()},
+            engines={name: _news(told.get(name), now) for name, now in self._told.items() if told.get(name) != now},
             version=self.version,
             host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             pid=os.getpid(),
             **fields,
         )
-        self.mesh.send(0, beat)
+        for rank in self._listeners if beat.engines else (0,):
+            self.mesh.send(rank, beat)
 
     def _spawn(self, work: Coroutine[Any, Any, Any], then: Callable[[], object] | None = None) -> asyncio.Task[Any]:
         """Run a task of this node; ``then`` is called once it has ended, unless it was cancelled."""

@@ -66,7 +66,7 @@ class _Asked(NamedTuple):
 
 
 class NodeCarrier(EngineNode[Supervised]):
-    engine, outbound, inbound = Supervised, to_carrier, from_carrier
+    engine, kind, outbound, inbound = Supervised, "carrier", to_carrier, from_carrier
 
     def __init__(self, context: AgentContext, changed: Callable[[], None]) -> None:
         """``changed`` is called when the image has a newer version."""

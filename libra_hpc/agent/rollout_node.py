@@ -38,7 +38,7 @@ from libra_hpc.protocol.engine import (
     refusal,
     to_engine,
 )
-from libra_hpc.protocol.engine_state import EngineState, EngineStats
+from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats, ObservedEngine, WeightUpdate
 from libra_hpc.protocol.joining import is_guest
 
 from .child_start import child_command, engine_config
@@ -54,11 +54,18 @@ NEWEST_S = 30.0
 older ones before; double: after a loss of the trainers they serve so much later."""
 
 
+LOADS_S = 0.25
+"""Between two reports of loads; an engine has one every 0.5 s.  Half: twice the messages; double: turns go to engines
+that are full already."""
+
+
 class VllmEngine(Supervised):
     """One vLLM engine: a single process."""
 
-    ready: EngineState | None = None
-    """Its process's first message."""
+    capacity: EngineCapacity | None = None
+    start_s = 0.0
+    """Seconds of its start."""
+    update: WeightUpdate | None = None
     version = -1
     updating = -1
     """The newest version it was sent."""
@@ -69,9 +76,13 @@ class VllmEngine(Supervised):
     reported: EngineStats | None = None
     """The counters that the rollout leader has."""
 
+    def observed(self, kind: str) -> ObservedEngine:
+        capacity = self.capacity if self.state == "ready" else None
+        return ObservedEngine(kind, self.state, self.version, self.ends, self.reason, capacity, self.update)
+
 
 class RolloutNode(EngineNode[VllmEngine]):
-    engine, outbound, inbound = VllmEngine, to_engine, from_engine
+    engine, kind, outbound, inbound = VllmEngine, "rollout", to_engine, from_engine
 
     def __init__(self, context: AgentContext, carrier: NodeCarrier) -> None:
         self._tp, count = context.engines
@@ -82,6 +93,8 @@ class RolloutNode(EngineNode[VllmEngine]):
         """The next request for weights that did not exist at the last one."""
         self._wanted = False
         self._outbox: list[tuple[str, Generated]] = []
+        self._loads: dict[str, EngineStats] = {}
+        """What has changed since the last report."""
 
     @property
     def version(self) -> int:
@@ -123,10 +136,9 @@ class RolloutNode(EngineNode[VllmEngine]):
         self._wanted = False
         for engine in self._engines.values():
             if engine.state in ("ready", "loading"):
-                engine.state = "standby"
+                engine.state = engine.reason = "standby"
                 self._frees.add(engine.name)
                 engine.send(Sleep())
-                self._report_closed(engine, "standby")
         self._update_carrier()
 
     async def stop(self) -> None:
@@ -139,13 +151,12 @@ class RolloutNode(EngineNode[VllmEngine]):
             self._wanted, self._outbox = False, []
             for engine in self._engines.values():
                 self.has_freed(engine.name)
-                engine.version = -1
+                engine.version, engine.ends = -1, engine.ends + 1
             await asyncio.gather(*(engine.reset() for engine in self._engines.values()))
 
     async def stalled(self, engine: VllmEngine, stall: Stall) -> None:
-        engine.state = "ending"
         # A process may outlive its SIGKILL, and its turns need not wait for that.
-        self._report_closed(engine, stall.sentence)
+        engine.state, engine.reason = "ending", stall.sentence
         await engine.end_hung(stall.sentence)
 
     def on_turns(self, message: wire.Turns) -> None:
@@ -212,7 +223,7 @@ class RolloutNode(EngineNode[VllmEngine]):
             os.environ, context.config.slurm.device, first=first, count=self._tp, threads=rollout.threads
         )
         argv = child_command(context.config, "engine", path)
-        engine.state, engine.ready, engine.updating, engine.reported = "starting", None, -1, None
+        engine.state, engine.update, engine.updating, engine.reported = "starting", None, -1, None
         engine.refused = 0
         await engine.start([ChildCommand(engine.name, argv, environment)])
 
@@ -227,25 +238,20 @@ class RolloutNode(EngineNode[VllmEngine]):
                     self.has_freed(engine.name)
                 if message != engine.reported:
                     engine.reported = message
-                    self._context.send_to_rollout_leader(wire.EngineLoad(engine.name, message))
-            case WeightsApplied(version=version):
+                    if not self._loads:
+                        asyncio.get_running_loop().call_later(LOADS_S, self._report_loads)
+                    self._loads[engine.name] = message
+            case WeightsApplied(version=version, seconds=pause_s, stage_s=stage_s, recomputed=recomputed):
                 engine.version, engine.refused = version, 0
                 self._update_carrier()
-                self._context.log(
-                    "weights_applied",
-                    rank=self._context.rank,
-                    engine=engine.name,
-                    **msgspec.structs.asdict(message),
-                    wire_s=self._carrier.wire_s,
-                    image_s=self._carrier.image_s,
-                    serving=engine.state == "ready",
-                )
                 if engine.state == "ready":
-                    self._announce(engine, message)
+                    wire_s, image_s = self._carrier.wire_s, self._carrier.image_s
+                    engine.update = WeightUpdate(version, wire_s, image_s, stage_s, pause_s, recomputed)
+                    self._context.changed()
                 elif engine.state == "loading":
                     self._catch_up(engine)
-            case EngineState():
-                engine.ready, engine.version, engine.state = message, message.version, "loading"
+            case EngineState(version=version, capacity=capacity, seconds=seconds):
+                engine.capacity, engine.start_s, engine.version, engine.state = capacity, seconds, version, "loading"
                 self._catch_up(engine)
             case WeightsRefused(version=version, what=what, absent=absent):
                 engine.updating, what = engine.version, f"it cannot take version {version} of the weights: {what}"
@@ -257,19 +263,9 @@ class RolloutNode(EngineNode[VllmEngine]):
             case EngineFailed(what=what, fatal=fatal):
                 self._context.log("engine_error", rank=self._context.rank, engine=engine.name, reason=what, fatal=fatal)
 
-    def _announce(self, engine: VllmEngine, applied: WeightsApplied) -> None:
-        served = wire.EngineVersion(
-            self._context.rank,
-            engine.name,
-            applied.version,
-            wire_s=self._carrier.wire_s,
-            image_s=self._carrier.image_s,
-            stage_s=applied.stage_s,
-            pause_s=applied.seconds,
-            recomputed=applied.recomputed,
-        )
-        self._context.send_to_rollout_leader(served)
-        self._context.send(0, served)
+    def _report_loads(self) -> None:
+        loads, self._loads = self._loads, {}
+        self._context.send_to_rollout_leader(wire.EngineLoads(loads))
 
     def _answer(self, name: str, generated: Generated) -> None:
         if not self._outbox:
@@ -302,18 +298,10 @@ class RolloutNode(EngineNode[VllmEngine]):
         return True
 
     def _up(self, engine: VllmEngine) -> None:
-        assert engine.ready is not None
         engine.state, engine.starts, engine.reported = "ready", 0, None
-        rank, leader = self._context.rank, self._context.layout.rollout_leader
-        (name, kind), known = self._context.lender, {"rank": rank, "engine": engine.name, "version": engine.version}
-        ready = msgspec.structs.replace(engine.ready, **known, lender=name, lender_kind=kind)
-        self._context.report(ready, leader)
+        known = {"rank": self._context.rank, "engine": engine.name}
+        self._context.log("engine_ready", **known, version=engine.version, seconds=engine.start_s)
         self._maybe_ready()
-
-    def _report_closed(self, engine: VllmEngine, reason: str) -> None:
-        """Report to the rollout leader that the engine takes no turns."""
-        state = EngineState(self._context.rank, "rollout", engine.state, engine=engine.name, reason=reason)
-        self._context.send_to_rollout_leader(state)
 
     def _update_carrier(self) -> None:
         """Engines that have no weights begin with the image."""
@@ -321,9 +309,8 @@ class RolloutNode(EngineNode[VllmEngine]):
         self._carrier.engines_have(min(live, default=None))
 
     def _end(self, engine: VllmEngine, reason: str) -> None:
-        engine.state, engine.hung = "ending", reason
         # Its turns and the version do not wait for the end of its process.
-        self._report_closed(engine, reason)
+        engine.state, engine.reason, engine.hung = "ending", reason, reason
         engine.kill()
 
     def _maybe_ready(self) -> None:
@@ -333,12 +320,13 @@ class RolloutNode(EngineNode[VllmEngine]):
 
     def exited(self, engine: VllmEngine, child: Child, reason: str) -> None:
         was, engine.state, engine.version = engine.state, "lost", -1
+        engine.ends, engine.reason = engine.ends + 1, reason
         self.has_freed(engine.name)
         self._update_carrier()
         if child.stopping:
             return
         lost = EngineState(self._context.rank, "rollout", "lost", engine=engine.name, reason=reason)
-        self._context.report(lost, self._context.layout.rollout_leader, was=was)
+        self._context.report(lost, was=was)
         if engine.closed:
             if is_guest(lost.rank):
                 engine.restart_all(f"{engine.title} is closed: {reason}")

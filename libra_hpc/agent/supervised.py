@@ -29,7 +29,7 @@ from libra_hpc.process.progress import WAITS, ProgressWatch, Stall, ticks
 from libra_hpc.process.retry import RestartBudget
 from libra_hpc.protocol.agents import Fatal
 from libra_hpc.protocol.codec import Codec
-from libra_hpc.protocol.engine_state import START, Doing, StateName
+from libra_hpc.protocol.engine_state import START, Doing, ObservedEngine, StateName
 from libra_hpc.slurm.queue.cause import tail, telling_line
 
 MAX_STARTS = 3
@@ -83,7 +83,9 @@ class Supervised:
         self._context, self._supervisor = context, supervisor
         self.name, self.title = name, title or name
         self.children: list[Child] = []
-        self.state: StateName = "lost"
+        self._state: StateName = "lost"
+        self.ends, self.reason = 0, ""
+        """See `ObservedEngine`."""
         self.starts = 0
         """Since it was last ready."""
         self.hung = ""
@@ -101,6 +103,18 @@ class Supervised:
         """Logs that were cut."""
         self._logged_at = float("-inf")
         """When an event last named one that does not."""
+
+    @property
+    def state(self) -> StateName:
+        return self._state
+
+    @state.setter
+    def state(self, state: StateName) -> None:
+        self._state = state
+        self._context.changed()
+
+    def observed(self, kind: str) -> ObservedEngine:
+        return ObservedEngine(kind, self.state, ends=self.ends, reason=self.reason)
 
     @property
     def alive(self) -> bool:
@@ -270,6 +284,7 @@ class EngineNode(Supervisor, Generic[E]):
     """What a node has of one kind, each an engine, a carrier or an environment host."""
 
     engine: type[E]
+    kind: str
 
     def __init__(self, context: AgentContext, names: Sequence[str], title: str = "engine {}", less: str = "") -> None:
         self._context, self.progress = context, ProgressWatch(context.config.deadlines)
@@ -300,8 +315,9 @@ class EngineNode(Supervisor, Generic[E]):
         self._freed.set()
 
     @property
-    def states(self) -> dict[str, str]:
-        return {name: engine.state for name, engine in self._engines.items() if engine.children}
+    def observed(self) -> dict[str, ObservedEngine]:
+        """All that were started."""
+        return {name: engine.observed(self.kind) for name, engine in self._engines.items() if engine.children}
 
     @property
     def pids(self) -> dict[str, int]:

@@ -90,7 +90,7 @@ def merged(answers: Mapping[int, FromWorker]) -> FromWorker:
 
 
 class TrainNode(EngineNode[Supervised]):
-    engine, outbound, inbound = Supervised, to_worker, from_worker
+    engine, kind, outbound, inbound = Supervised, "train", to_worker, from_worker
 
     def __init__(self, context: AgentContext, carrier: NodeCarrier) -> None:
         on_cpus = context.config.slurm.device == "cpu"

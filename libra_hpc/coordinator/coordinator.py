@@ -39,7 +39,7 @@ from .guard_watch import ENDS, GuardWatch
 from .live_planning import LivePlanning, StepSharing
 from .liveness import Ladder, LostNode, Movement, NodeContact, discount, waits_for
 from .nodes import NodePool
-from .observations import Observations
+from .observations import Observations, slowest
 from .records import Records
 from .repartitioner import Repartitioner
 from .run_status import compose_status
@@ -108,6 +108,8 @@ class Coordinator:
     # --- messages
 
     def on_message(self, source: int, message: Any) -> None:
+        if isinstance(message, wire.Heartbeat):
+            self._note_updates(message)
         if is_guest(source):
             self._nodes.on_guest(source, message)
             if isinstance(message, wire.Log):
@@ -133,8 +135,6 @@ class Coordinator:
                 if fields.get("waits") and fields["rank"] in self._context.layout.core:
                     # One of them may not answer; trainers of the core would end at twice this time, and cost more.
                     self._lose(self._nodes.replicas, str(fields["reason"]), node.seen)
-            case wire.EngineVersion():
-                self._observations.on_version(message, node.seen)
             case wire.StepReport():
                 self._on_step(message)
             case wire.RolloutReport():
@@ -150,6 +150,23 @@ class Coordinator:
                 self._on_training(message, node.seen)
             case wire.Fatal():
                 self._on_fatal(message)
+
+    def _note_updates(self, beat: wire.Heartbeat) -> None:
+        """Engines of a node that serve have new weights."""
+        nodes, now = self._nodes, time.time()
+        contact = nodes.contacts.get(beat.rank) or nodes.guests.contacts.get(beat.rank)
+        known = contact.engines if contact is not None else {}
+        new = {
+            name: one.update
+            for name, one in beat.engines.items()
+            if one.update is not None and (name not in known or known[name].update != one.update)
+        }
+        known |= beat.engines
+        if new:
+            version = min(update.version for update in new.values())
+            self._event("weights_applied", rank=beat.rank, engines=[*new], version=version, **slowest(new.values()))
+        for update in new.values() if not is_guest(beat.rank) else ():
+            self._observations.on_version(update, now)
 
     def _on_training(self, report: wire.TrainReport, now: float) -> None:
         for member in report.joined:

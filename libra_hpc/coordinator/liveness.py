@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 from libra_hpc.policies.pool import states
 from libra_hpc.process.progress import DROP, LATE_SHARE, RESTART, TABLE, WINDOW, DeadlineLimits, learnt, stall_of
 from libra_hpc.protocol.agents import Heartbeat, RolloutReport
+from libra_hpc.protocol.engine_state import ObservedEngine
 
 HEARTBEAT_LOST_S = 10.0
 """A heartbeat comes every second.  Half: a paused network loses nodes; double: a stopped one costs the run 20 s."""
@@ -47,6 +48,8 @@ class NodeContact:
         self.pid = 0
         """Process id of its agent; 0 until then."""
         self.beat: Heartbeat | None = None
+        self.engines: dict[str, ObservedEngine] = {}
+        """What its heartbeats had of each."""
         self.seen = now
         """When its last message came."""
         self.since = now

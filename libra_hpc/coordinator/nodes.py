@@ -126,6 +126,7 @@ class NodePool:
     def request_reset(self, rank: int) -> None:
         """Have a node that was declared lost, and sends again, begin as a new one."""
         self.contacts[rank].seen, self.contacts[rank].beat = time.time(), None
+        self.contacts[rank].engines.clear()
         self._returning.add(rank)
         self.publish(again=True)
 

@@ -6,14 +6,15 @@ Sliding windows of steps, rollout, trajectories and moves.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
 from libra_hpc.facts.series import Record
-from libra_hpc.protocol.agents import EngineVersion, RolloutReport
+from libra_hpc.protocol.agents import RolloutReport
+from libra_hpc.protocol.engine_state import WeightUpdate
 from libra_hpc.protocol.plan import BorrowFact, NodeFact, PlanSnapshot, SwitchFact, TrainStepFact, TrajectoryFact
 
 STEPS = 256
@@ -42,6 +43,13 @@ class Window(NamedTuple):
     """Own nodes that the engines of guests stand for, each by its share of the time."""
 
 
+def slowest(updates: Iterable[WeightUpdate]) -> dict[str, float]:
+    """Seconds of the slowest engine, and all tokens that were computed again."""
+    found = list(updates)
+    longest = {name: max(getattr(one, name) for one in found) for name in ("wire_s", "image_s", "stage_s", "pause_s")}
+    return {**longest, "recomputed": sum(one.recomputed for one in found)}
+
+
 class Observations:
     """Feed it every report; `snapshot` is the planner's view, the other methods the status screen's."""
 
@@ -57,7 +65,7 @@ class Observations:
         self._report_at = 0.0
         self._report_nodes: tuple[int, ...] = ()
         self._finished = 0
-        self._updates: list[tuple[EngineVersion, float | None]] = []
+        self._updates: list[tuple[WeightUpdate, float | None]] = []
         """Weights that engines got since the last step, with the seconds since their commit, where that is known."""
         self._stepped: tuple[float, int] | None = None
         """When the last step was committed, else the first report came, and the tokens generated until then."""
@@ -99,7 +107,7 @@ class Observations:
             self.trajectories.append(replace(one, index=self._finished, at=now))
             self._finished += 1
 
-    def on_version(self, applied: EngineVersion, now: float) -> None:
+    def on_version(self, applied: WeightUpdate, now: float) -> None:
         """An engine that takes turns has new weights."""
         commits = [line["t"] for line in self.lines if line["step"] == applied.version]
         self._updates.append((applied, now - commits[-1] if commits else None))
@@ -109,11 +117,10 @@ class Observations:
         updates, self._updates = self._updates, []
         if not updates:
             return {}
-        names = ("wire_s", "image_s", "stage_s", "pause_s")
-        longest = {name: max(getattr(applied, name) for applied, _ in updates) for name in names}
+        costs = slowest(applied for applied, _ in updates)
+        costs["dropped_kv_tokens"] = costs.pop("recomputed")
         known = [seconds for _, seconds in updates if seconds is not None]
-        dropped = sum(applied.recomputed for applied, _ in updates)
-        return {**longest, "dropped_kv_tokens": dropped, **({"update_s": max(known)} if known else {})}
+        return {**costs, **({"update_s": max(known)} if known else {})}
 
     def on_switch(self, direction: Literal["to_train", "to_rollout"], seconds: float, now: float) -> None:
         self.switches.append(SwitchFact(now, direction, seconds))

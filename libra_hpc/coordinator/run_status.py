@@ -132,7 +132,7 @@ def _status(rank: int, component: str, role: str, facts: NodeContact, *, now: fl
         facts.host,
         component,
         role,
-        engines=beat.engines if beat else {},
+        engines={name: one.state for name, one in facts.engines.items()},
         version=beat.version if beat else -1,
         heartbeat_age_s=max(0.0, now - facts.seen),
     )

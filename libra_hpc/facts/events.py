@@ -125,8 +125,8 @@ TRAINING = (
     _fault("offer_failed", "New weights could not be offered", "step reason", notice=True),
     EventKind(
         "weights_applied",
-        "An engine samples from new weights; `seconds`: of its pause; `serving`: it had others",
-        "rank engine version seconds stage_s recomputed wire_s image_s serving",
+        "Engines of a node sample from new weights while they serve; seconds of the slowest one",
+        "rank engines version wire_s image_s stage_s pause_s recomputed",
     ),
     _fault(
         "weights_stalled",

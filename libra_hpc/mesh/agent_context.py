@@ -62,6 +62,11 @@ class RankLayout(msgspec.Struct, frozen=True):
         return self.components.index(next(name for name in reversed(STAGES) if name in self.components))
 
     @property
+    def listeners(self) -> frozenset[int]:
+        """Nodes that get what others observe."""
+        return frozenset((0, self.train_leader, self.rollout_leader))
+
+    @property
     def vital(self) -> tuple[int, ...]:
         """Nodes without which the others cannot go on: the core and the rollout leader."""
         return (*self.core, self.rollout_leader)
@@ -124,6 +129,8 @@ class AgentContext:
     """Mode 0700, for settings of engines."""
     shared_memory: Path
     """Mode 0700, in /dev/shm where there is one: weights."""
+    changed: Callable[[], None] = lambda: None
+    """Called where an engine has changed: the next heartbeat has it, at once."""
     receivers: tuple[int, ...] = field(default=())
     """Ranks that get new weights, from the newest `Layout`."""
     good_step: int = -1

@@ -13,7 +13,7 @@ import msgspec
 from .carriers import Peer, Publish
 from .codec import Codec
 from .engine import Abort, Generate, Generated
-from .engine_state import EngineState, EngineStats, LenderKind, StepCosts
+from .engine_state import EngineState, EngineStats, LenderKind, ObservedEngine, StepCosts
 from .env import FromHost, ToHost
 from .layout import Layout
 from .plan import GroupFact, TrajectoryFact
@@ -32,13 +32,15 @@ class PmiLine(msgspec.Struct, tag=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """Agent -> coordinator, once a second, and at once for a new Layout.  The first one is its first sign of life."""
+    """Agent -> coordinator, once a second, and at once for a new Layout or where an engine has changed.
+
+    Those with engines go to both leaders, too.  The first one is its first sign of life.
+    """
 
     rank: int
     role: str
-    engines: dict[str, str]
-    """Engine or worker id -> state."""
-    pids: dict[str, int]
+    engines: dict[str, ObservedEngine]
+    """What has changed since the heartbeat before, in some heartbeats all of them."""
     version: int
     unreachable: tuple[int, ...] = ()
     """Ranks to which this one's connection broke."""
@@ -52,6 +54,8 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Whether MPI brought that."""
     ended_world: int = -1
     """The newest world of MPI processes of which its own has ended."""
+    lender: tuple[str, LenderKind] = ("", "idle")
+    """Whose a guest's engines are."""
     leaving: str = ""
     """Why this guest wants to leave, once its turns go on elsewhere; answered by `StopAgent`."""
     returns: bool = False
@@ -222,26 +226,10 @@ class TurnsDone(msgspec.Struct, tag=True, frozen=True):
     items: tuple[tuple[str, Generated], ...]
 
 
-class EngineLoad(msgspec.Struct, tag=True, frozen=True):
-    """Rollout node -> rollout leader."""
+class EngineLoads(msgspec.Struct, tag=True, frozen=True):
+    """Rollout node -> rollout leader: what has changed, by engine."""
 
-    engine: str
-    stats: EngineStats
-
-
-class EngineVersion(msgspec.Struct, tag=True, frozen=True):
-    """Rollout node -> rollout leader and coordinator: the engine, which takes turns, now samples from ``version``."""
-
-    rank: int
-    engine: str
-    version: int
-    wire_s: float = 0.0
-    """Seconds until the version was whole on the node; the next three follow each other."""
-    image_s: float = 0.0
-    stage_s: float = 0.0
-    pause_s: float = 0.0
-    recomputed: int = 0
-    """See `WeightsApplied`."""
+    loads: dict[str, EngineStats]
 
 
 class ToEnvHost(msgspec.Struct, tag=True, frozen=True):
@@ -394,8 +382,7 @@ MeshMessage = Union[
     Turns,
     WrongEngine,
     TurnsDone,
-    EngineLoad,
-    EngineVersion,
+    EngineLoads,
     ToEnvHost,
     FromEnvHost,
     EnvHostLost,

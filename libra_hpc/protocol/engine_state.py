@@ -42,7 +42,7 @@ class Doing(msgspec.Struct, tag=True, frozen=True):
     """So long its own code may keep it from the next report."""
 
 
-class EngineStats(msgspec.Struct, tag=True, frozen=True):
+class EngineStats(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Load and totals since the start; by default those of an engine that has done nothing yet.
 
     Sent at most every 0.5 s while busy, once when the engine becomes idle, then once a second.
@@ -89,7 +89,7 @@ class StepCosts(msgspec.Struct, array_like=True, frozen=True):
     prefill_s: float
 
 
-class EngineCapacity(msgspec.Struct, frozen=True):
+class EngineCapacity(msgspec.Struct, array_like=True, frozen=True):
     """What a rollout engine has room for."""
 
     tp: int
@@ -100,11 +100,40 @@ class EngineCapacity(msgspec.Struct, frozen=True):
     """Reports of the warm-up profile (`libra_hpc.engine.warm_up`), oldest first; afterwards the counters restart."""
 
 
+class WeightUpdate(msgspec.Struct, array_like=True, frozen=True):
+    """How an engine that serves got new weights: seconds that follow each other, the first on the node."""
+
+    version: int
+    wire_s: float = 0.0
+    image_s: float = 0.0
+    stage_s: float = 0.0
+    pause_s: float = 0.0
+    recomputed: int = 0
+    """See `WeightsApplied`."""
+
+
+class ObservedEngine(msgspec.Struct, array_like=True, frozen=True):
+    """What an engine, a carrier or an environment host of a node is, in the node's heartbeat."""
+
+    kind: str
+    state: StateName
+    version: int = -1
+    """Version of its weights."""
+    ends: int = 0
+    """How often its processes ended so far."""
+    reason: str = ""
+    """Why it does not work, or did not before."""
+    capacity: EngineCapacity | None = None
+    """What a rollout engine that is ready has room for, where that is news."""
+    update: WeightUpdate | None = None
+    """The newest that it got while it served."""
+
+
 class EngineState(msgspec.Struct, tag=True, frozen=True):
     """An engine took this state.
 
-    - ready -> its process to its agent; once it has the newest weights, its agent to its leader and the coordinator.
-    - standby, ending, lost -> its agent to its leader; lost -> to the coordinator too, which orders the next start.
+    - ready -> its process to its agent; once all have the newest weights, their agent to the coordinator.
+    - lost -> its agent to the coordinator, which orders the next start; of trainers to their leader too.
     - standby of trainers of the core -> the coordinator, which orders the start of its rollout engines.
     - closed -> the coordinator, which quarantines the node; those that the run cannot do without stay, without engines.
     """
@@ -124,6 +153,3 @@ class EngineState(msgspec.Struct, tag=True, frozen=True):
     """Number of the common start of a training engine of several nodes."""
     capacity: EngineCapacity | None = None
     """Capacity of a rollout engine that is ready."""
-    lender: str = ""
-    """Whose it is, if it is borrowed and ready; its agent completes it."""
-    lender_kind: LenderKind = "idle"

@@ -21,7 +21,7 @@ from libra_hpc.policies.scheduling.measured_steps import MeasuredSteps
 from libra_hpc.policies.scheduling.slow_engines import SlowEngines
 from libra_hpc.process.progress import TURN, DeadlineLimits, ProgressWatch
 from libra_hpc.protocol.agents import LenderReport
-from libra_hpc.protocol.engine_state import EngineState, EngineStats, LenderKind
+from libra_hpc.protocol.engine_state import EngineCapacity, EngineStats, LenderKind, ObservedEngine
 from libra_hpc.protocol.joining import is_guest
 from libra_hpc.protocol.trainer import ENGINES
 
@@ -90,8 +90,8 @@ class OutstandingTurn(NamedTuple):
 class EngineEntry:
     """One vLLM replica.  `inflight` maps a request id to the turn it runs."""
 
-    def __init__(self, rank: int, since: float, lender: LenderTotals | None = None) -> None:
-        self.rank, self.own = rank, not is_guest(rank)
+    def __init__(self, rank: int, ends: int, since: float, lender: LenderTotals | None = None) -> None:
+        self.rank, self.ends, self.own = rank, ends, not is_guest(rank)
         """Tokens of its whole KV cache."""
         self.inflight: dict[str, OutstandingTurn] = {}
         self.draining = self.stands_still = self.paused = False
@@ -122,25 +122,24 @@ class EngineRegistry:
         """Weight version below which an engine gets no turns."""
         self._window: deque[tuple[float, int, float]] = deque()
 
-    def ready(self, engine: EngineState) -> None:
-        capacity = engine.capacity
-        assert capacity is not None
-        if engine.engine not in self.numbers and (number := self._free_number()):
-            self.numbers[engine.engine] = number
+    def ready(
+        self, rank: int, name: str, engine: ObservedEngine, capacity: EngineCapacity, whose: tuple[str, LenderKind]
+    ) -> None:
+        if name not in self.numbers and (number := self._free_number()):
+            self.numbers[name] = number
         lender = None
-        if is_guest(engine.rank):
-            self.of_guests[engine.engine] = engine.lender_kind
-            key = engine.lender, engine.lender_kind
-            lender = self.lenders.setdefault(key, LenderTotals(*key))
-            lender.came(engine.engine)
-        self.engines[engine.engine] = EngineEntry(engine.rank, self._clock(), lender)
+        if is_guest(rank):
+            self.of_guests[name] = whose[1]
+            lender = self.lenders.setdefault(whose, LenderTotals(*whose))
+            lender.came(name)
+        self.engines[name] = EngineEntry(rank, engine.ends, self._clock(), lender)
         self._board.up(
-            engine.engine,
+            name,
             tp=capacity.tp,
             kv_capacity=capacity.kv_tokens,
             version=engine.version,
             warm_up=capacity.warm_up,
-            borrowed=is_guest(engine.rank),
+            borrowed=is_guest(rank),
         )
 
     def lost(self, name: str) -> EngineEntry | None:
@@ -199,8 +198,11 @@ class EngineRegistry:
         found = {name: gaps[number] for name, number in self.numbers.items() if number in gaps}
         return found, {name: one.lender.name if one.lender else "" for name, one in self.engines.items()}
 
-    def applied(self, name: str, version: int) -> None:
+    def applied(self, name: str, version: int) -> bool:
+        """Note the version of an engine; returns whether it had another one."""
+        had = self._board.engines[name].version
         self._board.applied(name, version)
+        return had != version
 
     def admit(self, oldest: int) -> None:
         """Give no turns to engines behind ``oldest``: their tokens would be beyond the staleness bound."""

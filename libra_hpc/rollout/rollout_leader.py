@@ -24,7 +24,7 @@ from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.staleness import StalenessGate
 from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, GroupDone, RolloutReport
 from libra_hpc.protocol.engine import Generated
-from libra_hpc.protocol.engine_state import EngineState, EngineStats
+from libra_hpc.protocol.engine_state import EngineStats, LenderKind, ObservedEngine
 from libra_hpc.protocol.env import EVALUATIONS, HostReady, TurnUnwanted
 from libra_hpc.protocol.plan import TrajectoryFact
 
@@ -278,30 +278,26 @@ class RolloutLeader:
     def on_turns_done(self, items: tuple[tuple[str, Generated], ...]) -> None:
         self._turns.on_turns_done(items)
 
-    def on_engine_state(self, engine: EngineState) -> None:
-        """One engine; a ready one takes turns, the turns of any other are sent again."""
-        if engine.state == "ready":
-            self._turns.engine_ready(engine)
-        elif not self._turns.engine_lost(engine.engine, engine.reason):
-            return
-        self._applied()
-        self.schedule_pass()
+    def on_engines(
+        self, rank: int, observed: Mapping[str, ObservedEngine], lender: tuple[str, LenderKind] = ("", "idle")
+    ) -> None:
+        """Engines of a node: a ready one takes turns, the turns of any other are sent again."""
+        changed = [self._turns.observe(rank, name, one, lender) for name, one in observed.items()]
+        if any(changed):
+            self._applied()
+            self.schedule_pass()
 
     def on_rank_lost(self, rank: int) -> None:
         reason = f"node {rank} lost"
         for name in self._turns.engines.of(rank):
-            self.on_engine_state(EngineState(rank, "rollout", "lost", engine=name, reason=reason))
+            self._turns.engine_lost(name, reason)
         self._environments.on_rank_lost(rank, reason)
+        self._applied()
         self.schedule_pass()
 
     def on_drain(self, rank: int, abort: bool = False) -> None:
         """Send no more turns to a node that leaves the rollout stage, or the job."""
         self._turns.drain(rank, abort)
-
-    def on_engine_version(self, engine: str, version: int) -> None:
-        if engine in self._turns.engines.engines:
-            self._turns.engines.applied(engine, version)
-            self._applied()
 
     def _applied(self) -> None:
         joint = self._turns.engines.joint_version

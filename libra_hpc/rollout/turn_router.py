@@ -22,7 +22,7 @@ from libra_hpc.policies.scheduling.protocol import Finished, Policy, TurnView
 from libra_hpc.process.progress import TURN
 from libra_hpc.protocol.agents import Turns, TurnsDrained, WrongEngine
 from libra_hpc.protocol.engine import Abort, Generate, Generated
-from libra_hpc.protocol.engine_state import EngineState, EngineStats
+from libra_hpc.protocol.engine_state import EngineStats, LenderKind, ObservedEngine
 
 from .engine_registry import EngineRegistry
 from .surroundings import Surroundings, TrajectoryListener
@@ -54,6 +54,8 @@ class TurnRouter:
         self.engines = EngineRegistry(board, config.deadlines, self._clock)
         self._queue = Dispatcher(policy, board)
         self._draining: set[int] = set()
+        self._off: dict[str, int] = {}
+        """Engines that compute wrongly -> their ends until then."""
         self._serial = 0
         self.resubmitted = 0
         """Turns and trajectories that had to be sent or sampled again since the start."""
@@ -208,29 +210,31 @@ class TurnRouter:
         rank = self.engines.engines[off.engine].rank
         self._around.log("engine_off", rank=rank, engine=off.engine, action=off.action, reason=off.reason)
         self._around.send(rank, WrongEngine(off.engine, off.reason, closed=off.action == "close"))
+        self._off[off.engine] = self.engines.engines[off.engine].ends
         self.engine_lost(off.engine, off.reason)
 
-    def engine_ready(self, engine: EngineState) -> None:
-        """An engine accepts turns; one of the same name is replaced."""
-        self._lose(engine.engine, "replaced")
-        self._draining.discard(engine.rank)
-        self.engines.ready(engine)
+    def observe(self, rank: int, name: str, engine: ObservedEngine, lender: tuple[str, LenderKind]) -> bool:
+        """An engine as its node has it now; returns whether something has changed."""
+        known, serves = self.engines.engines.get(name), engine.state == "ready" and engine.kind == "rollout"
+        serves &= engine.ends > self._off.get(name, -1)
+        lost = known is not None and not (serves and known.ends == engine.ends)
+        if lost:
+            self.engine_lost(name, engine.reason)
+        if known is not None and not lost:
+            return self.engines.applied(name, engine.version)
+        if serves and engine.capacity is not None:
+            self._draining.discard(rank)
+            self.engines.ready(rank, name, engine, engine.capacity, lender)
+            return True
+        return lost
 
-    def engine_lost(self, engine: str, reason: str) -> bool:
-        """Send the turns of a lost engine again; False when the engine is not known."""
-        rank = self._lose(engine, reason)
-        if rank is None:
-            return False
-        self._maybe_drained(rank)
-        return True
-
-    def _lose(self, name: str, reason: str) -> int | None:
+    def engine_lost(self, name: str, reason: str) -> None:
+        """Send the turns of a lost engine again."""
         lost = self.engines.lost(name)
-        if lost is None:
-            return None
-        for sent in lost.inflight.values():
-            self._resubmit(sent.trajectory, reason)
-        return lost.rank
+        if lost is not None:
+            for sent in lost.inflight.values():
+                self._resubmit(sent.trajectory, reason)
+            self._maybe_drained(lost.rank)
 
     def drain(self, rank: int, abort: bool) -> None:
         """Send no more turns to a node, and report when its last one is back."""

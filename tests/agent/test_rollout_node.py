@@ -27,7 +27,7 @@ from libra_hpc.process.entry import DUMP_SIGNAL
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generate, WeightsRefused
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.engine_state import EngineState, ObservedEngine
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.simulated import tokens
 from tests.agent.weights_here import WrittenImage
@@ -62,7 +62,9 @@ class Scene(Outbox):
         super().__init__()
         self.newest = 0
         places = dict(zip(("private", "shared_memory"), self.folders, strict=True))
-        self.context = self.context_of(folder, NODE, config=config, **places)
+        self.context = self.context_of(folder, NODE, config=config, changed=self.changed, **places)
+        self.seen: list[tuple[str, ObservedEngine]] = []
+        """States that engines took."""
         self.weights = WrittenImage(self.folders[1])
         self.node = RolloutNode(self.context, cast(NodeCarrier, self.weights))
 
@@ -75,15 +77,21 @@ class Scene(Outbox):
         if isinstance(message, wire.WeightsWanted) and message.have >= self.newest:
             asyncio.get_running_loop().call_soon(self.node.on_current, wire.WeightsCurrent(message.have))
 
-    def states(self, *names: str, rank: int = 0) -> list[EngineState]:
-        told = [message for other, message in self.sent if other == rank and isinstance(message, EngineState)]
-        return [message for message in told if message.state in names]
+    def changed(self) -> None:
+        asyncio.get_running_loop().call_soon(self._note)
 
-    def served(self) -> list[EngineState]:
-        return self.states("ready", rank=NODE)
+    def _note(self) -> None:
+        known = {name: engine.state for name, engine in self.seen}
+        self.seen += [(name, one) for name, one in self.node.observed.items() if one.state != known.get(name)]
 
-    def gone(self) -> list[EngineState]:
-        return self.states("standby", "ending", "lost", rank=NODE)
+    def states(self, *names: str) -> list[EngineState]:
+        return [message for message in self.of(EngineState) if message.state in names]
+
+    def served(self) -> list[ObservedEngine]:
+        return [engine for _, engine in self.seen if engine.state == "ready"]
+
+    def gone(self) -> list[tuple[str, str]]:
+        return [(name, engine.state) for name, engine in self.seen if engine.state in ("standby", "ending", "lost")]
 
     async def up(self, count: int = 1) -> None:
         """Start the engines, and wait for the ``count``-th announcement."""
@@ -116,7 +124,7 @@ def frequent(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_stopped_engine_is_reported_ended_and_the_next_one_serves(tmp_path: Path) -> None:
     async with scene(tmp_path) as made:
         await made.up()
-        await until(lambda: made.of(wire.EngineLoad))
+        await until(lambda: made.of(wire.EngineLoads))
         stopped = made.pid()
         os.kill(stopped, DUMP_SIGNAL)
         log = made.context.logs / "r2.0.log"
@@ -127,7 +135,7 @@ async def test_a_stopped_engine_is_reported_ended_and_the_next_one_serves(tmp_pa
         assert (slow["part"], hung["part"], hung["rank"]) == ("r2.0", "r2.0", NODE)
         for reason in (hung["reason"], made.states("lost")[0].reason):
             assert "r2.0: has reported nothing for 4 s (limit 4 s)" in reason
-        assert [(gone.engine, gone.state) for gone in made.gone()] == [("r2.0", "ending"), ("r2.0", "lost")]
+        assert made.gone() == [("r2.0", "ending"), ("r2.0", "lost")]
         await made.up(2)
         assert made.pid() != stopped
         made.node.on_turns(wire.Turns((("r2.0", Generate("t", pack_i32(tokens.prompt(0, 0, 100, 20)), 50)),)))
@@ -145,7 +153,7 @@ async def test_the_turns_of_an_engine_that_outlives_its_sigkill_do_not_wait_for_
     kill = Child.kill
     async with scene(tmp_path) as made:
         await made.up()
-        await until(lambda: made.of(wire.EngineLoad))
+        await until(lambda: made.of(wire.EngineLoads))
         (child,) = made.node._engines["r2.0"].children
         stuck = True
         monkeypatch.setattr(Child, "kill", lambda self: None if stuck else kill(self))
@@ -162,7 +170,7 @@ async def test_the_turns_of_an_engine_that_outlives_its_sigkill_do_not_wait_for_
             stuck = False
             child.kill()
         await until(lambda: made.states("lost"))
-        assert [state.state for state in made.gone()] == ["ending", "lost"]
+        assert [state for _, state in made.gone()] == ["ending", "lost"]
         await made.up(2)
 
 
@@ -208,7 +216,7 @@ async def test_answers_to_several_engines_lead_to_one_round_of_requests(
     async with scene(tmp_path, engines=2) as made:
         made.context.resume_point = ResumePoint(4, "", 32, (), snapshot="step-4", saved_step=0)
         await made.node.start()
-        await until(lambda: list(made.node.states.values()) == ["loading"] * 2)
+        await until(lambda: [one.state for one in made.node.observed.values()] == ["loading"] * 2)
         before = len(made.of(wire.WeightsWanted))
         for _ in range(20):
             made.node.on_current(wire.WeightsCurrent(0))
@@ -242,7 +250,8 @@ async def test_an_engine_that_cannot_take_new_weights_is_not_waited_for_and_the_
         for _ in range(rollout_node.REFUSALS):
             assert not made.gone()
             made.node.received(made.node._engines["r2.0"], 0, WeightsRefused(2, "no memory for them"))
-        assert [state.state for state in made.gone()] == ["ending"], "its turns go elsewhere at once"
+        await asyncio.sleep(0)
+        assert [state for _, state in made.gone()] == ["ending"], "its turns go elsewhere at once"
         await until(lambda: made.states("lost"))
         assert "it cannot take version 2 of the weights: no memory for them" in made.states("lost")[0].reason
         assert made.weights.told[-1] is None, "it needs no offer any more"
@@ -294,9 +303,10 @@ async def test_a_reset_node_has_no_process_and_starts_again_with_its_image(tmp_p
         await until(lambda: made.node.version == 5)
         before = set(made.node.pids.values())
         made.sent.clear()
+        made.seen.clear()
         await made.node.reset()
         assert not any(Path(f"/proc/{pid}").exists() for pid in before)
-        assert (made.node.states, made.node.pids, made.node.version) == ({}, {}, -1)
+        assert (made.node.observed, made.node.pids, made.node.version) == ({}, {}, -1)
         await made.up(2)
         assert {up.version for up in made.served()} == {5}, "the image is still there"
         assert not made.states("lost")

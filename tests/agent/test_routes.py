@@ -54,7 +54,7 @@ OFFER = OfferWeights("/w", 4, 3)
 PART = wire.SnapshotPart(1, "s", Peer(2, ("127.0.0.1",), 7))
 TURNS = wire.Turns(())
 DONE = wire.TurnsDone(())
-ENGINE = EngineState(4, "rollout", "lost", reason="why")
+BEAT = wire.Heartbeat(4, "rollout", {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ ENGINE = EngineState(4, "rollout", "lost", reason="why")
         (HERE, [("leader.weights.on_here", HERE)]),
         (OFFERED, [("leader.on_offered", OFFERED)]),
         (wire.ToReplica(OFFER), [("train.on_message", OFFER)]),
-        (ENGINE, [("service.on_message", ENGINE)]),
+        (BEAT, [("service.on_message", BEAT)]),
         (DONE, [("service.on_message", DONE)]),
     ],
 )
@@ -89,15 +89,6 @@ def test_an_answer_of_a_replica_comes_with_its_rank() -> None:
     assert Scene().deliver(wire.FromReplica(2, answer)) == [("leader.on_reply", 2, answer)]
 
 
-def test_both_leaders_of_a_node_take_what_is_about_engines() -> None:
-    scene = Scene()
-    add_train_leader(scene.routes[1], cast(TrainLeader, scene.part("leader")))
-    assert (
-        scene.routes[1].deliver(EngineState(1, "train", "lost", reason="why")),
-        [name for name, *_ in scene.calls],
-    ) == (True, ["service.on_message", "leader.on_replica_down"])
-
-
 def test_a_part_that_is_not_there_gets_nothing() -> None:
     assert not Routes().deliver(TURNS)
 
@@ -105,7 +96,7 @@ def test_a_part_that_is_not_there_gets_nothing() -> None:
 def test_every_message_is_for_somebody() -> None:
     """A new message type must be given to a part, or be added to what the agent or the coordinator takes itself."""
     agents = {Layout, wire.StopAgent, wire.PmiLine, wire.ToEnvHost}
-    coordinators = {wire.Heartbeat, wire.Log, wire.Fatal, wire.StepReport, wire.RolloutReport}
+    coordinators = {wire.Log, wire.Fatal, wire.StepReport, wire.RolloutReport}
     coordinators |= {wire.TrainReport, wire.TurnsDrained}
     rows = {kind for routes in Scene().routes for kind in routes._rows}
     assert rows | agents | coordinators == set(get_args(wire.MeshMessage))

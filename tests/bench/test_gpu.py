@@ -94,7 +94,7 @@ def test_the_largest_model_that_fits_is_measured() -> None:
 def test_a_run_is_right_only_with_all_steps_close_probabilities_and_new_weights(tmp_path: Path) -> None:
     times = {"step_s": 1.0, "train_wall_s": 1.0, "diff_s": 1.0, "gen_tokens": 8, "t": 0.0}
     metrics = [{"step": step, "version": step, "logprob_gap": 0.01, **times} for step in (1, 2, 3)]
-    events = [{"kind": "weights_applied", "version": 2, "t": 1.5, "seconds": 0.5}]
+    events = [{"kind": "weights_applied", "version": 2, "t": 1.5, "pause_s": 0.5}]
     figures = Figures(tmp_path / "f")
     show(metrics, events, 3, figures)
     assert Figure("  commit until the engine has the weights, s", 1.5) in figures.read()

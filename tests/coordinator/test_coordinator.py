@@ -31,7 +31,7 @@ from tests.stage.waiting import until
 
 
 def first_beat(rank: int, component: str, life: int = 0) -> Heartbeat:
-    return Heartbeat(rank, component, {}, {}, -1, host="h", pid=1, life=life)
+    return Heartbeat(rank, component, {}, -1, host="h", pid=1, life=life)
 
 
 class Scene(Outbox):

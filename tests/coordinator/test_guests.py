@@ -35,13 +35,13 @@ def with_guest(tmp_path: Path) -> Scene:
     scene = opened(tmp_path)
     assert scene.coordinator.nodes.guests.admit(HERE, 0.0) == GUEST
     scene.deliver(
-        (GUEST, Heartbeat(GUEST, "guest", {}, {}, -1, host="g", pid=9)), (GUEST, EngineState(GUEST, "rollout", "ready"))
+        (GUEST, Heartbeat(GUEST, "guest", {}, -1, host="g", pid=9)), (GUEST, EngineState(GUEST, "rollout", "ready"))
     )
     return scene
 
 
 def leaving(reason: str) -> Heartbeat:
-    return Heartbeat(GUEST, "guest", {}, {}, -1, leaving=reason)
+    return Heartbeat(GUEST, "guest", {}, -1, leaving=reason)
 
 
 def test_a_guest_is_announced_to_those_that_send_to_it_and_gets_new_weights_once_it_serves(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_guest_that_leaves_hands_its_turns_on_first_and_its_rank_is_not_used_a
     scene.deliver((3, TurnsDrained(GUEST)))
     assert [rank for rank, _ in scene.orders(StopAgent)] == [GUEST]
     assert scene.asked(RankLost) == [RankLost(GUEST)]
-    scene.deliver((3, TurnsDrained(GUEST)), (GUEST, Heartbeat(GUEST, "guest", {}, {}, 0)))
+    scene.deliver((3, TurnsDrained(GUEST)), (GUEST, Heartbeat(GUEST, "guest", {}, 0)))
     assert scene.coordinator.nodes.guests.admit(HERE, 0.0) == GUEST + 1
 
 
@@ -75,7 +75,7 @@ def test_a_guest_that_returns_sleeps_without_weights_and_starts_again_or_is_stop
     assert (guests.states[GUEST], guests.rows[GUEST].active, guests.serving) == ("standby", None, ())
     scene.deliver((GUEST, EngineState(GUEST, "rollout", "lost", engine="r10000.0", reason="killed")))
     assert guests.rows[GUEST].active is None, "nothing starts on a device that was taken back"
-    scene.deliver((GUEST, Heartbeat(GUEST, "guest", {}, {}, 0)))
+    scene.deliver((GUEST, Heartbeat(GUEST, "guest", {}, 0)))
     row = guests.rows[GUEST]
     assert (guests.states[GUEST], row.active, row.starts, row.drain) == ("starting", "rollout", 1, "")
     scene.deliver((GUEST, EngineState(GUEST, "rollout", "ready")))
@@ -95,7 +95,7 @@ def test_the_loss_of_a_guest_is_an_event_and_no_failure_of_the_run(tmp_path: Pat
         if fault == "silent":
             guests.check(set(), now + HEARTBEAT_LOST_S)
         elif fault == "broken":
-            scene.deliver((3, Heartbeat(3, "rollout", {}, {}, 0, unreachable=(GUEST,))))
+            scene.deliver((3, Heartbeat(3, "rollout", {}, 0, unreachable=(GUEST,))))
             scene.coordinator.nodes.find_lost({}, now)
             scene.coordinator.nodes.check_guests(now)
         else:

@@ -96,7 +96,7 @@ def standing(folder: Path, version: int) -> Scene:
     scene.deliver((1, EngineState(1, "train", "ready")), (1, TrainReport(joined=(MemberJoined(1, 1, 0, 0, 0.1),))))
     scene.deliver(*((rank, EngineState(rank, "rollout", "ready")) for rank in (2, 3)))
     scene.deliver(
-        (1, step_report(8, step_s=500.0)), (1, step_report(9, step_s=5.0)), (2, Heartbeat(2, "hybrid", {}, {}, version))
+        (1, step_report(8, step_s=500.0)), (1, step_report(9, step_s=5.0)), (2, Heartbeat(2, "hybrid", {}, version))
     )
     return scene
 

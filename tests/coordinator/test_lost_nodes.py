@@ -27,7 +27,7 @@ from .test_coordinator import Scene, first_beat, run_until_over
 def silence(scene: Scene, rank: int, now: list[float], seconds: float) -> None:
     """Every node but one is heard, ``seconds`` later."""
     now[0] += seconds
-    scene.deliver(*((other, Heartbeat(other, "", {}, {}, -1)) for other in range(4) if other != rank))
+    scene.deliver(*((other, Heartbeat(other, "", {}, -1)) for other in range(4) if other != rank))
     scene.coordinator._check(now[0])
 
 
@@ -51,7 +51,7 @@ def test_a_silent_node_is_lost_and_taken_back_as_a_new_one_when_it_is_heard_agai
     assert scene.coordinator.nodes.takes_back(2)
     scene.coordinator.nodes.request_reset(2)
     assert [m.rows[2].life for rank, m in scene.orders(Layout) if rank == 2] == [1]
-    scene.deliver((2, Heartbeat(2, "", {}, {}, -1)))
+    scene.deliver((2, Heartbeat(2, "", {}, -1)))
     assert not scene.asked(StartEngine), "its engines of before have to end first"
     scene.deliver((2, first_beat(2, "hybrid", life=1)))
     assert scene.asked(RankBack) == [RankBack(2)]
@@ -189,7 +189,7 @@ def reporting(reports: dict[int, tuple[int, ...]]) -> dict[int, NodeContact]:
     nodes = {rank: NodeContact(1000.0) for rank in range(6)}
     for rank, node in nodes.items():
         node.pid, node.seen = 10 + rank, 1010.0
-        node.beat = Heartbeat(rank, "", {}, {}, 0, reports.get(rank, ()))
+        node.beat = Heartbeat(rank, "", {}, 0, reports.get(rank, ()))
     return nodes
 
 

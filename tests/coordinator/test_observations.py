@@ -7,7 +7,8 @@ from msgspec.structs import replace
 
 from libra_hpc.coordinator.observations import Observations
 from libra_hpc.facts.columns import COLUMNS
-from libra_hpc.protocol.agents import EngineVersion, RolloutReport
+from libra_hpc.protocol.agents import RolloutReport
+from libra_hpc.protocol.engine_state import WeightUpdate
 from libra_hpc.protocol.plan import GroupFact, TrajectoryFact
 
 
@@ -92,7 +93,7 @@ def test_a_long_step_has_the_speed_of_its_whole_rollout() -> None:
 def test_a_steps_new_weights_cost_what_the_slowest_serving_engine_took() -> None:
     seen = Observations()
     seen.on_step({"t": 100.0, "step": 7, "trajectories": 8}, 100.0)
-    one = EngineVersion(3, "3.0", 7, pause_s=0.002, stage_s=0.3, recomputed=40, wire_s=0.1, image_s=0.2)
+    one = WeightUpdate(7, pause_s=0.002, stage_s=0.3, recomputed=40, wire_s=0.1, image_s=0.2)
     assert seen.update_costs() == {}
     seen.on_version(one, 100.6)
     seen.on_version(replace(one, pause_s=0.001, stage_s=0.4), 100.8)

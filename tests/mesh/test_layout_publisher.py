@@ -60,7 +60,7 @@ class Node(Agent):
             self._by_mpi, self.ways[layout.number] = True, "mpi"
             self._beat()
     def _beat(self):
-        self.mesh.send(0, Heartbeat(self.rank, "", {}, {}, -1, layout=self._layout.number, by_mpi=self._by_mpi,
+        self.mesh.send(0, Heartbeat(self.rank, "", {}, -1, layout=self._layout.number, by_mpi=self._by_mpi,
                                     ended_world=self._ended_world))
     async def publish(self, *numbers, ranks=(0, 1, 2)):
         for number in numbers:

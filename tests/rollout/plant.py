@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from libra_hpc.config.job import Component, EnvComponent
 from libra_hpc.config.learn import EvalPart
@@ -18,7 +19,7 @@ from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.agents import Batch, Committed, Group, Turns
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
 from libra_hpc.protocol.engine import Abort, Generate, Generated
-from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
+from libra_hpc.protocol.engine_state import EngineCapacity, EngineStats, LenderKind, ObservedEngine
 from libra_hpc.protocol.env import (
     CloseEpisode,
     EpisodeFailed,
@@ -103,7 +104,8 @@ class Plant:
         self.now, self.cut = 1000.0, max_model_len < 100
         self.broken, self.fresh, self.equal = broken, fresh, equal
         self.truncated_reward, self.truncated_info = 0.0, dict[str, float]()
-        self.engines: dict[str, int] = {}
+        self.engines: dict[str, tuple[int, ObservedEngine, tuple[str, LenderKind]]] = {}
+        """Node, state and lender of each."""
         self.inbox: list[tuple[str, Generate]] = []
         self.aborts: list[tuple[str, Abort]] = []
         self.host: list[Any] = []
@@ -213,17 +215,23 @@ class Plant:
 
     # --- engines
 
-    def up(self, name: str, rank: int, tp: int = 1, **lender: Any) -> None:
-        self.engines[name] = self.version
+    def up(self, name: str, rank: int, tp: int = 1, lender: tuple[str, LenderKind] = ("", "idle")) -> None:
+        """Its process, after that of before ended."""
         capacity = EngineCapacity(tp=tp, max_model_len=1000, kv_tokens=10000)
-        self.leader.on_engine_state(
-            EngineState(rank, "rollout", "ready", engine=name, version=self.version, capacity=capacity, **lender)
-        )
+        _, before, _ = self.engines.get(name, (rank, ObservedEngine("rollout", "lost"), lender))
+        now = ObservedEngine("rollout", "ready", self.version, before.ends + 1, "killed", capacity)
+        self.engines[name] = rank, now, lender
+        self.leader.on_engines(rank, {name: now}, lender)
 
     def down(self, name: str) -> None:
-        del self.engines[name]
         self.inbox = [(engine, request) for engine, request in self.inbox if engine != name]
-        self.leader.on_engine_state(EngineState(3, "rollout", "lost", engine=name, reason="killed"))
+        self.observed(name, state="lost", ends=self.engines[name][1].ends + 1)
+
+    def observed(self, name: str, **changes: Any) -> None:
+        """An engine as its node has it now."""
+        rank, before, lender = self.engines[name]
+        self.engines[name] = rank, replace(before, **changes), lender
+        self.leader.on_engines(rank, {name: self.engines[name][1]}, lender)
 
     def answer(self, engine: str, request: Generate, tokens: list[int], finish: str = "stop", **fields: Any) -> None:
         """Whatever else is in the engine, this turn leaves it."""
@@ -240,7 +248,7 @@ class Plant:
                 tokens,
                 "stop" if STOP in tokens else "length",
                 logprobs=[-1.0, -2.0, -3.0][: request.max_tokens],
-                versions=((self.engines[engine], len(tokens)),),
+                versions=((self.engines[engine][1].version, len(tokens)),),
             )
 
     # --- the environment host
@@ -372,8 +380,7 @@ class Plant:
         self.version = batch.step
         self.leader.on_committed(Committed(batch.step, (*(group.index for group in batch.groups), *batch.given_up)))
         for engine in self.engines:
-            self.engines[engine] = self.version
-            self.leader.on_engine_version(engine, self.version)
+            self.observed(engine, version=self.version)
 
 
 async def sampling(turns_at_engines: int = 1, **options: Any) -> Plant:

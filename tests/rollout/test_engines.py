@@ -60,8 +60,7 @@ async def test_an_engine_behind_in_weights_gets_no_turns_until_it_caught_up() ->
     await plant.settle()
     assert "late" not in {engine for engine, _ in plant.inbox}
     plant.serve(1)
-    plant.leader.on_engine_version("late", 1)
-    plant.engines["late"] = 1
+    plant.observed("late", version=1)
     await plant.settle()
     assert "late" in {engine for engine, _ in plant.inbox}
 
@@ -71,8 +70,7 @@ async def test_a_version_counts_once_every_live_engine_has_it_and_who_fails_is_n
     first = await plant.batch()
     plant.leader.on_committed(Committed(1, tuple(group.index for group in first.groups)))
     for engine in ("e0", "e1"):
-        plant.leader.on_engine_version(engine, 1)
-        plant.engines[engine] = 1
+        plant.observed(engine, version=1)
     await plant.settle()
     assert (plant.inbox, plant.leader.report().joint_version) == ([], 0)
     plant.down("e2")  # its node ends it, as it cannot take the version
@@ -91,7 +89,7 @@ async def test_an_engine_that_computes_wrongly_is_ended_and_its_turns_go_on_else
     gaps = {number: (10.0 if name == "e1" else 0.0, 2000) for name, number in numbers.items()}
     gaps[numbers["e1"]] = 2000.0, 2000
     plant.version = 1
-    await plant.run(lambda: plant.leader.on_engine_version("e1", 1) or True)
+    await plant.run(lambda: plant.observed("e1", version=1) or True)
     plant.leader.on_committed(Committed(1, tuple(group.index for group in batch.groups), gaps))
     (end,) = plant.of(WrongEngine)
     assert (end.engine, end.closed) == ("e1", False)

@@ -32,12 +32,10 @@ async def test_a_guest_that_is_behind_gets_no_turns_and_nobody_waits_for_it() ->
     plant = await with_guest(eta=0, steps=3)
     first = await plant.batch()
     plant.leader.on_committed(Committed(1, tuple(group.index for group in first.groups)))
-    plant.leader.on_engine_version(OWN, 1)
-    plant.engines[OWN] = 1
+    plant.observed(OWN, version=1)
     await plant.run(lambda: len(plant.inbox) >= 4)
     assert {name for name, _ in plant.inbox} == {OWN}, "the next batch began without the guest"
-    plant.engines[GUEST] = 1
-    plant.leader.on_engine_version(GUEST, 1)
+    plant.observed(GUEST, version=1)
     await plant.run(lambda: at(plant, GUEST))
     second = await plant.batch(2)
     assert second.stats["staleness_max"] == 0
@@ -50,7 +48,7 @@ async def test_a_guest_that_is_behind_stays_closed_without_an_own_engine() -> No
     plant.up(GUEST, FIRST_GUEST)
     await plant.settle()
     assert not plant.inbox
-    plant.leader.on_engine_version(GUEST, 3)
+    plant.observed(GUEST, version=3)
     await plant.run(lambda: at(plant, GUEST))
 
 
@@ -100,7 +98,7 @@ async def test_turns_of_an_engine_that_stands_still_go_on_elsewhere_until_it_ste
     for request in running:
         plant.answer(GUEST, request, [7], "abort")
     # A new version does not open it.
-    plant.leader.on_engine_version(GUEST, 0)
+    plant.observed(GUEST, version=0)
     first = await plant.batch()
     ended = {t.episode: t for t in plant.ended}
     for request in running:
@@ -111,7 +109,7 @@ async def test_turns_of_an_engine_that_stands_still_go_on_elsewhere_until_it_ste
     plant.leader.on_engine_load(GUEST, paused(3.0, still=False, steps=2))
     plant.leader.on_committed(Committed(1, tuple(group.index for group in first.groups)))
     for name in (OWN, GUEST):
-        plant.leader.on_engine_version(name, 1)
+        plant.observed(name, version=1)
     await plant.run(lambda: at(plant, GUEST))
 
 
@@ -182,8 +180,8 @@ async def test_a_guest_without_a_step_between_two_reports_gets_no_turns() -> Non
 
 async def test_what_each_lender_gave_and_why_it_was_paused_is_reported_whoever_its_guest_is() -> None:
     plant = Plant(engines=1, eta=0, turns=1, prompts=4).start()
-    plant.up(GUEST, FIRST_GUEST, lender="gpu-7", lender_kind="lender")
-    plant.up("spot", FIRST_GUEST + 1, lender="t-9", lender_kind="spot")
+    plant.up(GUEST, FIRST_GUEST, lender=("gpu-7", "lender"))
+    plant.up("spot", FIRST_GUEST + 1, lender=("t-9", "spot"))
     await plant.run(lambda: at(plant, GUEST) and at(plant, "spot"))
     plant.leader.on_engine_load(GUEST, paused(0.0, still=False))
     for step, seconds, why in ((2, 2.0, "served"), (3, 2.0, "served"), (4, 3.0, "silent"), (4, 5.0, "served")):
@@ -196,7 +194,7 @@ async def test_what_each_lender_gave_and_why_it_was_paused_is_reported_whoever_i
     assert (spot.name, spot.kind, spot.engines, spot.now, spot.paused) == ("t-9", "spot", 1, "", {})
     plant.down(GUEST)
     assert (plant.leader.report().lenders[0].engines, plant.leader.report().lenders[0].now) == (0, "")
-    plant.up("r10002.0", FIRST_GUEST + 2, lender="gpu-7", lender_kind="lender")
+    plant.up("r10002.0", FIRST_GUEST + 2, lender=("gpu-7", "lender"))
     batch = await plant.batch()
     lender, spot = plant.leader.report().lenders
     assert (lender.engines, lender.tokens) == (1, 3)

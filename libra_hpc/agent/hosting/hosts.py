@@ -50,7 +50,7 @@ class HostListener(Protocol):
 
 
 class Hosts(EngineNode[Supervised]):
-    engine, outbound, inbound = Supervised, to_host, from_host
+    engine, kind, outbound, inbound = Supervised, "env", to_host, from_host
 
     def __init__(self, context: AgentContext, listener: HostListener) -> None:
         # On an environment node beside those of other ranks in the folder of logs.

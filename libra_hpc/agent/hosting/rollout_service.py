@@ -26,7 +26,6 @@ from libra_hpc.process.progress import ticks
 from libra_hpc.process.retry import patiently
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.agents import Group
-from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.env import ToHost
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trace import Restart
@@ -261,13 +260,11 @@ class RolloutService:
         match message:
             case wire.TurnsDone(items=items):
                 leader.on_turns_done(items)
-            case wire.EngineLoad(engine=engine, stats=stats):
-                leader.on_engine_load(engine, stats)
-            case wire.EngineVersion(engine=engine, version=version):
-                leader.on_engine_version(engine, version)
-            # In an evaluation rank 0 also gets what is for a coordinator: that all of a node are ready.
-            case EngineState(kind="rollout") if message.engine:
-                leader.on_engine_state(message)
+            case wire.EngineLoads(loads=loads):
+                for engine, stats in loads.items():
+                    leader.on_engine_load(engine, stats)
+            case wire.Heartbeat(rank=rank, engines=engines, lender=lender):
+                leader.on_engines(rank, engines, lender)
             case wire.FromEnvHost(rank=rank, host=host):
                 leader.on_host(self._number(rank, host), message.message)
             case wire.EnvHostLost(rank=rank, host=host, reason=reason):
