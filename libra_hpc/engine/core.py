@@ -33,6 +33,7 @@ from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, Weight
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
 from libra_hpc.weights.weightfile import WeightFileError, folder_shapes
 
+from .expert_table import ExpertTable
 from .settings import EngineConfig, engine_arguments
 from .stats import EngineCounters
 from .steplog import BatchWatch, StepLog, StepLogHeader
@@ -88,6 +89,8 @@ class RolloutEngine:
         self._steps = VllmSteps(self._client, scheduler)
         # Where layers have states besides keys and values, vLLM makes blocks as large as a state.
         self._max_model_len, self._block_tokens = model.max_model_len, vllm_config.cache_config.block_size
+        if shape.experts and current_platform.is_cpu():
+            ExpertTable(scheduler, self._client.collective_rpc, shape)
         self._staged = StagedUpdate(self._client.collective_rpc, not current_platform.is_cpu())
         self._turns: dict[str, TurnInFlight] = {}
         self._ids: dict[str, str] = {}
@@ -194,7 +197,7 @@ class RolloutEngine:
                 priority=request.priority,
             )
         )
-        self._turns[key] = turn = TurnInFlight(request.rid, time.monotonic())
+        self._turns[key] = turn = TurnInFlight(request.rid, time.monotonic(), request.routed)
         if salt is not None:
             turn.kv_version, turn.oldest_kv = self._version, int(salt)
         self._ids[request.rid] = key
@@ -336,6 +339,7 @@ class RolloutEngine:
                 assert output.new_logprobs is not None
                 # Column 0 is the sampled token's.
                 turn.extend(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), version)
+                turn.route(output.routed_experts)
                 self._counters.generated_tokens += len(output.new_token_ids)
             if output.finish_reason is not None:
                 reason = FINISH.get(output.finish_reason, "error")

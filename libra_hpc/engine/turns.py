@@ -15,6 +15,8 @@ from libra_hpc.protocol.engine import Generate, Generated
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
+    from .expert_table import Rows
+
 PARAMETER_SETS = 1024
 """Cached sampling parameters; a task has few combinations of limit, temperature and stop ids."""
 NOT_FINITE = "log-probabilities are not finite"
@@ -52,8 +54,9 @@ def read_prompt(request: Generate, max_model_len: int, vocab_size: int) -> list[
 class TurnInFlight:
     """A request in flight; times in seconds of ``time.monotonic``."""
 
-    def __init__(self, rid: str, arrived: float) -> None:
+    def __init__(self, rid: str, arrived: float, routed: int = -1) -> None:
         self.rid, self.arrived = rid, arrived
+        self._routed, self._experts = routed, list[bytes]()
         self.kv_version, self.oldest_kv = -1, -1
         """Where KV outlives updates: weights of its own first KV, and the oldest that it may find in a cache."""
         self.scheduled = math.inf
@@ -73,11 +76,16 @@ class TurnInFlight:
         else:
             self._spans.append([version, len(tokens)])
 
+    def route(self, rows: Rows | None) -> None:
+        """Append experts of the tokens before a sampled one: of all before the first, then of one more each time."""
+        if rows is not None and self._routed >= 0:
+            self._experts.append(rows[0 if self._experts else self._routed :].tobytes())
+
     def finish(self, reason: str, now: float, error: str = "") -> Generated:
         """The answer with every token so far; an error without tokens when a log-probability is not finite."""
         started = min(self.scheduled, now)
         if not math.isfinite(sum(self.logprobs)):
-            self.tokens, self.logprobs, self._spans = [], [], []
+            self.tokens, self.logprobs, self._spans, self._experts = [], [], [], []
             reason, error = "error", error or NOT_FINITE
         return Generated(
             rid=self.rid,
@@ -89,6 +97,7 @@ class TurnInFlight:
             queue_s=started - self.arrived,
             run_s=now - started,
             error=error,
+            experts=b"".join(self._experts),
             kv_version=self.kv_version if self._spans and self.kv_version < self._spans[0][0] else -1,
         )
 

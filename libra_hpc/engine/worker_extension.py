@@ -1,6 +1,6 @@
-"""What every vLLM worker of an engine can do besides: take new weights.  vLLM imports this module in each worker.
+"""What every vLLM worker of an engine can do besides: take new weights, report experts.
 
-The import ties the life of a worker process to the engine process.
+vLLM imports this module in each worker. The import ties the life of a worker process to the engine process.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 from libra_hpc.process.reaper import die_with
 
+from .expert_table import bind
 from .update.staging import Staging
 
 
@@ -20,6 +21,11 @@ class WorkerExtension:
     vllm_config: Any
     model_runner: Any
     _weight_staging: Staging | None = None
+
+    def keep_experts(self, *table: Any) -> None:
+        """Write chosen experts into the table of the scheduler's process; see `expert_table.bind`."""
+        if self.rank % self.vllm_config.parallel_config.tensor_parallel_size == 0:
+            bind(self.model_runner.get_model(), *table)
 
     def stage_weights(self, image: str, versions: list[list[str]]) -> None:
         """Begin to make a version ready, beside the steps; see `Staging.start`."""

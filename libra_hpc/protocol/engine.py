@@ -1,7 +1,8 @@
 """Agent <-> vLLM engine process.
 
 ``prompt`` and ``tokens`` are little-endian int32 bytes, ``logprobs`` float32 bytes: natural logarithms of the
-distribution that was sampled from, *after* temperature and masks.
+distribution that was sampled from, *after* temperature and masks. ``experts`` are rows of tokens,
+[tokens, layers, experts of a token], of uint8 for up to 256 experts, else of uint16.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     admitted: int = -1
     """Weight version at which its prompt was admitted. KV caches of older weights are not reused for it; -1: nor any
     but those of the weights that the engine has."""
+    routed: int = -1
+    """First tokens of the prompt whose experts are known; -1: experts are not wanted."""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -81,6 +84,8 @@ class Generated(msgspec.Struct, tag=True, frozen=True):
     queue_s: float
     run_s: float
     error: str = ""
+    experts: bytes = b""
+    """Rows of all tokens from `Generate.routed` on but the last one, which was not computed; empty: none is known."""
     kv_version: int = -1
     """Oldest weight version that the kept KV of its tokens may have, if ``versions`` begins later; -1: it does not."""
 
