@@ -40,6 +40,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import renewed_status
 from libra_hpc.mesh.agent_context import AgentContext, RankLayout, check_world
 from libra_hpc.mesh.door import close_door, open_door, shown
+from libra_hpc.mesh.layout_changes import NOTHING, taken
 from libra_hpc.mesh.layout_publisher import Publisher, opened
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.mpi_link import MpiLink, NoWorld
@@ -57,7 +58,7 @@ from libra_hpc.process.storage_watch import StorageWatch
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.joining import Admitted, ConfigWanted, DoorRecord, JoinWanted, NotAdmitted, door, is_guest
-from libra_hpc.protocol.layout import Layout, ResumePoint, Row
+from libra_hpc.protocol.layout import Layout, LayoutChange, ResumePoint, Row
 from libra_hpc.protocol.ranks_stop import RanksStop, Why, start_of
 from libra_hpc.simulated.dry_run import in_wall_time
 from libra_hpc.state.attempt import newest_point
@@ -124,13 +125,13 @@ class Agent(NodeAgent):
         self._rendezvous: Path | None = None
         """Train leader only: its folder of rendezvous files."""
         self.mesh.on_rejected = self._on_rejected
-        self._newest, self._observed = Layout(), Row()
+        self._newest, self._observed = NOTHING, Row()
         """The newest Layout, and what this node did to make its row true."""
         self._life, self._by_mpi, self._ended_world = 0, False, -1
         """See `Heartbeat`."""
         self._link, self._link_world = world.link, 0
         """This node's MPI process, and which ones it has met."""
-        self._routes.add(Layout, self._on_layout)
+        self._routes.add(LayoutChange, self._on_change)
         self._routes.add(wire.PmiLine, self._on_pmi)
         self._routes.add(wire.StopAgent, self._on_stop)
 
@@ -251,9 +252,9 @@ class Agent(NodeAgent):
     def _serve_link(self, link: MpiLink) -> None:
         def received(kind: bytes, content: bytes) -> None:
             publisher = self.context.publisher if self.context is not None else None
-            if kind == b"F" and (layout := opened(self._secret, content)) is not None:
+            if kind == b"F" and (change := opened(self._secret, content)) is not None:
                 self._watch.seen()
-                self._on_layout(layout, by_mpi=True)
+                self._on_change(change, by_mpi=True)
             elif kind == b"A" and publisher is not None:
                 publisher.on_passed_on()
             elif kind == b"M" and publisher is not None:
@@ -428,15 +429,19 @@ class Agent(NodeAgent):
         if self.context is not None:
             self.context.log("undecodable", rank=self.rank, sender=sender, reason=reason)
 
-    def _on_layout(self, layout: Layout, by_mpi: bool = False) -> None:
-        was = self._newest
-        if by_mpi and layout.number == was.number and not self._by_mpi:
-            # Rank 0 sent it both ways.
-            self._by_mpi = True
-            self._beat()
-        if layout.number <= was.number:
-            return
-        self._newest, self._by_mpi = layout, by_mpi
+    def _on_change(self, change: LayoutChange, by_mpi: bool = False) -> None:
+        """Take a newer Layout; the echo comes at once where this node has something to do."""
+        was, layout = self._newest, taken(self._newest, change)
+        self._newest = layout
+        if layout.number == change.number:
+            # By both ways MPI counts.
+            self._by_mpi = by_mpi or (self._by_mpi and layout is was)
+        if layout.number > was.number:
+            self._on_layout(layout, was)
+            if layout.rows.get(self.rank) != was.rows.get(self.rank):
+                self._beat()
+
+    def _on_layout(self, layout: Layout, was: Layout) -> None:
         if self.context is None and layout.start is not None:
             self._enter(layout.start)
         context = self.context
@@ -450,7 +455,6 @@ class Agent(NodeAgent):
             self.train_leader.on_layout(layout)
         if self.rank in layout.rows:
             self._reconcile(layout.rows[self.rank])
-        self._beat()
 
     def _on_row(self, rank: int, row: Row, known: Row) -> None:
         """Act upon what is new in the row of any node."""

@@ -25,10 +25,11 @@ from libra_hpc.gate.gated_steps import Behind, GivenTokens
 from libra_hpc.gate.page import Page
 from libra_hpc.mesh.agent_context import AgentContext, RankLayout
 from libra_hpc.mesh.door import JoinedWorld
+from libra_hpc.mesh.layout_changes import NOTHING, taken
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import LenderKind
-from libra_hpc.protocol.layout import Layout, ResumePoint
+from libra_hpc.protocol.layout import LayoutChange, ResumePoint
 from libra_hpc.simulated.dry_run import in_wall_time
 
 from .coordinator_watch import CoordinatorWatch
@@ -99,7 +100,7 @@ class GuestAgent(NodeAgent):
         self.engines += [self._carrier, self._engines]
         self._watch = CoordinatorWatch(lambda rank: rank in self.mesh.unreachable())
         self._stay: Stay | None = None
-        self._starts = 0
+        self._layout, self._starts = NOTHING, 0
         """See `Row.starts`; the first start is its own."""
         self._leaving = ""
         """Why it leaves; empty: it does not."""
@@ -107,7 +108,7 @@ class GuestAgent(NodeAgent):
         """See `Heartbeat.returns`."""
         self._page = None if behind is None else Page(behind.gate.page)
         self._routes.add(wire.StopAgent, self._on_stop)
-        self._routes.add(Layout, self._on_layout)
+        self._routes.add(LayoutChange, self._on_change)
         add_rollout(self._routes, self._engines, self._carrier)
 
     async def serve(self) -> Stay:
@@ -123,7 +124,8 @@ class GuestAgent(NodeAgent):
         assert self._stay is not None
         return self._stay
 
-    def _on_layout(self, layout: Layout) -> None:
+    def _on_change(self, change: LayoutChange) -> None:
+        self._layout = layout = taken(self._layout, change)
         context, row = self._context, layout.rows.get(self._context.rank)
         if not context.resume_point.pid and layout.start is not None:
             context.resume_point = layout.start
@@ -141,7 +143,8 @@ class GuestAgent(NodeAgent):
         return self._engines.version
 
     def _beat(self, **fields: Any) -> None:
-        super()._beat(lender=self._context.lender, leaving=self._leaving, returns=self._returns, **fields)
+        fields |= {"lender": self._context.lender, "leaving": self._leaving, "returns": self._returns}
+        super()._beat(layout=self._layout.number, **fields)
         if self._given is not None:
             self._given.beat(self._engines.generated, self._engines.asleep)
         if time.time() > self._until - LEAVE_EARLY_S:

@@ -1,7 +1,7 @@
 """The pool of nodes at rank 0: the state machine's pool, the last report of every node, and the Layout that follows.
 
 - An event -> `apply`: the pure state machine (`libra_hpc.policies.pool.states`) makes another pool.
-- Anything of the Layout has changed -> it is published under the next number, to all nodes.
+- Anything of the Layout has changed -> it is published to all nodes (`Publisher`).
 - A node is lost -> its row shows it; whether it comes back decides `Readmission`.
 """
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
-
-import msgspec
 
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.policies.pool import states
@@ -50,7 +48,7 @@ class NodePool:
         self.good_step = -1
         """Newest step that is known to be good, like `Layout.good_step`."""
         self.layout = Layout()
-        """The one that was published last."""
+        """The one that was published last, without its number."""
         self._awaited: tuple[tuple[int, ...], float] = (), 0.0
         self._stop: StopTraining | None = None
         self._returning: set[int] = set()
@@ -184,37 +182,29 @@ class NodePool:
         self.publish()
 
     def publish(self, again: bool = False) -> None:
-        """Send every node the Layout if it has changed, under the next number; ``again``: also if it has not.
+        """Publish the Layout if it has changed; ``again``: also if it has not.
 
         Repeated, it reaches nodes that missed it, and shows that the coordinator lives.
         """
         pool, (awaited, await_s) = self.pool or states.Pool({}, states.Membership(0, ()), 0), self._awaited
-        # A node on its way to rollout, or being rebuilt, asks for the weights itself; those that serve are pushed to.
-        # So are those on their way to training, which join with them.
-        pushed = (states.NodeState.ROLLOUT, states.NodeState.TO_TRAIN)
-        receivers = tuple(rank for rank, node in pool.nodes.items() if node.state in pushed)
-        newest = pool.forming or pool.membership
         layout = Layout(
-            number=self.layout.number,
             start=self._context.resume_point,
-            rows={**{rank: node.row for rank, node in pool.nodes.items()}, **self.guests.rows},
-            generation=newest.generation,
-            members=newest.ranks,
+            rows=pool.rows | self.guests.rows,
+            generation=pool.newest.generation,
             rest=pool.rests,
             awaited=awaited,
             await_s=await_s,
             stop=self._stop,
-            receivers=(*receivers, *self.guests.serving),
             recorded=self._recorded(),
             good_step=self.good_step,
         )
-        if layout != self.layout:
-            self.layout = msgspec.structs.replace(layout, number=layout.number + 1)
-        elif not again:
+        if layout == self.layout and not again:
             return
+        self.layout = layout
         lost = {rank for rank, node in pool.nodes.items() if node.state is states.NodeState.LOST}
         ranks = {*self.contacts, *self.guests.contacts}
-        self._context.publish(self.layout, ranks - (lost - self._returning))
+        if self._context.publisher is not None:
+            self._context.publisher.publish(layout, ranks - (lost - self._returning))
 
     def find_lost(self, gone: Mapping[int, str], now: float) -> list[LostNode]:
         """Find the nodes that are lost now and announce them; ``gone`` as in `lost_nodes`.
@@ -233,6 +223,8 @@ class NodePool:
         return found
 
     def on_guest(self, rank: int, message: Any) -> None:
+        if isinstance(message, wire.Heartbeat) and self._context.publisher is not None:
+            self._context.publisher.on_beat(rank, message)
         self.guests.on_message(rank, message, time.time())
         self.publish()
 

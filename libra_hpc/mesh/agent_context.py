@@ -8,7 +8,7 @@ repartition.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,7 +23,7 @@ from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.process.lease import Fence
 from libra_hpc.protocol.agents import Log, MeshMessage
 from libra_hpc.protocol.engine_state import EngineState, LenderKind
-from libra_hpc.protocol.layout import Layout, ResumePoint
+from libra_hpc.protocol.layout import ResumePoint
 
 from .layout_publisher import Publisher
 
@@ -150,7 +150,7 @@ class AgentContext:
     gate: GateConfig | None = None
     """Gate of a guest's engines."""
     publisher: Publisher | None = None
-    """Rank 0's; without one Layouts go by stream."""
+    """Rank 0's."""
     ended: Mapping[int, str] = field(default_factory=dict)
     """See `OwnerLink.lost`."""
     fence: Fence = field(default_factory=lambda: Fence(Path()))
@@ -193,14 +193,6 @@ class AgentContext:
     def orders(self) -> str:
         """How Layouts reach the nodes, as in `Status.orders`."""
         return self.publisher.summary if self.publisher is not None else ""
-
-    def publish(self, layout: Layout, ranks: Collection[int]) -> None:
-        """Send a Layout to these nodes."""
-        if self.publisher is not None:
-            self.publisher.publish(layout, ranks)
-        else:
-            for rank in ranks:
-                self.send(rank, layout)
 
     def report(self, state: EngineState, *ranks: int, **fields: Any) -> None:
         """Send an engine's state to these ranks, and log it as event ``engine_ready`` or ``engine_lost``."""

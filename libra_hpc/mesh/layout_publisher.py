@@ -1,9 +1,11 @@
-"""How rank 0 gets a Layout to every node: by MPI, and by stream where MPI does not bring it.
+"""How rank 0 gets a Layout to every node: as changes, by MPI, and by stream where MPI does not bring them.
 
-- A Layout -> its frame goes to the own MPI process, which sends it to all that it reaches.  While one is on its way
-  through that process, newer ones wait, and of these the newest alone follows.
-- A node has not echoed a number for `ECHO_S` -> it gets the newest by stream, and later ones both ways, until an
-  echo shows that MPI brought the newest.
+- Something has changed -> the next number, at most one every `FRAME_S`.
+- A number -> what differs from the frame before goes to the own MPI process, which sends it to all that it reaches.
+  While one is on its way through that process, newer ones wait, and one frame has what differs in them.
+- Nothing has changed for a while -> the number and its sum alone, by the same ways.
+- A node has not echoed a number for `ECHO_S`, or `BEAT_S` if its row is as it was -> it gets what differs from the one
+  in its heartbeat by stream, and so later ones, until an echo shows that MPI brought one.
 - A node's MPI process ended, its stream closed, or it is lost -> the own one leaves it out before the next frame.
 - The own process ended, or did not pass a frame on for `ACK_S` -> all nodes get streams.
 - MPI does not reach a node that lives for `RELINK_S` -> new processes on all such nodes, at most every
@@ -17,21 +19,28 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from math import inf
 
 from libra_hpc.protocol.agents import Heartbeat, PmiLine
 from libra_hpc.protocol.agents import mesh as codec
 from libra_hpc.protocol.callers import PROOF_BYTES, proof, proves
 from libra_hpc.protocol.codec import FrameError
-from libra_hpc.protocol.layout import Layout
+from libra_hpc.protocol.layout import Layout, LayoutChange
 from libra_hpc.protocol.start_up import KeyValueSpace
 
+from .layout_changes import LayoutHistory
 from .mesh import Mesh
 from .mpi_link import MpiLink
 
-ECHO_S = 0.5
-"""Frames take 2 ms, and 20 to an idle process.  Half: busy nodes get both ways; double: an order comes later."""
+FRAME_S = 0.05
+"""Half: a start of 1,024 nodes has twice the frames; double: an order waits as long."""
+ECHO_S, BEAT_S = 0.5, 2.5
+"""Until the echo of a node whose row has changed, and of others, which echo with their heartbeat, once a second.
+
+Frames take 2 ms, and 20 to an idle process.  Half: busy nodes get both ways; double: an order comes later.
+"""
 ACK_S = 1.5
 """Until the own process has passed a frame on; a stopped one is noticed by it."""
 CHECK_S = 0.1
@@ -40,21 +49,21 @@ RELINK_S, RELINK_EVERY_S = 10.0, 60.0
 """Until new processes start, and between two tries: what broke MPI may break it again."""
 
 
-def sealed(secret: bytes, layout: Layout) -> bytes:
-    body = codec.encode(layout)
+def sealed(secret: bytes, change: LayoutChange) -> bytes:
+    body = codec.encode(change)
     return proof(secret, b"layout", body) + body
 
 
-def opened(secret: bytes, frame: bytes) -> Layout | None:
-    """The Layout of a frame; None where somebody without the secret made it."""
+def opened(secret: bytes, frame: bytes) -> LayoutChange | None:
+    """The change of a frame; None where somebody without the secret made it."""
     body = frame[PROOF_BYTES:]
     if not proves(frame[:PROOF_BYTES], secret, b"layout", body):
         return None
     try:
-        layout = codec.decode(body)
+        change = codec.decode(body)
     except FrameError:
         return None
-    return layout if isinstance(layout, Layout) else None
+    return change if isinstance(change, LayoutChange) else None
 
 
 class Publisher:
@@ -66,13 +75,19 @@ class Publisher:
         """Number of the present MPI processes: they are replaced together."""
         self._members: tuple[int, ...] = tuple(range(mesh.size))
         """Rank of each of them."""
-        self._newest = Layout()
+        self._published, self._sent = LayoutHistory(), 0
+        """What is to be, and the number of the last frame for the own process."""
+        self._waiting: tuple[Layout, Collection[int]] | None = None
+        """What gets the next number, and who gets it; None: nothing waits."""
+        self._frame_at = -inf
         self._ranks: Collection[int] = ()
         """Nodes that get it."""
         self._nodes = set[int]()
-        """The nodes out of these that echo it: neither this one nor guests."""
+        """The nodes out of these that MPI is to reach: neither this one nor guests."""
+        self._shown: dict[int, int] = {}
+        """The number that a node has, by its heartbeat."""
         self._owed: dict[int, tuple[int, float]] = {}
-        """The first number that a node has not echoed, and since when."""
+        """The first number that a node has not echoed, and until when it may be silent."""
         self._late: set[int] = set()
         self._echoes: dict[int, bool] = {}
         """Nodes that have echoed the newest number, and whether MPI brought it to them."""
@@ -100,47 +115,74 @@ class Publisher:
         self._event("mpi_world", members=list(self._members))
 
     def publish(self, layout: Layout, ranks: Collection[int]) -> None:
-        """Send a Layout, or the same one again, to these nodes."""
-        now, new = time.monotonic(), layout.number > self._newest.number
-        if new:
-            self._count()
+        """Have these nodes become what a Layout says, or say it again; the number is given here, the newest wins."""
+        first, self._waiting = self._waiting is None, (layout, ranks)
+        wait_s = self._frame_at + FRAME_S - time.monotonic()
+        if wait_s <= 0.0:
+            self._flush()
+        elif first:
+            asyncio.get_running_loop().call_later(wait_s, self._flush)
+
+    def _flush(self) -> None:
+        if self._waiting is None:
+            return
+        (layout, ranks), self._waiting, now = self._waiting, None, time.monotonic()
+        before, self._frame_at = self._newest, now
+        if self._published.put(layout):
+            self._count(before)
             self._echoes = {}
-        self._newest, self._ranks, self._nodes = layout, ranks, {rank for rank in ranks if 0 < rank < self._mesh.size}
+        self._ranks, self._nodes = ranks, {rank for rank in ranks if 0 < rank < self._mesh.size}
         for lost in self._reached.difference(ranks):
             self.leave_out(lost)
         self._send_newest()
-        for rank in set(ranks).difference(self._reached - self._late):
-            self._mesh.send(rank, layout)
-        if new:
-            self._owed = {rank: self._owed.get(rank, (layout.number, now)) for rank in self._reached}
+        self._stream(set(ranks).difference(self._reached - self._late))
+        if self._newest > before:
+            for rank in self._reached:
+                number, until = self._owed.get(rank, (self._newest, inf))
+                self._owed[rank] = number, min(until, now + self._patience_s(rank, before))
+
+    @property
+    def _newest(self) -> int:
+        return self._published.layout.number
+
+    def _patience_s(self, rank: int, number: int) -> float:
+        """Until the echo of a node that had this number."""
+        return ECHO_S if self._published.changed(rank) > number else BEAT_S
 
     def _send_newest(self) -> None:
-        """By MPI, once the own process has passed on the frame before; what is newer by then replaces it."""
+        """By MPI, once the own process has passed on the frame before; what is newer by then goes with it."""
         self._behind = self._given_at < inf
         if self._link is not None and self._reached and not self._behind:
             self._given_at = time.monotonic()
-            self._link.send(sealed(self._secret, self._newest))
+            self._link.send(sealed(self._secret, self._published.since(self._sent)))
+            self._sent = self._newest
+
+    def _stream(self, ranks: Iterable[int]) -> None:
+        """What differs from the number that each node has."""
+        since = cache(self._published.since)
+        for rank in ranks:
+            self._mesh.send(rank, since(self._shown.get(rank, 0)))
 
     def on_beat(self, rank: int, beat: Heartbeat) -> None:
         """A node shows which Layout it has, by which way, and whether its MPI process lives."""
-        owed = self._owed.get(rank)
-        if owed is not None and beat.layout >= owed[0]:
-            del self._owed[rank]
-            if beat.layout < self._newest.number:
-                self._owed[rank] = beat.layout + 1, time.monotonic()
-        if beat.layout == self._newest.number and rank in self._nodes:
-            self._echoes[rank] = beat.by_mpi
-            if self._echoes.keys() >= self._nodes:
-                self._count()
+        self._shown[rank] = beat.layout
+        if beat.layout >= self._owed.get(rank, (0, inf))[0]:
+            self._owed.pop(rank, None)
             if beat.by_mpi:
                 self._late.discard(rank)
+        if beat.layout < self._newest and rank not in self._owed:
+            self._owed[rank] = beat.layout + 1, time.monotonic() + self._patience_s(rank, beat.layout)
+        if beat.layout == self._newest and rank in self._nodes:
+            self._echoes[rank] = beat.by_mpi
+            if self._echoes.keys() >= self._nodes:
+                self._count(self._newest)
         if beat.ended_world >= self._world:
             self.leave_out(rank)
 
-    def _count(self) -> None:
+    def _count(self, number: int) -> None:
         """Log by which way the newest Layout reached how many nodes, once: all have echoed it, or another follows."""
-        if self._newest.number > self._counted:
-            self._counted, ways = self._newest.number, [*self._echoes.values()]
+        if number > self._counted:
+            self._counted, ways = number, [*self._echoes.values()]
             self._event("layout_published", number=self._counted, by_mpi=ways.count(True), by_stream=ways.count(False))
 
     def leave_out(self, rank: int) -> None:
@@ -173,10 +215,9 @@ class Publisher:
         if self._link is not None and now - self._given_at > ACK_S:
             self._link.close()
         by_mpi = self._reached - self._late
-        for rank, (_, since) in self._owed.items():
-            if rank in by_mpi and now - since > ECHO_S:
-                self._late.add(rank)
-                self._mesh.send(rank, self._newest)
+        late = {rank for rank, (_, until) in self._owed.items() if rank in by_mpi and now > until}
+        self._late |= late
+        self._stream(late)
         if self._reached >= self._nodes:
             self._whole_at = now
         elif now - self._whole_at > RELINK_S and now - self._tried_at > RELINK_EVERY_S:
@@ -184,8 +225,7 @@ class Publisher:
 
     def _lost(self, ranks: Collection[int]) -> None:
         """These nodes get streams, as far as they live."""
-        for rank in set(self._ranks).intersection(ranks):
-            self._mesh.send(rank, self._newest)
+        self._stream(set(self._ranks).intersection(ranks))
         self._event("mpi_world", members=sorted({self._mesh.rank, *self._reached}) if self._link else [])
 
     def _relink(self, now: float) -> None:

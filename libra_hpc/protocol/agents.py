@@ -15,7 +15,7 @@ from .codec import Codec
 from .engine import Abort, Generate, Generated
 from .engine_state import EngineState, EngineStats, LenderKind, ObservedEngine, StepCosts
 from .env import FromHost, ToHost
-from .layout import Layout
+from .layout import LayoutChange
 from .plan import GroupFact, TrajectoryFact
 from .trainer import FromWorker, Offered, Sample, ToWorker
 
@@ -32,7 +32,7 @@ class PmiLine(msgspec.Struct, tag=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """Agent -> coordinator, once a second, and at once for a new Layout or where an engine has changed.
+    """Agent -> coordinator, once a second, and at once for a new row or where an engine has changed.
 
     Those with engines go to both leaders, too.  The first one is its first sign of life.
     """
@@ -365,7 +365,7 @@ class WeightsHere(msgspec.Struct, tag=True, frozen=True):
 MeshMessage = Union[
     PmiLine,
     Heartbeat,
-    Layout,
+    LayoutChange,
     EngineState,
     Log,
     StopAgent,

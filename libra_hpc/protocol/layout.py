@@ -1,6 +1,6 @@
-"""The Layout: the desired state of the whole run, one numbered frame that rank 0 publishes.
+"""The Layout: the desired state of the whole run, which rank 0 numbers and publishes as changes.
 
-- Of two frames the one with the higher number holds, however late the other one comes.
+- Of two numbers the higher one holds, however late the other one comes.
 - An order is a difference: a node compares its new row with what it did (`libra_hpc.policies.pool.reconcile`).
 - What a node does and has is its heartbeat and its reports.
 
@@ -9,7 +9,7 @@ A turn, a batch or a step stays a message of its own, because it must come exact
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,7 +19,14 @@ Drain = Literal["", "wait", "abort"]
 """Whether a node gets no more turns; ``abort``: those in flight go on elsewhere, with what they have."""
 
 
-class Row(msgspec.Struct, frozen=True):
+RECEIVING = ("rollout", "to_train", "serving")
+"""States of nodes to which new weights are pushed: they serve, or join with them.
+
+A node on its way to rollout, or being rebuilt, asks for them itself.
+"""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What one node is to be."""
 
     state: str = ""
@@ -35,6 +42,8 @@ class Row(msgspec.Struct, frozen=True):
     """How often it was declared lost: it drops all that it had before."""
     guest: tuple[str, tuple[str, ...], int] | None = None
     """Host, addresses and port of an agent that joined later."""
+    member: bool = False
+    """Whether it is in the newest membership."""
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
@@ -75,17 +84,38 @@ class Layout(msgspec.Struct, tag=True, frozen=True):
     start: ResumePoint | None = None
     """None in the Layout of an evaluation, which resumes nothing."""
     generation: int = 0
-    """Newest membership: from the next step boundary on its ``members`` train together."""
-    members: tuple[int, ...] = ()
+    """Newest membership: from the next step boundary on its `members` train together."""
     rest: bool = False
     """Whether the trainers of the core go into standby once they have nothing to do."""
     awaited: tuple[int, ...] = ()
     """Nodes without which no step begins until ``await_s`` after its batch came."""
     await_s: float = 0.0
     stop: StopTraining | None = None
-    receivers: tuple[int, ...] = ()
-    """Ranks that get new weights, to serve or to join with."""
     recorded: int = 0
     """Highest step that is in `metrics.jsonl`."""
     good_step: int = -1
     """The newest checkpoint up to this step stays whatever is saved later; -1: none has to."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(rank for rank, row in self.rows.items() if row.member)
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """Ranks that get new weights, to serve or to join with."""
+        return tuple(rank for rank, row in self.rows.items() if row.state in RECEIVING)
+
+
+class LayoutChange(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """How a Layout differs from one of an earlier number; a node that has that, or a later one, can take it."""
+
+    number: int
+    since: int
+    """The earlier number; 0: this is the whole Layout; the same number: a repeat, with the sum alone."""
+    digest: int
+    """Sum over the whole Layout of ``number``."""
+    rows: dict[int, Row] = {}
+    gone: tuple[int, ...] = ()
+    """Ranks that have no row any more."""
+    head: dict[str, Any] = {}
+    """Other fields of the Layout, by name."""

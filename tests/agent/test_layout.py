@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from libra_hpc.agent.agent import Agent
-from libra_hpc.protocol.layout import Layout, Row
+from libra_hpc.mesh.layout_changes import digest
+from libra_hpc.protocol.layout import Layout, LayoutChange, Row
 
 
 class Part:
@@ -47,14 +48,19 @@ class Scene:
         agent._beat = lambda: self.calls.append(("beat", agent._life))  # type: ignore[method-assign]
         self.agent, self.work = agent, list[Any]()
 
-    def takes(self, number: int, rows: dict[int, Row], **fields: Any) -> list[tuple[Any, ...]]:
-        """What follows, less what the train leader gets and the echo."""
+    def takes(self, number: int, rows: dict[int, Row], by_mpi: bool = False, **fields: Any) -> list[tuple[Any, ...]]:
+        """What follows the whole Layout, less what the train leader gets and the echo."""
         self.calls.clear()
-        self.agent._on_layout(Layout(number, rows, **fields))
+        was, change = (
+            self.agent._newest,
+            LayoutChange(number, 0, digest(Layout(number, rows, **fields)), rows, head=fields),
+        )
+        self.agent._on_change(change, by_mpi)
         for work in self.work:
             asyncio.run(work)
         self.work.clear()
-        assert self.calls == [] or ("beat", self.agent._life) in self.calls
+        echoes = number > was.number and rows.get(2) != was.rows.get(2)
+        assert (("beat", self.agent._life) in self.calls) is echoes, "at once for its own row alone"
         return [call for call in self.calls if call[0] not in ("train_leader.on_layout", "beat")]
 
 
@@ -71,8 +77,9 @@ def test_a_node_moves_once_and_frames_that_are_out_of_date_change_nothing() -> N
     moved = Row("to_train", "train", starts=2)
     assert scene.takes(4, {2: moved}) == [("rollout_node.standby",), ("train_node.start", 0)]
     assert scene.takes(4, {2: moved}) == scene.takes(1, {2: WORKS}) == scene.calls == []
-    scene.agent._on_layout(Layout(4, {2: moved}), by_mpi=True)
-    assert scene.calls == [("beat", 0)], "rank 0 sees that MPI brings it again"
+    assert not scene.agent._by_mpi
+    scene.takes(4, {2: moved}, by_mpi=True)
+    assert scene.agent._by_mpi, "rank 0 sees that MPI brings it again"
     again = Row("starting", "train", starts=3, world=1)
     assert scene.takes(5, {2: again}) == [("train_node.reset",), ("train_node.start", 1)]
 

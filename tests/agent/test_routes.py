@@ -14,7 +14,7 @@ from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Peer, Publish
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.layout import Layout
+from libra_hpc.protocol.layout import LayoutChange
 from libra_hpc.protocol.trainer import OfferWeights, StepDone
 from libra_hpc.train_leader.train_leader import TrainLeader
 
@@ -95,7 +95,7 @@ def test_a_part_that_is_not_there_gets_nothing() -> None:
 
 def test_every_message_is_for_somebody() -> None:
     """A new message type must be given to a part, or be added to what the agent or the coordinator takes itself."""
-    agents = {Layout, wire.StopAgent, wire.PmiLine, wire.ToEnvHost}
+    agents = {LayoutChange, wire.StopAgent, wire.PmiLine, wire.ToEnvHost}
     coordinators = {wire.Log, wire.Fatal, wire.StepReport, wire.RolloutReport}
     coordinators |= {wire.TrainReport, wire.TurnsDrained}
     rows = {kind for routes in Scene().routes for kind in routes._rows}

@@ -85,7 +85,7 @@ class Scene(Outbox):
 
     def clear(self) -> None:
         """Begin to note what is sent."""
-        self.known = self.coordinator.nodes.layout
+        self.known = self.published.layout
         self.sent.clear()
 
 

@@ -13,7 +13,7 @@ if importlib.util.find_spec("mpi4py") is None:
     pytest.skip("mpi4py is not installed", allow_module_level=True)
 
 from libra_hpc.mesh.layout_publisher import opened, sealed
-from libra_hpc.protocol.layout import Layout, Row
+from libra_hpc.protocol.layout import LayoutChange, Row
 from tests.mesh.test_mesh import ranks
 
 PROGRAM = """
@@ -26,10 +26,11 @@ from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.layout_publisher import Publisher
 from libra_hpc.mesh.world import meet
 from libra_hpc.protocol.agents import Heartbeat, PmiLine
-from libra_hpc.protocol.layout import Layout, Row
+from libra_hpc.mesh.layout_changes import NOTHING
+from libra_hpc.protocol.layout import LayoutChange, Layout, Row
 
 # A busy machine is no fault.
-module.ECHO_S, module.RELINK_S, out = 3.0, 0.5, Path(sys.argv[1])
+module.ECHO_S, module.BEAT_S, module.FRAME_S, module.RELINK_S, out = 3.0, 3.0, 0.0, 0.5, Path(sys.argv[1])
 world = meet()
 
 class Node(Agent):
@@ -38,33 +39,33 @@ class Node(Agent):
         self.rank, self.ways, self.events, self.beats, self.streamed = world.rank, {}, [], {}, 0
         self.mesh = Mesh(world, self.on)
         self._secret, self._link, self._link_world = world.secret, world.link, 0
-        self._life, self._by_mpi, self._ended_world, self._layout = 0, False, -1, Layout()
+        self._life, self._by_mpi, self._ended_world, self._newest = 0, False, -1, NOTHING
         self._watch, self._stop = SimpleNamespace(seen=lambda: None), asyncio.Event()
         self.context = SimpleNamespace(publisher=None)
     def on(self, source, message):
         match message:
-            case Layout():
+            case LayoutChange():
                 self.streamed += source != self.rank
-                self._on_layout(message)
+                self._on_change(message)
             case PmiLine():
                 self._on_pmi(message)
             case Heartbeat():
                 self.beats[message.rank] = message
                 self.context.publisher.on_beat(message.rank, message)
-    def _on_layout(self, layout, by_mpi=False):
-        if layout.number > self._layout.number:
-            self._layout, self._by_mpi = layout, by_mpi
-            self.ways[layout.number] = "mpi" if by_mpi else "stream"
+    def _on_change(self, change, by_mpi=False):
+        was = self._newest.number, self._by_mpi
+        super()._on_change(change, by_mpi)
+        if (self._newest.number, self._by_mpi) != was:
+            self.ways[self._newest.number] = "mpi" if self._by_mpi else "stream"
             self._beat()
-        elif by_mpi and layout.number == self._layout.number and not self._by_mpi:
-            self._by_mpi, self.ways[layout.number] = True, "mpi"
-            self._beat()
+    def _on_layout(self, layout, was):
+        self.row = layout.rows[1].state
     def _beat(self):
-        self.mesh.send(0, Heartbeat(self.rank, "", {}, -1, layout=self._layout.number, by_mpi=self._by_mpi,
+        self.mesh.send(0, Heartbeat(self.rank, "", {}, -1, layout=self._newest.number, by_mpi=self._by_mpi,
                                     ended_world=self._ended_world))
     async def publish(self, *numbers, ranks=(0, 1, 2)):
         for number in numbers:
-            self.context.publisher.publish(Layout(number, {1: Row("x" * 4000)}), ranks)
+            self.context.publisher.publish(Layout(0, {1: Row(f"{number}" + "x" * 4000)}), ranks)
             await self.have(number, ranks)
     async def have(self, number, ranks=(0, 1, 2)):
         await self.until(lambda: all(r in self.beats and self.beats[r].layout >= number for r in ranks))
@@ -121,11 +122,11 @@ def ways(facts: dict[str, Any]) -> dict[int, str]:
 def test_without_a_fallback_every_layout_comes_by_mpi_and_none_by_stream(tmp_path: Path) -> None:
     script = """await node.publish(*range(1, 31))
 for number in range(31, 1001):  # 62 MB, of which the process has room for 4
-    node.context.publisher.publish(Layout(number, {1: Row("x" * 64_000)}), (0, 1, 2))
+    node.context.publisher.publish(Layout(0, {1: Row(f"{number}" + "x" * 64_000)}), (0, 1, 2))
 await node.have(1000)"""
-    found = play(tmp_path, script, before="module.ECHO_S = float('inf')")
+    found = play(tmp_path, script, before="module.ECHO_S = module.BEAT_S = float('inf')")
     for facts in found[1:]:
-        assert ways(facts) == dict.fromkeys([*range(1, 32), 1000], "mpi"), "of those that wait the newest alone is sent"
+        assert ways(facts) == dict.fromkeys([*range(1, 32), 1000], "mpi"), "what waits goes in one frame"
         assert facts["streamed"] == 0
     assert [facts["libmpi"] for facts in found] == [[False, True]] * 3, "only the processes beside the agents load it"
     assert found[0]["summary"] == "by MPI"
@@ -185,9 +186,9 @@ EXPECTED.remove(2)"""
 
 
 def test_a_frame_that_somebody_without_the_secret_made_is_no_layout() -> None:
-    layout = Layout(3, {1: Row("rollout", "rollout", starts=2)})
-    frame = sealed(b"secret", layout)
-    assert opened(b"secret", frame) == layout
+    change = LayoutChange(3, 2, 99, {1: Row("rollout", "rollout", starts=2)})
+    frame = sealed(b"secret", change)
+    assert opened(b"secret", frame) == change
     assert opened(b"another", frame) is None
     assert opened(b"secret", frame[:-1] + bytes([frame[-1] ^ 1])) is None
     assert opened(b"secret", b"") is None

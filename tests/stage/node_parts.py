@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext, RankLayout
+from libra_hpc.mesh.layout_changes import LayoutHistory
 from libra_hpc.protocol.agents import Log
-from libra_hpc.protocol.layout import ResumePoint
+from libra_hpc.protocol.layout import Layout, ResumePoint
 
 FIRST_START = ResumePoint(0, "", 0, ())
 
@@ -19,6 +22,12 @@ class Outbox:
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, Any]] = []
+        self.published = LayoutHistory()
+
+    def publish(self, layout: Layout, ranks: Iterable[int]) -> None:
+        """As `Publisher`, at once and whole."""
+        self.published.put(layout)
+        self.sent += [(rank, self.published.layout) for rank in ranks]
 
     def send(self, rank: int, message: Any) -> None:
         self.sent.append((rank, message))
@@ -42,5 +51,6 @@ class Outbox:
         """That of a node of a run with these components, by default one of each; all folders are ``folder``."""
         layout = RankLayout(components or ("planner", "train", "rollout"), core_rolls_out=core_rolls_out)
         folders = {"run": RunDir(folder), "private": folder, "shared_memory": folder}
-        made = {"attempt": 1, "send": self.send, "resume_point": start, **folders, **fields}
+        publisher = Mock(publish=self.publish, summary="by MPI")
+        made = {"attempt": 1, "send": self.send, "resume_point": start, "publisher": publisher, **folders, **fields}
         return AgentContext(rank, layout, config or RunConfig(), **made)

@@ -1,4 +1,4 @@
-"""The elastic pool as a pure state machine: event in, new pool out; `Node.row` is what a node is to be.
+"""The elastic pool as a pure state machine: event in, new pool out; `Pool.rows` is what its nodes are to be.
 
     STARTING --engine or hosts ready--> ROLLOUT, ENV, or TRAIN once it is a member with its state
     ROLLOUT  --move--> TO_TRAIN --drained, engine ready, member, state arrived--> TRAIN
@@ -122,11 +122,10 @@ class Node(msgspec.Struct, frozen=True):
         """Ordered to roll out while its trainers have their state."""
         return self.role == "rollout" and self.has_state
 
-    @property
-    def row(self) -> Row:
+    def row(self, member: bool) -> Row:
         active: EngineKind = "train" if self.has_state else "rollout" if self.drain else self.role
         awake = None if self.state is NodeState.LOST else active
-        return Row(str(self.state), awake, self.starts, self.world, self.drain, self.life)
+        return Row(str(self.state), awake, self.starts, self.world, self.drain, self.life, member=member)
 
 
 class Pool(msgspec.Struct, frozen=True):
@@ -137,6 +136,15 @@ class Pool(msgspec.Struct, frozen=True):
     """Highest generation number ever proposed."""
     forming: Membership | None = None
     """Latest proposal while not every member has confirmed it."""
+
+    @property
+    def newest(self) -> Membership:
+        return self.forming or self.membership
+
+    @property
+    def rows(self) -> dict[int, Row]:
+        members = set(self.newest.ranks)
+        return {rank: node.row(rank in members) for rank, node in self.nodes.items()}
 
     @property
     def rests(self) -> bool:

@@ -59,9 +59,7 @@ class AwaitMembers(NamedTuple):
 
 
 def layout_of(pool: Pool) -> Layout:
-    newest = pool.forming or pool.membership
-    rows = {rank: node.row for rank, node in pool.nodes.items()}
-    return Layout(rows=rows, generation=newest.generation, members=newest.ranks, rest=pool.rests)
+    return Layout(rows=pool.rows, generation=pool.newest.generation, rest=pool.rests)
 
 
 def orders(before: Layout, after: Layout, ended: Collection[int] = ()) -> list[Any]:

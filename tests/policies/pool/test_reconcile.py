@@ -8,14 +8,14 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
+from libra_hpc.mesh.layout_changes import NOTHING, LayoutHistory, taken
 from libra_hpc.policies.pool import states
 from libra_hpc.policies.pool.reconcile import Action, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
 from libra_hpc.policies.pool.states import MoveOrdered, NodeState, RankBack, RankLost, advance
 from libra_hpc.protocol.agents import TurnsDrained
 from libra_hpc.protocol.engine_state import EngineState
-from libra_hpc.protocol.layout import Layout, Row
+from libra_hpc.protocol.layout import Layout, LayoutChange, Row
 
 from .layout_orders import layout_of
 
@@ -34,7 +34,7 @@ class Node:
     """An agent: its processes, and the rows that it has seen."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.number, self.observed = rank, 0, Row()
+        self.rank, self.observed = rank, Row()
         self.life = 0
         self.awake: set[str] = set()
         self.trainers = -1
@@ -45,11 +45,8 @@ class Node:
         """Starts, by life and number."""
 
     def see(self, layout: Layout) -> list[Any]:
-        """Take a frame; returns the reports of what was done."""
-        row = layout.rows.get(self.rank)
-        if layout.number <= self.number or row is None:
-            return []
-        self.number = layout.number
+        """Take a newer Layout; returns the reports of what was done."""
+        row = layout.rows[self.rank]
         self.observed, actions = reconcile(row, self.observed, self.trainers >= 0)
         return [report for action in actions for report in self.do(action, row)]
 
@@ -83,18 +80,25 @@ class Run:
         unit: Callable[[int], tuple[int, ...]] = lambda rank: units.get(rank, (rank,))  # noqa: E731
         self.pool = states.start(KINDS, role, unit, core_rolls_out=core_rolls_out)  # type: ignore[arg-type]
         self.nodes = {rank: Node(rank) for rank, _ in KINDS}
-        self.layout, self.frames = Layout(), list[tuple[int, Layout]]()
+        self.published, self.frames = LayoutHistory(), list[tuple[int, LayoutChange]]()
+        self.known = dict.fromkeys((0, *self.nodes), NOTHING)
         self.reports: dict[int, list[Any]] = {rank: [] for rank, _ in KINDS}
         self.members: dict[int, int] = {}
         """The generation that each node trains in, if it does."""
-        self.seen_by_leaders = Layout()
         self.publish()
 
+    @property
+    def layout(self) -> Layout:
+        return self.published.layout
+
     def publish(self) -> None:
-        layout = layout_of(self.pool)
-        if (layout.rows, layout.generation) != (self.layout.rows, self.layout.generation):
-            self.layout = replace(layout, number=self.layout.number + 1)
-        self.frames += [(rank, self.layout) for rank in (0, *self.nodes)]
+        before = self.layout.number
+        self.published.put(layout_of(self.pool))
+        self.frames += [(rank, self.published.since(before)) for rank in self.known]
+
+    def echo(self, rank: int) -> None:
+        """Its heartbeat has a number, which rank 0 answers."""
+        self.frames.append((rank, self.published.since(self.known[rank].number)))
 
     def apply(self, event: Any) -> None:
         with contextlib.suppress(states.IllegalTransition):
@@ -102,9 +106,14 @@ class Run:
         self.publish()
 
     def deliver(self, index: int, twice: bool = False) -> None:
-        rank, layout = self.frames[index] if twice else self.frames.pop(index)
+        rank, change = self.frames[index] if twice else self.frames.pop(index)
+        was, layout = self.known[rank], taken(self.known[rank], change)
+        self.known[rank] = layout
+        assert layout.number >= was.number, "no sum is wrong"
+        if layout.number == was.number:
+            return
         if rank == 0:
-            self.lead(layout)
+            self.lead(layout, was)
         else:
             self.reports[rank] += self.nodes[rank].see(layout)
             unit = [self.nodes[other] for other in self.pool.nodes[rank].unit]
@@ -114,12 +123,9 @@ class Run:
                         self.reports[node.rank].append(EngineState(node.rank, "train", "ready", world=node.trainers))
                     node.starting = False
 
-    def lead(self, layout: Layout) -> None:
+    def lead(self, layout: Layout, was: Layout) -> None:
         """The leaders have their share of the rows: drains, the generation, whose members are all awake or late, and
         the core's rest."""
-        if layout.number <= self.seen_by_leaders.number:
-            return
-        was, self.seen_by_leaders = self.seen_by_leaders, layout
         for rank, row in layout.rows.items():
             known = was.rows.get(rank, Row())
             if row.drain and (row.drain, row.starts) != (known.drain, known.starts):
@@ -151,12 +157,15 @@ class Run:
             node.awake.discard("rollout")
 
     def settle(self) -> None:
-        """The network is whole again: rank 0 repeats the newest Layout, and everything is delivered."""
+        """The network is whole again: rank 0 answers every heartbeat, and everything is delivered."""
         for _ in range(60):
-            self.frames = [(rank, self.layout) for rank in (0, *self.nodes)]
+            self.frames = []
+            for rank in self.known:
+                self.echo(rank)
             while self.frames:
                 self.deliver(0)
             if not any(self.reports.values()):
+                assert all(layout == self.layout for layout in self.known.values())
                 return
             for rank, waiting in self.reports.items():
                 for _ in range(len(waiting)):
@@ -165,7 +174,10 @@ class Run:
 
 
 def disturb(run: Run, data: st.DataObject, *movable: int) -> None:
-    match data.draw(st.sampled_from(["frame", "frame", "double", "drop", "report", "report", "move", "crash", "lose"])):
+    kinds = ["frame", "frame", "double", "drop", "echo", "report", "report", "move", "crash", "lose"]
+    match data.draw(st.sampled_from(kinds)):
+        case "echo":
+            run.echo(data.draw(st.integers(0, 5)))
         case "frame" if run.frames:
             run.deliver(data.draw(st.integers(0, len(run.frames) - 1)))
         case "double" if run.frames:
