@@ -11,7 +11,6 @@ import typer
 from libra_hpc.config.site import OWN
 from libra_hpc.errors import invalid
 from libra_hpc.files import write_atomic
-from libra_hpc.slurm.interpreter import PYPI, mpi_plugins
 from libra_hpc.slurm.profile import profile_text
 from libra_hpc.slurm.queue.command import slurm_environment
 from libra_hpc.slurm.queue.query import partitions
@@ -31,9 +30,7 @@ def init(
         python = str(Path(python).expanduser().absolute())
         if not os.access(python, os.X_OK):
             print_note(f"warning: {python} is no program here; the nodes must have one of that name")
-    listed = mpi_plugins(environment)
-    plugin = PYPI if PYPI in listed or not listed else listed[0]
-    text = profile_text(partitions(environment), plugin, python, account)
+    text = profile_text(partitions(environment), python, account)
     if show:
         print_line(text.rstrip("\n"))
         return

@@ -38,12 +38,12 @@ from libra_hpc.errors import OperationError, UserError
 from libra_hpc.facts.fact_writer import RESULT_BYTES, Reserve, status_reserve
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import renewed_status
-from libra_hpc.mesh.agent_context import AgentContext, RankLayout, check_world
+from libra_hpc.mesh.agent_context import AgentContext, RankLayout
 from libra_hpc.mesh.door import close_door, open_door, shown
 from libra_hpc.mesh.layout_changes import NOTHING, taken
 from libra_hpc.mesh.layout_publisher import Publisher, opened
 from libra_hpc.mesh.mesh import Mesh
-from libra_hpc.mesh.mpi_link import MpiLink, NoWorld
+from libra_hpc.mesh.mpi_link import MpiLink
 from libra_hpc.mesh.world import Endpoint, World, meet
 from libra_hpc.policies.pool.reconcile import Action, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
 from libra_hpc.process.agent_folders import hold, kept_folder, own, owned, remove
@@ -52,7 +52,7 @@ from libra_hpc.process.child_environment import VARIABLE, own_devices
 from libra_hpc.process.code_stamp import other_code
 from libra_hpc.process.entry import STRAY, dump_on_request, leave, stray_words
 from libra_hpc.process.lease import CHECK_S, Fence
-from libra_hpc.process.owner_link import OwnerLink
+from libra_hpc.process.owner_link import NoWorld, OwnerLink
 from libra_hpc.process.retry import cannot
 from libra_hpc.process.storage_watch import StorageWatch
 from libra_hpc.protocol import agents as wire
@@ -76,6 +76,12 @@ FOLDERS_S = 1.0
 """Between two checks that this agent's folders are there."""
 DOOR_S = 10.0
 """Between two tries to write how to join."""
+FIRST_S = 5.0
+"""The first Layout waits so long for MPI, which takes a second; then it goes by stream.  Half: slow starts do without
+MPI for a minute; double: so long does a run wait whose MPI hangs."""
+FAN_OUT = 32
+"""Agents to which one passes on what all MPI processes have put, 2 kB each: rank 0 sends 60 MB to reach 1,024 by two
+steps.  Half: by three; double: twice as much."""
 SIGNAL_S = 2.0
 """Until a signal is reported that rank 0 did not get: whoever stops a run signals all ranks."""
 NEW = Row()
@@ -94,8 +100,9 @@ class Agent(NodeAgent):
         attempt: int,
         from_step: int | None = None,
         owner: OwnerLink | None = None,
+        link: MpiLink | None = None,
     ) -> None:
-        """``from_step``: where the attempt is to start; None: at the newest whole state."""
+        """``from_step``: where the attempt is to start; None: at the newest whole state.  ``link``: of this node."""
         super().__init__(Mesh(world, self._on_message), layout.components[world.rank], Routes(), layout.listeners)
         self.layout, self.run_dir, self.attempt, self._from_step = layout, run, attempt, from_step
         self.config = in_wall_time(config)
@@ -129,10 +136,11 @@ class Agent(NodeAgent):
         """The newest Layout, and what this node did to make its row true."""
         self._life, self._by_mpi, self._ended_world = 0, False, -1
         """See `Heartbeat`."""
-        self._link, self._link_world = world.link, 0
-        """This node's MPI process, and which ones it has met."""
+        self._link, self._link_world, self._members = link, 0, tuple(range(world.size))
+        """This node's MPI process, which world it meets, and the ranks with the others."""
         self._routes.add(LayoutChange, self._on_change)
-        self._routes.add(wire.PmiLine, self._on_pmi)
+        self._routes.add(wire.MpiStart, self._on_mpi_start)
+        self._routes.add(wire.MpiBarrier, self._on_barrier)
         self._routes.add(wire.StopAgent, self._on_stop)
 
     async def run(self) -> bool:
@@ -167,13 +175,12 @@ class Agent(NodeAgent):
             guards = await asyncio.to_thread(read_guards, self.config, self.run_dir, self.attempt, point.step)
             self.coordinator = Coordinator(self.context, events, guards)
             self.mesh.from_lost, self.mesh.admit = self._on_lost_message, self._admit
-            assert self._link is not None
-            publisher = Publisher(self.mesh, self._secret, self._link, self.context.log)
+            publisher = Publisher(self.mesh, self._secret, self.context.log)
             self.context.publisher, self.mesh.on_closed = publisher, publisher.leave_out
             self._spawn(publisher.watch())
             for name in self._early_signals:
                 self.coordinator.on_signal(name)
-            self._spawn(self.coordinator.run(), then=self._stop.set)
+            self._spawn(self._coordinate(self.coordinator, publisher), then=self._stop.set)
             self._spawn(self._open_door(self.coordinator.nodes))
         if self._link is not None:
             self._serve_link(self._link)
@@ -182,6 +189,11 @@ class Agent(NodeAgent):
             self._spawn(self._outlive_coordinator())
         await self.live()
         return self.coordinator is None or self.coordinator.state in ("completed", "restarting")
+
+    async def _coordinate(self, coordinator: Coordinator, publisher: Publisher) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(publisher.settled.wait(), FIRST_S)
+        await coordinator.run()
 
     def _waits_for(self, sentence: str) -> None:
         """Rank 0: show what the start waits for in the status that the owner left, also on a full disk."""
@@ -268,23 +280,24 @@ class Agent(NodeAgent):
                     self.context.publisher.on_ended()
                 self._beat()
 
-        link.serve(received, ended)
+        world = self._link_world
+        link.serve(received, ended, lambda put: self.mesh.send(0, wire.MpiBarrier(world, (put,), self.rank)))
 
-    def _relink(self, world: int, index: int, size: int) -> None:
-        """Meet the MPI processes of all nodes that live, by lines over the streams."""
-        ask = lambda line: self.mesh.send(0, wire.PmiLine(world, line, self.rank))  # noqa: E731
-        old, self._link, self._link_world = self._link, MpiLink(index, size, ask), world
+    def _on_mpi_start(self, start: wire.MpiStart) -> None:
+        old, self._link_world, self._members = self._link, start.world, start.members
+        self._link = MpiLink(start.members.index(self.rank), len(start.members), self._secret, start.world)
         if old is not None:
             old.close()
         self._serve_link(self._link)
 
-    def _on_pmi(self, message: wire.PmiLine) -> None:
-        if message.place is not None:
-            self._relink(message.world, *message.place)
-        elif message.rank >= 0 and self.context is not None and self.context.publisher is not None:
-            self.context.publisher.on_pmi(message)
+    def _on_barrier(self, message: wire.MpiBarrier) -> None:
+        if message.rank >= 0 and self.context is not None and self.context.publisher is not None:
+            self.context.publisher.on_barrier(message)
         elif self._link is not None and message.world == self._link_world:
-            self._link.reply(message.line)
+            first = FAN_OUT * self._members.index(self.rank) + 1
+            for rank in self._members[first : first + FAN_OUT]:
+                self.mesh.send(rank, message)
+            self._link.release(message.values)
 
     # --- the end
 
@@ -541,6 +554,8 @@ def main() -> None:
     dump_on_request()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     owner = OwnerLink()
+    # It loads MPI while this process reads the configuration and meets the others.
+    link = MpiLink(owner.rank, owner.size, owner.secret) if owner.size else None
     problems = [other_code(os.environ), owner.problem]
     run = RunDir(arguments.run)
     try:
@@ -552,23 +567,23 @@ def main() -> None:
     problem = next(filter(None, problems), "")
     try:
         world = meet(
+            owner,
             "" if problem else config.slurm.interface,
             problem,
             lambda rank: () if problem else whole_parts(kept_folder(run.path, _place(config, rank))),
             guests=not problem and bool(config.borrow.spot.nodes or config.borrow.lenders),
             again=start_of().met,
         )
-        check_world(world.size, layout, os.environ)
     except NoWorld as error:
         _refuse(run, arguments.attempt, error.rank, error, "unmet")
-    except OperationError as error:
-        _refuse(run, arguments.attempt, world.rank, error, "unmet")
     if config.components.one_node and config.slurm.device == "cuda":
         gpus = getattr(config.components, layout.components[world.rank]).gpus
         os.environ[VARIABLE] = own_devices(os.environ, first_gpu(config, world.rank), gpus)
     if world.rank == 0:
         owner.met()
-    agent = Agent(world, config, layout, run, attempt=arguments.attempt, from_step=arguments.from_step, owner=owner)
+    agent = Agent(
+        world, config, layout, run, attempt=arguments.attempt, from_step=arguments.from_step, owner=owner, link=link
+    )
     try:
         good = asyncio.run(agent.run())
     except OperationError as error:

@@ -23,7 +23,8 @@ from libra_hpc.errors import OperationError
 from libra_hpc.facts.journal import Journal
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import blank_status
-from libra_hpc.mesh.agent_context import AgentContext, RankLayout, check_world
+from libra_hpc.mesh.agent_context import AgentContext, RankLayout
+from libra_hpc.mesh.folder_meeting import FolderMeeting
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.world import World, meet
 from libra_hpc.protocol import agents as wire
@@ -49,8 +50,7 @@ def evaluate(folder: str, policies: Sequence[tuple[int, str]]) -> list[dict[str,
     run = RunDir(folder)
     config = load_resolved(run.config)
     layout = RankLayout(("rollout",) * config.components.rollout.nodes)
-    world = meet(config.slurm.interface)
-    check_world(world.size, layout, os.environ)
+    world = meet(FolderMeeting(run.path / "meeting", os.environ), config.slurm.interface)
     run.logs(1).mkdir(parents=True, exist_ok=True)
     why = ""
     try:

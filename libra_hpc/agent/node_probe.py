@@ -1,4 +1,4 @@
-"""What compute nodes are asked by `libra-hpc doctor --submit`: one task a node, all in one MPI world.
+"""What compute nodes are asked by `libra-hpc doctor --submit`: one task a node.
 
 Each question gets a `Finding`.  A node that cannot answer one goes on with the next, except that nodes which do not
 meet cannot try a collective.
@@ -22,6 +22,12 @@ from libra_hpc.slurm.doctor import Finding, proxies
 from libra_hpc.slurm.queue.cause import telling_line
 
 PACKAGES = ("torch", "megatron.core", "vllm")
+MPI = """
+from libra_hpc.mesh.mpi_library import mpich_chosen
+with mpich_chosen():
+    from mpi4py import MPI
+print(MPI.Get_library_version().split(chr(10))[0])
+"""
 REDUCED_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
 """Size of one all-reduce: enough to be bound by the links, and 2 s on a link of 100 MB/s."""
 REDUCTIONS = 5
@@ -40,21 +46,19 @@ def probe(device: str, interface: str, local_dir: str, meeting: str) -> list[tup
     found = [Finding("node", "good", f"{host}: Python {sys.version.split()[0]}, {os.cpu_count()} CPUs")]
     found += [finding._replace(subject=f"{host}: {finding.subject}") for finding in proxies(os.environ)]
     found += [_asked(f"{host}: {name}", partial(_import, name)) for name in PACKAGES]
+    found.append(_asked(f"{host}: MPI", lambda: (_child(MPI), "")))
     found.append(_asked(f"{host}: temporary folder", partial(_folder, local_dir)))
     world: Any = None
 
     def meet() -> tuple[str, str]:
         nonlocal world
+        from libra_hpc.mesh.folder_meeting import FolderMeeting
         from libra_hpc.mesh.world import meet
 
-        met = meet(interface)
-        expected = int(os.environ.get("SLURM_NTASKS", "1"))
-        if met.size != expected:
-            raise RuntimeError(f"a world of {met.size} instead of {expected}: slurm.mpi does not fit the MPI")
-        world = met
+        world = meet(FolderMeeting(Path(meeting), os.environ), interface)
         return f"{world.size} ranks, this one at {', '.join(world.endpoints[world.rank].addresses)}", ""
 
-    found.append(_asked(f"{host}: MPI world", meet))
+    found.append(_asked(f"{host}: meeting", meet))
     if world is not None:
         found.append(_asked(f"{host}: all-reduce", lambda: _all_reduce(world.rank, world.size, device, meeting)))
     if world is None or world.rank == 0:

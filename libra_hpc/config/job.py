@@ -71,8 +71,6 @@ class SlurmSection(Section, frozen=True):
     """Slurm account that is charged; empty: the user's default."""
     qos: str = ""
     """Slurm quality of service; empty: the account's default."""
-    mpi: str = "pmi2"
-    """``srun --mpi`` plugin that matches the installed MPI (PyPI mpich: pmi2)."""
     interface: Annotated[
         str,
         Valid("the name of an interface, at most 15 characters, or ''"),

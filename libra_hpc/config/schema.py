@@ -59,6 +59,7 @@ REMOVED = {
     "simulated.source": "operator tables are used where there are some; a device of planner.devices has none",
     "simulated.mfu": _TRAINS,
     "simulated.step_s": _TRAINS,
+    "slurm.mpi": "leave it out, MPI needs no plugin of Slurm",
     "notify": "set slurm.mail, or read events.jsonl",
 }
 """What replaces a key or section that is gone. The configuration of an older run may have it."""

@@ -17,7 +17,6 @@ import msgspec
 
 from libra_hpc.config.node_groups import STAGES, rank_components
 from libra_hpc.config.run import RunConfig
-from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.process.lease import Fence
@@ -92,25 +91,6 @@ class RankLayout(msgspec.Struct, frozen=True):
 
     def pool(self) -> list[tuple[int, PoolComponent]]:
         return [(rank, cast(PoolComponent, name)) for rank, name in enumerate(self.components) if name != "planner"]
-
-
-def check_world(size: int, layout: RankLayout, environment: Mapping[str, str]) -> None:
-    """Raise `OperationError` when MPI and the launcher disagree on the number of ranks.
-
-    A wrong pairing of MPI library and `srun --mpi` plugin is otherwise silent: every task is a world of size one and
-    exits with 0.
-    """
-    expected = len(layout.components)
-    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or ""
-    if size == expected:
-        return
-    hint = "srun started every rank as its own MPI world: " if size == 1 else ""
-    plugin = (
-        "the installed MPI does not speak the chosen srun plugin; set slurm.mpi to one of `srun --mpi=list` (PyPI mpich"
-        " needs pmi2, Open MPI pmix)"
-    )
-    launched = f", the step has {tasks} tasks" if tasks else ""
-    raise OperationError(f"MPI world has {size} ranks but the job has {expected} nodes{launched}: {hint}{plugin}.")
 
 
 Send = Callable[[int, MeshMessage], None]

@@ -17,18 +17,16 @@ A frame proves itself with the run's secret.  Guests get streams alone.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from math import inf
 
-from libra_hpc.protocol.agents import Heartbeat, PmiLine
+from libra_hpc.protocol.agents import Heartbeat, MpiBarrier, MpiStart
 from libra_hpc.protocol.agents import mesh as codec
 from libra_hpc.protocol.callers import PROOF_BYTES, proof, proves
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.layout import Layout, LayoutChange
-from libra_hpc.protocol.start_up import KeyValueSpace
 
 from .layout_changes import LayoutHistory
 from .mesh import Mesh
@@ -67,9 +65,9 @@ def opened(secret: bytes, frame: bytes) -> LayoutChange | None:
 
 
 class Publisher:
-    """``event(kind, **fields)`` writes to the event log; ``link`` has met those of all ranks."""
+    """``event(kind, **fields)`` writes to the event log; the MPI processes of all ranks are about to meet."""
 
-    def __init__(self, mesh: Mesh, secret: bytes, link: MpiLink, event: Callable[..., None]) -> None:
+    def __init__(self, mesh: Mesh, secret: bytes, event: Callable[..., None]) -> None:
         self._mesh, self._secret, self._event = mesh, secret, event
         self._world = 0
         """Number of the present MPI processes: they are replaced together."""
@@ -93,10 +91,17 @@ class Publisher:
         """Nodes that have echoed the newest number, and whether MPI brought it to them."""
         self._counted = 0
         """Newest number whose echoes are in the event log."""
-        self._whole_at, self._tried_at = time.monotonic(), -inf
+        self._whole_at = self._tried_at = time.monotonic()
         """When MPI last reached all nodes, and when new processes were last started."""
-        self._space: KeyValueSpace | None = None
-        self.linked(link)
+        self._inside: dict[int, tuple[bytes, ...]] = {}
+        """Members in a barrier, and what they have put."""
+        self._link: MpiLink | None = None
+        self._reached, self._gone = set[int](), set[int]()
+        """Members that MPI reaches, and that it never will."""
+        self._given_at, self._behind = inf, False
+        """When the own process got the frame that it has not passed on, and whether a newer Layout waits for that."""
+        self.settled = asyncio.Event()
+        """The first processes have met, or one has ended: nothing waits for them any longer."""
 
     @property
     def summary(self) -> str:
@@ -108,11 +113,10 @@ class Publisher:
 
     def linked(self, link: MpiLink) -> None:
         """The MPI processes of all members have met."""
-        self._link: MpiLink | None = link
-        self._reached, self._late = set(self._members) - {self._mesh.rank}, set[int]()
-        self._given_at, self._behind = inf, False
-        """When the own process got the frame that it has not passed on, and whether a newer Layout waits for that."""
-        self._event("mpi_world", members=list(self._members))
+        self._link, self._given_at, self._behind = link, inf, False
+        self._reached, self._late = {*self._members} - self._gone - {self._mesh.rank}, set()
+        self._event("mpi_world", members=sorted({self._mesh.rank, *self._reached}))
+        self.settled.set()
 
     def publish(self, layout: Layout, ranks: Collection[int]) -> None:
         """Have these nodes become what a Layout says, or say it again; the number is given here, the newest wins."""
@@ -178,6 +182,7 @@ class Publisher:
                 self._count(self._newest)
         if beat.ended_world >= self._world:
             self.leave_out(rank)
+            self.settled.set()
 
     def _count(self, number: int) -> None:
         """Log by which way the newest Layout reached how many nodes, once: all have echoed it, or another follows."""
@@ -187,6 +192,7 @@ class Publisher:
 
     def leave_out(self, rank: int) -> None:
         """The MPI process of the node is gone, or may be."""
+        self._gone.add(rank)
         if rank in self._reached and self._link is not None:
             self._reached.discard(rank)
             self._link.leave_out(self._members.index(rank))
@@ -194,6 +200,7 @@ class Publisher:
 
     def on_ended(self) -> None:
         """The own MPI process is gone."""
+        self.settled.set()
         if self._link is not None:
             self._link, self._reached = None, set()
             self._lost(self._ranks)
@@ -229,17 +236,18 @@ class Publisher:
         self._event("mpi_world", members=sorted({self._mesh.rank, *self._reached}) if self._link else [])
 
     def _relink(self, now: float) -> None:
-        """Start MPI processes on all nodes that live; they meet by lines that go over the streams."""
+        """Start MPI processes on all nodes that live; they meet as the first ones did."""
         self._tried_at, self._world = now, self._world + 1
-        self._link, self._reached = None, set()
-        self._members = tuple(rank for rank in sorted(self._ranks) if rank < self._mesh.size)
-        size = len(self._members)
-        self._space = KeyValueSpace(size, f"run-{os.getpid()}-{time.time_ns()}", f"(vector,(0,{size},1))")
-        for index, rank in enumerate(self._members):
-            self._mesh.send(rank, PmiLine(self._world, place=(index, size)))
+        self._link, self._reached, self._gone = None, set(), set()
+        self._members, self._inside = tuple(rank for rank in sorted(self._ranks) if rank < self._mesh.size), {}
+        for rank in self._members:
+            self._mesh.send(rank, MpiStart(self._world, self._members))
 
-    def on_pmi(self, request: PmiLine) -> None:
-        """Answer a line of MPI processes that meet."""
-        if request.world == self._world and self._space is not None and request.rank in self._members:
-            for index, line in self._space.answer(self._members.index(request.rank), request.line).items():
-                self._mesh.send(self._members[index], PmiLine(self._world, line))
+    def on_barrier(self, inside: MpiBarrier) -> None:
+        """The process of a member is in a barrier of its start.  Once all are, the own agent passes that on."""
+        if inside.world == self._world and inside.rank in self._members:
+            self._inside[inside.rank] = inside.values
+            if len(self._inside) == len(self._members):
+                values = tuple(one for own in self._inside.values() for one in own)
+                self._inside = {}
+                self._mesh.send(self._mesh.rank, MpiBarrier(self._world, values))

@@ -1,8 +1,8 @@
-"""The agent's end of its MPI process (`libra_hpc.mesh.mpi_process`): the meeting, then frames as they come.
+"""The agent's end of its MPI process (`libra_hpc.mesh.mpi_process`): frames as they come, and its start.
 
 - The process ends, or takes nothing -> `MpiLink.alive` is False, and ``ended`` is called once; the agent lives on.
-- It does not answer during the meeting within `MEET_S` -> it is killed, and `NoWorld` is raised.
-- PMI -> its lines come by the descriptor in ``PMI_FD``, from Slurm, from local ranks, or from rank 0 (`Publisher`).
+- It asks by PMI, over the descriptor in ``PMI_FD`` -> it is answered here, but for a barrier, which is for rank 0.
+- It aborts -> it is killed, as it would go on.
 """
 
 from __future__ import annotations
@@ -10,53 +10,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from libra_hpc.errors import OperationError
-from libra_hpc.process.child_environment import of_rank
+from libra_hpc.process.child_environment import without_launcher
+from libra_hpc.protocol.callers import proof
 from libra_hpc.protocol.codec import LENGTH, FrameBuffer
+from libra_hpc.protocol.start_up import KeyValueSpace
 
-from .mpi_process import PACKETS, Packet
+from .mpi_process import PACKETS
 
-MEET_S = 90
-"""A start takes seconds; nodes that load Python from a cold shared file system come up to a minute apart."""
 BUFFER_BYTES = 4 << 20
 """Frames that wait for a process that is stopped; it is killed before there are as many."""
 
 
-class NoWorld(OperationError):
-    """The ranks cannot go on together; ``rank`` is the own one, -1 where they have not met."""
-
-    def __init__(self, problem: str, rank: int = -1) -> None:
-        super().__init__(problem)
-        self.rank = rank
-
-
 class MpiLink:
-    def __init__(self, index: int = 0, size: int = 0, ask: Callable[[str], None] | None = None) -> None:
-        """Start the process; ``ask`` gets its lines of PMI where it does not meet those of this node's start.
-
-        ``index`` and ``size`` are its place then.
-        """
+    def __init__(self, index: int, size: int, secret: bytes, world: int = 0) -> None:
+        """Start the process, as one of ``size`` of a world of the run with this secret."""
+        self._space = KeyValueSpace(size, f"{proof(secret, b'world')[:12].hex()}-{world}")
         self._socket, theirs = socket.socketpair()
         self._pmi, pmi = socket.socketpair()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        environment = of_rank(os.environ)
-        if ask is not None:
-            environment = of_rank(os.environ, PMI_FD=str(pmi.fileno()), PMI_RANK=str(index), PMI_SIZE=str(size))
-            asyncio.get_running_loop().add_reader(self._pmi, self._on_pmi, ask)
-        number = environment.get("PMI_FD", "")
-        passed = (theirs.fileno(), *([int(number)] if number.isdigit() else []))
+        own = {"PMI_FD": str(pmi.fileno()), "PMI_RANK": str(index), "PMI_SIZE": str(size)}
+        environment = without_launcher(os.environ) | own
         argv = [sys.executable, "-m", "libra_hpc.mesh.mpi_process", str(theirs.fileno()), str(os.getpid())]
         with theirs, pmi:
+            passed = theirs.fileno(), pmi.fileno()
             self._process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, pass_fds=passed)
-        self._deadline, self._buffer, self._waiting = time.monotonic() + MEET_S, FrameBuffer(), list[Packet]()
+        self._buffer = FrameBuffer()
         self.alive = True
         self._ended: Callable[[], None] = lambda: None
 
@@ -64,49 +48,18 @@ class MpiLink:
     def pid(self) -> int:
         return self._process.pid
 
-    # --- the meeting
+    def serve(
+        self, received: Callable[[bytes, bytes], None], ended: Callable[[], None], barrier: Callable[[bytes], None]
+    ) -> None:
+        """Begin to carry frames.
 
-    def met(self) -> tuple[int, int]:
-        """Rank and size of the world, once all are there."""
-        place = self._answer(b"M")
-        return LENGTH.unpack_from(place)[0], LENGTH.unpack_from(place, LENGTH.size)[0]
-
-    def ask(self, kind: bytes, payload: bytes) -> bytes:
-        """Take part in a collective."""
-        self._send(kind, payload)
-        return self._answer(kind)
-
-    def finish(self) -> None:
-        """End the process with those of all others."""
-        self._send(b"Q")
-        try:
-            self._answer(b"Q")
-        except NoWorld:
-            self.close()
-
-    def _answer(self, kind: bytes) -> bytes:
-        while not self._waiting:
-            left_s = self._deadline - time.monotonic()
-            if left_s <= 0.0 or not select.select([self._socket], [], [], left_s)[0]:
-                self.close()
-                raise NoWorld(f"the ranks did not meet within {MEET_S} s")
-            data = self._socket.recv(1 << 20)
-            if not data:
-                self.close()
-                raise NoWorld("the MPI process of this rank ended while the ranks met; its output is above")
-            self._waiting += map(PACKETS.decode, self._buffer.feed(data))
-        answered, content = self._waiting.pop(0)
-        assert answered == kind
-        return content
-
-    # --- frames
-
-    def serve(self, received: Callable[[bytes, bytes], None], ended: Callable[[], None]) -> None:
-        """Begin to carry frames; ``received`` gets the kind and content of each packet."""
+        ``received`` gets the kind and content of each packet, ``barrier`` what the process has put before one.
+        """
         self._ended = ended
-        self._send(b"L")
-        self._socket.setblocking(False)
+        for ours in (self._socket, self._pmi):
+            ours.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket, self._on_readable, received)
+        asyncio.get_running_loop().add_reader(self._pmi, self._on_pmi, barrier)
 
     def send(self, frame: bytes) -> None:
         self._send(b"F", frame)
@@ -120,25 +73,36 @@ class MpiLink:
         if self.alive:
             self.alive = False
             for ours in (self._socket, self._pmi):
-                with contextlib.suppress(RuntimeError):  # it ended before there was a loop
-                    asyncio.get_running_loop().remove_reader(ours)
+                asyncio.get_running_loop().remove_reader(ours)
                 ours.close()
             self._process.kill()
             # Its memory may be registered with an adapter, which takes time to give it back.
             threading.Thread(target=self._process.wait, daemon=True).start()
             self._ended()
 
-    def reply(self, line: str) -> None:
-        """Answer a line of PMI."""
+    def release(self, others: Iterable[bytes]) -> None:
+        """All are in the barrier, and have put this."""
+        self._space.take(others)
+        self._reply("cmd=barrier_out")
+
+    def _reply(self, line: str) -> None:
         with contextlib.suppress(OSError):
             self._pmi.send(line.encode() + b"\n")
 
-    def _on_pmi(self, ask: Callable[[str], None]) -> None:
-        lines = self._pmi.recv(65536).decode().splitlines()
-        for line in lines:
-            ask(line)
+    def _on_pmi(self, barrier: Callable[[bytes], None]) -> None:
+        lines: list[str] = []
+        with contextlib.suppress(ConnectionError):
+            lines = self._pmi.recv(65536).decode(errors="replace").splitlines()
         if not lines:
             asyncio.get_running_loop().remove_reader(self._pmi)
+        for line in lines:
+            if line.startswith("cmd=abort"):
+                self.close()
+                return
+            if line.startswith("cmd=barrier_in"):
+                barrier(self._space.put())
+            elif reply := self._space.answer(line):
+                self._reply(reply)
 
     def _send(self, kind: bytes, payload: bytes = b"") -> None:
         packet = PACKETS.frame((kind, payload))

@@ -2,8 +2,8 @@
 
 Started by `MpiLink` as a child of the agent, which never loads MPI itself.
 
-- ``G`` record -> all records, by allgather.  ``B`` value -> that of rank 0, by broadcast.  ``Q`` -> it finalizes.
-- ``L`` -> from then on ``F`` frame at rank 0 goes to each peer by `Isend`, and ``A`` is the answer to its agent.
+- It has met the others -> ``M`` to the agent.
+- ``F`` frame at rank 0 -> it goes to each peer by `Isend`, and ``A`` is the answer to its agent.
 - A frame comes from rank 0 -> ``F`` frame to the agent; nothing here reads it.
 - ``D`` index -> no more is sent to this peer: sending to a dead one ends this process (UCX) or hangs it (libfabric).
 - Its agent ends -> the kernel ends it, also while it hangs inside MPI.
@@ -26,8 +26,6 @@ from .mpi_library import mpich_chosen
 Packet = tuple[bytes, bytes]
 """Kind and content."""
 PACKETS: Codec[Packet] = Codec(Packet)
-RECORD_BYTES = 4096
-"""Room for what a rank sends the others; a node with 20 addresses uses 500."""
 TAG = 7
 IDLE_S, BUSY_S = 0.02, 0.002
 """Between two probes, the shorter for `RECENT_S` after a frame: idle 0.5 % of a core. Half: twice that."""
@@ -50,20 +48,9 @@ def main() -> None:
         from mpi4py import MPI
     MPI.Init_thread(MPI.THREAD_SINGLE)
     comm = MPI.COMM_WORLD
-    agent.send((b"M", LENGTH.pack(comm.Get_rank()) + LENGTH.pack(comm.Get_size())))
-    while (request := agent.receive())[0] != b"L":
-        match request:
-            case b"G", record:
-                everyone = bytearray(RECORD_BYTES * comm.Get_size())
-                comm.Allgather([record.ljust(RECORD_BYTES, b"\0"), MPI.BYTE], [everyone, MPI.BYTE])
-                agent.send((b"G", bytes(everyone)))
-            case b"B", value:
-                shared = bytearray(value)
-                comm.Bcast([shared, MPI.BYTE])
-                agent.send((b"B", bytes(shared)))
-            case _:
-                MPI.Finalize()
-                os._exit(0)
+    if comm.Get_size() != int(os.environ["PMI_SIZE"]):
+        sys.exit("this MPI does not start by PMI-1, as MPICH does: it has met nobody")
+    agent.send((b"M", b""))
     _carry(agent, comm, MPI)
 
 

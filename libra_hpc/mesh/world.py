@@ -1,11 +1,11 @@
-"""How the agents find each other: MPI numbers them and carries their addresses, at the start.
+"""How the agents find each other: the owner of the run has numbered them, and carries their addresses.
 
 MPI is in a process beside each agent (`libra_hpc.mesh.mpi_process`), because no MPI survives a dead member
 (docs/network.md).  Messages go over sockets of our own (`libra_hpc.mesh.links`), Layouts by MPI.
 
 - All ranks on one machine, and no guests wanted -> they listen on loopback.  Otherwise on `slurm.interface`, or on
   every interface.
-- Rank 0 draws a secret for the run; who connects must prove that it has it.
+- The owner has a secret for the run; who connects must prove that it has it.
 - A rank that cannot reach rank 0 -> every rank raises the same sentence.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -23,14 +22,12 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from libra_hpc.errors import OperationError
 from libra_hpc.process.addresses import listen, loopback, own_addresses
+from libra_hpc.process.owner_link import NoWorld, OwnerLink
 from libra_hpc.process.retry import Patience
-from libra_hpc.protocol.codec import LENGTH
 from libra_hpc.protocol.joining import guest_secret
 
-from .mpi_link import MpiLink, NoWorld
-from .mpi_process import RECORD_BYTES
+from .folder_meeting import FolderMeeting
 
 REACH_S = 5.0
 """For one address of rank 0 to answer.
@@ -42,7 +39,6 @@ REACH_AGAIN_S = 60.0
 
 Half: the ranks start more often meanwhile; double: longer than `MEET_S`.
 """
-SECRET_BYTES = 32
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -65,8 +61,6 @@ class World(msgspec.Struct, frozen=True):
     """Bound and listening before any rank has its address."""
     guests: dict[int, Endpoint] = {}
     """Agents that joined later, by rank."""
-    link: MpiLink | None = None
-    """The process that met those of the other ranks; None in the world of a guest."""
 
     @property
     def size(self) -> int:
@@ -81,26 +75,22 @@ class World(msgspec.Struct, frozen=True):
         return guest_secret(self.secret) if self.rank < self.size <= peer else self.secret
 
 
-class _Place(msgspec.Struct):
-    """First round: a rank's machine, and why it cannot go on, if so."""
-
-    machine: str
-    problem: str = ""
-
-
-class _Reached(msgspec.Struct):
-    """Last round: why rank 0 is out of reach; empty where it is not."""
+class _Report(msgspec.Struct):
+    """First and last round: why a rank cannot go on, if so, and its machine."""
 
     problem: str
+    machine: str = ""
 
 
+Meeting = OwnerLink | FolderMeeting
 _DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (_Place, Endpoint, _Reached)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (_Report, Endpoint)
 }
-Record = TypeVar("Record", _Place, Endpoint, _Reached)
+Record = TypeVar("Record", _Report, Endpoint)
 
 
 def meet(
+    meeting: Meeting,
     interface: str = "",
     problem: str = "",
     parts: Callable[[int], tuple[str, ...]] = lambda rank: (),
@@ -114,10 +104,8 @@ def meet(
     ``guests``: agents of other machines will join.  ``again``: the run's ranks have met before; rank 0 is waited for.
     Raises `NoWorld` on every rank alike, with the first problem of any.
 
-    The same where the ranks have not come together within `MEET_S`: whoever started them may try again.
+    The same where the ranks have not come together in time: whoever started them may try again.
     """
-    link = MpiLink()
-    rank, size = link.met()
     addresses = own_addresses(interface)
     if interface and not addresses:
         problem = (
@@ -125,20 +113,18 @@ def meet(
             or f"slurm.interface = {interface!r}: {socket.gethostname()} has no such interface with an address; "
             f"it has {', '.join(sorted(psutil.net_if_addrs()))}"
         )
-    places = _exchange(link, _Place(_machine(), problem))
-    _raise_first(link, rank, [place.problem for place in places])
+    reports = _agree(meeting, _Report(problem, _machine()))
     if interface:
         addresses = addresses[:1]
-    elif len({place.machine for place in places}) == 1 and not guests:
+    elif len({report.machine for report in reports}) == 1 and not guests:
         addresses = [loopback()]
-    listener = listen(addresses, 2 * size)
+    listener = listen(addresses, 2 * len(reports))
     listener.setblocking(False)
-    own = Endpoint(socket.gethostname(), tuple(addresses), listener.getsockname()[1], parts(rank))
-    endpoints = _exchange(link, own)
-    secret = link.ask(b"B", secrets.token_bytes(SECRET_BYTES))
-    reached = _reach(endpoints[0], endpoints[rank], REACH_AGAIN_S if again else 0.0)
-    _raise_first(link, rank, [one.problem for one in _exchange(link, _Reached(reached))])
-    return World(rank, tuple(endpoints), secret, listener, link=link)
+    own = Endpoint(socket.gethostname(), tuple(addresses), listener.getsockname()[1], parts(meeting.rank))
+    endpoints = _exchange(meeting, own)
+    reached = _reach(endpoints[0], endpoints[meeting.rank], REACH_AGAIN_S if again else 0.0)
+    _agree(meeting, _Report(reached))
+    return World(meeting.rank, tuple(endpoints), meeting.secret, listener)
 
 
 def _machine() -> str:
@@ -166,25 +152,14 @@ def _reach(first: Endpoint, own: Endpoint, longest_s: float = 0.0) -> str:
     )
 
 
-def _exchange(link: MpiLink, record: Record) -> list[Record]:
-    body = msgspec.msgpack.encode(record)
-    encoded = LENGTH.pack(len(body)) + body
-    if len(encoded) > RECORD_BYTES:
-        raise OperationError(
-            f"the record of {socket.gethostname()} takes {len(encoded)} bytes; there is room for {RECORD_BYTES}"
-        )
-    everyone = link.ask(b"G", encoded)
-    decoder = _DECODERS[type(record)]
-    found = []
-    for at in range(0, len(everyone), RECORD_BYTES):
-        start = at + LENGTH.size
-        found.append(decoder.decode(everyone[start : start + LENGTH.unpack_from(everyone, at)[0]]))
-    return found
+def _exchange(meeting: Meeting, record: Record) -> list[Record]:
+    return [_DECODERS[type(record)].decode(one) for one in meeting.gather(msgspec.msgpack.encode(record))]
 
 
-def _raise_first(link: MpiLink, rank: int, problems: list[str]) -> None:
+def _agree(meeting: Meeting, own: _Report) -> list[_Report]:
     """Raise on every rank or on none: all see the same problems."""
-    for problem in problems:
-        if problem:
-            link.finish()
-            raise NoWorld(problem, rank)
+    reports = _exchange(meeting, own)
+    for report in reports:
+        if report.problem:
+            raise NoWorld(report.problem, meeting.rank)
+    return reports

@@ -1,7 +1,7 @@
-"""The ranks of one MPI world on this machine: started, served, and seen to their ends.
+"""The ranks of a start on this machine: started, served, and seen to their ends.
 
 MPICH's ``mpiexec`` ends all ranks when one is killed, announces a death by SIGUSR1, and listens on every network
-interface.  Here MPICH's PMI-1 start-up protocol goes over a socket pair per rank, and no port is opened.
+interface.  Here no port is opened.
 
 - A signal to this process alone, or to its group -> the ranks get it.
 - This process is killed -> the kernel sends its ranks SIGTERM.
@@ -10,21 +10,15 @@ interface.  Here MPICH's PMI-1 start-up protocol goes over a socket pair per ran
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
-import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from libra_hpc.process.agent_folders import remove_orphans
-from libra_hpc.process.child_environment import of_rank
 from libra_hpc.process.owner_link import LINK
 from libra_hpc.process.reaper import die_with
-from libra_hpc.protocol.start_up import KeyValueSpace
 
 from .rank_links import RankLinks
 
@@ -32,13 +26,9 @@ POLL_S = 0.5
 """Most seconds between two checks for ended ranks."""
 
 
-def start_rank(
-    rank: int, size: int, logs: Path, argv: Sequence[str], links: RankLinks
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start one rank, its output appended to ``agent-<rank>.log``; returns it and our end of its PMI connection."""
-    ours, theirs = socket.socketpair()
-    link, key = links.born(rank)
-    env = of_rank(os.environ, PMI_FD=str(theirs.fileno()), PMI_RANK=str(rank), PMI_SIZE=str(size)) | {LINK: key}
+def start_rank(rank: int, logs: Path, argv: Sequence[str], links: RankLinks) -> subprocess.Popen[bytes]:
+    """Start one rank, its output appended to ``agent-<rank>.log``."""
+    link, value = links.born(rank)
     launcher = os.getpid()
 
     def bind_to_launcher() -> None:
@@ -46,34 +36,28 @@ def start_rank(
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
-    with theirs, link, (logs / f"agent-{rank}.log").open("ab") as log:
-        process = subprocess.Popen(
+    with link, (logs / f"agent-{rank}.log").open("ab") as log:
+        return subprocess.Popen(
             argv,
-            env=env,
+            env={**os.environ, LINK: value},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            pass_fds=(theirs.fileno(), link.fileno()),
+            pass_fds=(link.fileno(),),
             preexec_fn=bind_to_launcher,
         )
-    return process, ours
 
 
 class LocalRanks:
     """All ranks of a start, as children of this process."""
 
     def __init__(self, size: int, logs: Path, argv: Sequence[str]) -> None:
-        self._space = KeyValueSpace(size, f"local-{os.getpid()}-{time.time_ns()}", f"(vector,(0,1,{size}))")
-        self.links = RankLinks()
+        self.links = RankLinks(size)
         self.size, self.down = size, dict[str, str]()
-        self._processes, self._connections = list[subprocess.Popen[bytes]](), list[socket.socket]()
-        self._unread = [b""] * size
+        self._processes = list[subprocess.Popen[bytes]]()
         try:
             for rank in range(size):
-                process, connection = start_rank(rank, size, logs, argv, self.links)
-                self._processes.append(process)
-                self._connections.append(connection)
-                self.links.serve(connection, partial(self._answer, rank))
+                self._processes.append(start_rank(rank, logs, argv, self.links))
         except BaseException:
             # A part of the ranks would wait for the others.
             self.kill()
@@ -81,7 +65,7 @@ class LocalRanks:
             raise
 
     def poll(self) -> bool:
-        """Serve the start-up for at most `POLL_S` and note new ends; returns whether any rank lives."""
+        """Serve the ranks for at most `POLL_S` and note new ends; returns whether any rank lives."""
         for rank, process in enumerate(self._processes):
             if process.poll() is not None:
                 self.links.announce(rank)
@@ -90,20 +74,6 @@ class LocalRanks:
             return False
         self.links.wait(POLL_S)
         return True
-
-    def _answer(self, rank: int) -> None:
-        try:
-            data = self._connections[rank].recv(65536)
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            self.links.leave(self._connections[rank])
-        *lines, self._unread[rank] = (self._unread[rank] + data).split(b"\n")
-        for line in lines:
-            for target, reply in self._space.answer(rank, line.decode(errors="replace")).items():
-                # It may just have died.
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    self._connections[target].sendall(reply.encode() + b"\n")
 
     def signal(self, name: str) -> None:
         """Pass a signal on; ranks that got it with this process, as of its group, take the second for the same."""
@@ -116,8 +86,6 @@ class LocalRanks:
 
     def close(self) -> list[int]:
         """The exit codes of ranks that have all ended."""
-        for connection in self._connections:
-            connection.close()
         self.links.close()
         remove_orphans()
         return [process.wait() for process in self._processes]

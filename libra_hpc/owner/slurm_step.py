@@ -1,4 +1,4 @@
-"""The ranks of one MPI world as a step of this Slurm job, and what Slurm's commands report of the job.
+"""The ranks of a start as a step of this Slurm job, and what Slurm's commands report of the job.
 
 - A signal to the batch script -> the ranks, by ``srun``.
 - A rank ends -> its connection does (`RankLinks`), and the others get that after `SETTLE_S`; all have -> ``srun`` ends.
@@ -61,13 +61,13 @@ class SlurmStep:
     def __init__(self, run: RunDir, attempt: int, size: int, argv: Sequence[str], interface: str = "") -> None:
         self._step = run.logs(attempt) / STEP
         self._step.unlink(missing_ok=True)
-        self.size, self.down, self.links = size, dict[str, str](), RankLinks()
+        self.size, self.down, self.links = size, dict[str, str](), RankLinks(size)
         self._killed_at = float("-inf")
         self._output, self._read = run.logs(attempt) / "slurm.out", 0
         with contextlib.suppress(OSError):
             self._read = self._output.stat().st_size
         addresses = own_addresses(interface)[:1] if interface else []
-        os.environ[OWNER] = self.links.open(addresses or own_addresses() or [loopback()], size)
+        os.environ[OWNER] = self.links.open(addresses or own_addresses() or [loopback()])
         self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
         self._ended = os.pidfd_open(self._process.pid)
         self.links.serve(self._ended, lambda: None)

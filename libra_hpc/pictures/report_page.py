@@ -297,7 +297,6 @@ def _environment(run: RunDir, config: Mapping[str, Any]) -> list[tuple[str, str]
         ("engines", str(_get(config, "run.engine", "-"))),
         ("interpreter", str(_get(config, "compute.python", "")) or "the one that submitted"),
         ("container", str(_get(config, "compute.image", "")) or "none"),
-        ("MPI plugin", str(_get(config, "slurm.mpi", "-"))),
     ]
     for name, component in _get(config, "components", {}).items():
         if isinstance(component, dict) and component.get("nodes"):

@@ -4,7 +4,7 @@
    of evaluations.
 2. The split, where the planner chooses it (`planning.initial`); meanwhile the start of one episode (`task_trial`).
 3. Fields, model and GPU memory (`checks`).
-4. With Slurm: MPI plugin, CPUs and memory of the nodes, and warnings of what it may refuse (`slurm.fit`).
+4. With Slurm: CPUs and memory of the nodes, and warnings of what it may refuse (`slurm.fit`).
 5. Host memory, the sbatch options (`slurm.launch`), and a site's template of the script.
 
 Nothing is written or queued.
@@ -24,7 +24,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.files import cache_folder
 from libra_hpc.models.host_memory import HostRoom
 from libra_hpc.slurm.fit import doubts, waits, with_resources
-from libra_hpc.slurm.interpreter import check_container, check_plugin, check_python, mpi_plugins
+from libra_hpc.slurm.interpreter import check_container, check_python
 from libra_hpc.slurm.launch import JobRequest, Launch, job_request, named_cluster
 from libra_hpc.slurm.queue.command import WAYS_OUT, slurm_environment
 from libra_hpc.slurm.queue.query import Partition, on_cluster, partitions
@@ -88,7 +88,6 @@ def check(config: RunConfig, *, slurm_required: bool, report: Callable[[str], No
     warnings += [*trial.warnings, *gpus.warnings, *rounded_adapters(config)]
     environment = _slurm(config, required=slurm_required)
     known: list[Partition] = []
-    check_plugin(config, [] if environment is None else mpi_plugins(environment))
     warnings += check_container(config, environment)
     if environment is not None:
         known = partitions(environment, "--all", *on_cluster(named_cluster(config)))

@@ -2,7 +2,7 @@
 
 - A proxy of the site is not asked for this machine, nor for nodes of the run: clients of agents take it from their
   environment, and it would refuse, or reach somebody else's 127.0.0.1.
-- Variables by which an MPI finds its launcher reach nobody for whom they were not made.
+- Variables by which an MPI finds its launcher reach nothing that a run starts.
 - On the CPU an engine sees no device, and gives memory back that it has freed.
 """
 
@@ -17,14 +17,16 @@ NO_PROXY = ("no_proxy", "NO_PROXY")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HOSTS_BYTES = 1 << 16
 """Most bytes of names of the run's nodes: about 2,000 nodes.  No program starts with a variable of twice that."""
-STARTS = ("PMI_", "PMIX_", "PMI2_", "PALS_", "MPIR_CVAR_PMI_")
-"""Prefixes of variables by which an MPI finds its launcher, set by that, by Slurm, or by a module of the site."""
+LAUNCHER = (
+    *("PMI_", "PMIX_", "PMI2_", "PALS_", "MPIR_CVAR_PMI_", "HYDRA_", "HYDI_"),
+    *("MPI_LOCAL", "OMPI_COMM_", "OMPI_UNIVERSE_"),
+)
+"""Prefixes of variables by which an MPI finds its launcher, set by that, by Slurm, or by a module of the site: an MPI
+process of a run would take them for its own."""
 MAPPED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 """glibc's least bytes of memory that is returned as soon as it is free. By default 32 MiB after the first tensors: a
 trainer's activations of 8,192 tokens in 135M parameters leave 5 GB of holes. Half: as much memory. Four times: layers
 of small models leave holes, too."""
-PMI = ("PMI_FD", "PMI_RANK", "PMI_SIZE")
-"""By these three MPICH finds its launcher; others tell it of another one, and it ends."""
 
 
 def direct(base: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
@@ -36,19 +38,13 @@ def direct(base: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]
     return {name: "*" if given[name] == "*" else ",".join(filter(None, dict.fromkeys(named[name]))) for name in named}
 
 
-def of_rank(base: Mapping[str, str], **start: str) -> dict[str, str]:
-    """Environment of a process that meets others by MPI: ``base`` and ``start``, which is `PMI` of this very start.
-
-    Without a ``PMI_FD`` in either another MPI has a launcher of its own, and everything stays.
-    """
-    whole = {**base, **start}
-    kept = PMI if "PMI_FD" in whole else tuple(whole)
-    return {name: value for name, value in whole.items() if name in kept or not name.startswith(STARTS)}
+def without_launcher(base: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in base.items() if not name.startswith(LAUNCHER)}
 
 
 def clean_own(hosts: Iterable[str] = ()) -> None:
     """Make the environment of this process that of all that it starts; it has met the others of the run, ``hosts``."""
-    for name in [name for name in os.environ if name.startswith(STARTS)]:
+    for name in [name for name in os.environ if name.startswith(LAUNCHER)]:
         del os.environ[name]
     os.environ.update(direct(os.environ, hosts))
 

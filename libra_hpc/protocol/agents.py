@@ -20,15 +20,24 @@ from .plan import GroupFact, TrajectoryFact
 from .trainer import FromWorker, Offered, Sample, ToWorker
 
 
-class PmiLine(msgspec.Struct, tag=True, frozen=True):
-    """Agent <-> coordinator: a line of MPI's start-up protocol, of the agent's MPI process or its answer."""
+class MpiStart(msgspec.Struct, tag=True, frozen=True):
+    """Coordinator -> agents: replace your MPI process by one of a new world, with those of these ranks."""
 
     world: int
-    line: str = ""
+    members: tuple[int, ...]
+
+
+class MpiBarrier(msgspec.Struct, tag=True, frozen=True):
+    """Agent -> coordinator: its MPI process is in a barrier of its start.  Back, through other agents: all are.
+
+    Going out it has what that process put for the others, coming back what all have put.
+    """
+
+    world: int
+    values: tuple[bytes, ...]
+    """See `KeyValueSpace.put`."""
     rank: int = -1
     """The agent's, in what it sends."""
-    place: tuple[int, int] | None = None
-    """Comes first: start an MPI process instead of the one there is, with this rank among so many of ``world``."""
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
@@ -363,7 +372,8 @@ class WeightsHere(msgspec.Struct, tag=True, frozen=True):
 
 
 MeshMessage = Union[
-    PmiLine,
+    MpiStart,
+    MpiBarrier,
     Heartbeat,
     LayoutChange,
     EngineState,

@@ -122,8 +122,22 @@ class ProcessLost(msgspec.Struct, tag=True, frozen=True):
     """Why Slurm set its node down; empty: Slurm did not."""
 
 
-LinkMessage = Union[RankJoined, RanksMet, ProcessLost]
+class RankRecord(msgspec.Struct, tag=True, frozen=True):
+    """Rank -> owner: what it has the others know in this round of the meeting."""
+
+    record: bytes
+
+
+class RankRecords(msgspec.Struct, tag=True, frozen=True):
+    """Owner -> ranks: the records of all, in rank order."""
+
+    packed: bytes
+    """`rank_records`, compressed once for all ranks."""
+
+
+LinkMessage = Union[RankJoined, RankRecord, RankRecords, RanksMet, ProcessLost]
 owner_link: Codec[LinkMessage] = Codec(LinkMessage)
+rank_records: Codec[list[bytes]] = Codec(list[bytes])
 
 
 def start_of(environ: Mapping[str, str] = os.environ) -> RanksStart:

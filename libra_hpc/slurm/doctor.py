@@ -26,7 +26,7 @@ from libra_hpc.slurm.queue.command import SlurmRefused, call
 from libra_hpc.slurm.queue.query import Partition, on_cluster, partitions, settings
 
 from .fit import Doubt, doubts, with_resources
-from .interpreter import PYPI, check_python, compute_python, mpi_plugins
+from .interpreter import check_python, compute_python
 from .launch import named_cluster, node_options
 from .refusal import SPELLED, refusal
 
@@ -57,7 +57,6 @@ class SlurmFacts(NamedTuple):
     version: str
     settings: dict[str, str]
     """Settings of ``scontrol show config``."""
-    plugins: list[str]
     partitions: list[Partition]
 
 
@@ -72,7 +71,7 @@ def examine(config: RunConfig, env: Mapping[str, str] | None, why: str = "") -> 
             facts = slurm_facts(env, named_cluster(config))
         except OperationError as error:
             return [*found, Finding("controller", "bad", str(error).rstrip("."), "try again when Slurm answers")]
-        found += [controller(facts, env), version(facts), heterogeneous(config, facts), plugin(config, facts)]
+        found += [controller(facts, env), version(facts), heterogeneous(config, facts)]
         found += [accounting(facts), gpus(facts), *requests(config, env, facts)]
     image = container(config, env)
     # Without an image no interpreter can be looked for.
@@ -83,7 +82,7 @@ def examine(config: RunConfig, env: Mapping[str, str] | None, why: str = "") -> 
 def slurm_facts(env: Mapping[str, str], cluster: str = "") -> SlurmFacts:
     """Ask the controller, and ``cluster`` for its partitions; raises `OperationError` when it does not answer."""
     version = call(["sinfo", "--version"], env).strip()
-    return SlurmFacts(version, settings(env), mpi_plugins(env), partitions(env, "--all", *on_cluster(cluster)))
+    return SlurmFacts(version, settings(env), partitions(env, "--all", *on_cluster(cluster)))
 
 
 def commands(env: Mapping[str, str]) -> Finding:
@@ -120,15 +119,6 @@ def heterogeneous(config: RunConfig, facts: SlurmFacts) -> Finding:
         return Finding("scheduler", "good", f"{kind}: heterogeneous jobs can start")
     plain = f"a plain job: components that agree in {', '.join(SHARED)}, one of a single node"
     return Finding("scheduler", "warning" if len(het_groups(config)) == 1 else "bad", f"{kind}: {why}", plain)
-
-
-def plugin(config: RunConfig, facts: SlurmFacts) -> Finding:
-    """srun has the MPI plugin that the configuration names."""
-    wanted, listed = config.slurm.mpi, ", ".join(facts.plugins) or "none"
-    if wanted in facts.plugins:
-        return Finding("MPI plugin", "good", f"{wanted} (srun has {listed})")
-    fix = f"slurm.mpi = one of these; PyPI's mpich needs {PYPI}"
-    return Finding("MPI plugin", "bad" if facts.plugins else "warning", f"{wanted}: srun has {listed}", fix)
 
 
 def accounting(facts: SlurmFacts) -> Finding:

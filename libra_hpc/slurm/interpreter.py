@@ -1,4 +1,4 @@
-"""The Python interpreter of the compute nodes, and the MPI plugin: which they are, and whether they fit a run.
+"""The Python interpreter of the compute nodes: which it is, and whether it fits a run.
 
 Others take it from `Launch.python`.  `check_python` runs it once, before anything is queued.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -32,10 +31,9 @@ TIMEOUT_S = 60.0
 MARK = "libra-hpc finds"
 # find_spec of a top-level name imports no package.
 PROBE = f"""
-import glob, importlib.util, sys
-mpi = "mpich" if any(glob.glob(glob.escape(path) + "/mpich-*.dist-info") for path in sys.path if path) else "other"
+import importlib.util, sys
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
-print({MARK!r}, "%d.%d" % sys.version_info[:2], mpi, *missing)
+print({MARK!r}, "%d.%d" % sys.version_info[:2], *missing)
 """
 
 
@@ -52,8 +50,7 @@ def in_container(config: RunConfig) -> bool:
 def check_python(config: RunConfig) -> list[str]:
     """Raise `UserError` when the nodes' interpreter cannot run this configuration.
 
-    Returns a warning when it is not visible from here, or when its MPI may not fit the plugin.  PyPI's mpich never
-    fits some.
+    Returns a warning when it is not visible from here.
     """
     named, python, image = config.compute.python, compute_python(config), config.compute.image
     if in_container(config):
@@ -68,25 +65,17 @@ def check_python(config: RunConfig) -> list[str]:
         return [f"compute.python = {named!r} is not visible from here, so what the nodes need was not checked"]
     if not os.path.isfile(python) or not os.access(python, os.X_OK):
         raise invalid("compute.python", named, "not an executable file", absolute)
-    mpi = _check_packages(config, python, f"the submitting interpreter {python}" if not named else "it")
-    if mpi != "mpich" or config.slurm.executor == "local" or config.slurm.mpi == PYPI:
-        return []
-    why = f"{python} has PyPI's mpich, which needs {PYPI!r}: each rank would become a world of its own"
-    # The site's variables may put another MPI in its place.
-    if config.slurm.mpi in ("none", *PMIX) and not any(name.startswith("MPI4PY_") for name in config.compute.env):
-        raise invalid(
-            "slurm.mpi", config.slurm.mpi, why, f"{PYPI}, or another MPI that compute.env.MPI4PY_MPIABI names"
-        )
-    return [f"slurm.mpi = {config.slurm.mpi!r}: {why}"]
+    _check_packages(config, python, f"the submitting interpreter {python}" if not named else "it")
+    return []
 
 
-def _check_packages(config: RunConfig, python: str, who: str) -> str:
-    """Raise `UserError` where it is too old or lacks a package; returns its MPI."""
+def _check_packages(config: RunConfig, python: str, who: str) -> None:
+    """Raise `UserError` where it is too old or lacks a package."""
     field = f"compute.python = {config.compute.python!r}"
     wanted = CONTROL if config.run.engine == "simulated" else (*CONTROL, *ENGINES)
     optional = config.track.libraries
     try:
-        version, mpi, *lacks = _found(python, (*wanted, *optional.values()))
+        version, *lacks = _found(python, (*wanted, *optional.values()))
     except (OSError, subprocess.SubprocessError) as error:
         why = f"{who} does not run ({_reason(error)})"
         raise invalid("compute.python", config.compute.python, why, "the absolute path of an interpreter") from error
@@ -106,12 +95,11 @@ def _check_packages(config: RunConfig, python: str, who: str) -> str:
     for key, library in optional.items():
         if library in lacks:
             raise UserError(f"{key}: {who} lacks {library}; `{python} -m pip install {library}`, or leave {key} out.")
-    return mpi
 
 
 @cache
 def _found(python: str, wanted: tuple[str, ...], variables: tuple[tuple[str, str], ...] = ()) -> list[str]:
-    """Version of an interpreter, its MPI (PyPI's ``mpich``, or ``other``), and the packages it lacks.
+    """Version of an interpreter, and the packages it lacks.
 
     ``variables`` are set but for those that name others: the nodes' may differ.
 
@@ -141,46 +129,8 @@ def _reason(error: OSError | subprocess.SubprocessError) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
-PMIX = ("pmix", *(f"pmix_v{number}" for number in range(1, 6)))
-KNOWN = ("pmi2", *PMIX, "cray_shasta", "pspmi", "pspmix", "none")
-"""Plugins of Slurm and of ParaStation, for where srun itself does not answer."""
-PYPI = "pmi2"
-"""The plugin for PyPI's mpich (through `libra_hpc.slurm.pmi`)."""
 SRUN_S = 15.0
 """For what srun lists of itself."""
-
-
-def check_plugin(config: RunConfig, listed: list[str]) -> None:
-    """Raise `UserError` for a plugin that ``srun`` does not list, or without a list one that no Slurm has."""
-    wanted = config.slurm.mpi
-    if config.slurm.executor == "local" or wanted in (listed or KNOWN):
-        return
-    why = "srun has no such MPI plugin here" if listed else "no Slurm has such an MPI plugin"
-    raise invalid("slurm.mpi", wanted, f"{why} (PyPI's mpich needs {PYPI}, Open MPI pmix)", listed or KNOWN)
-
-
-def mpi_plugins(env: Mapping[str, str]) -> list[str]:
-    """Plugins in ``srun --mpi=list`` with this environment; empty where it does not answer."""
-    try:
-        # Earlier releases write the list as log lines to stderr.
-        return parse_plugins(call(["srun", "--mpi=list"], env, tries=1, timeout_s=SRUN_S, with_errors=True))
-    except OperationError:
-        return []
-
-
-def parse_plugins(text: str) -> list[str]:
-    """Plugin names in srun's answer: one a line below a heading, versions of PMIx together in one line."""
-    heading, _, rest = text.partition("types are")
-    if not heading or not rest:
-        return []
-    names: list[str] = []
-    for line in rest.splitlines():
-        words = line.strip().removeprefix("srun:").strip()
-        _, colon, versions = words.partition("available:")
-        for name in versions.split(",") if colon else [words]:
-            if re.fullmatch(r"\w+", name.strip()):
-                names.append(name.strip())
-    return list(dict.fromkeys(names))
 
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -86,7 +86,6 @@ def job_request(config: RunConfig) -> JobRequest:
     _word("run.name", config.run.name)
     _word("borrow.spot.qos", config.borrow.spot.qos)
     mail = _word("slurm.mail", slurm.mail)
-    _word("slurm.mpi", slurm.mpi)
     return JobRequest(config, groups, [f"--mail-user={mail}", f"--mail-type={','.join(slurm.mail_on)}"] if mail else [])
 
 

@@ -1,4 +1,4 @@
-"""Runs without Slurm: start, watch and cancel one MPI world of agents on this machine.
+"""Runs without Slurm: start, watch and cancel all agents on this machine.
 
 The owner of the run (`libra_hpc.owner.owner`) is detached.  It leads a process group of its own with all ranks in it,
 so a signal to the group reaches the run and nothing else.  Its process id and ``result.json`` are the run's state.

@@ -16,7 +16,6 @@ TEXT = """\
 
 [slurm]
 {device}
-mpi = "{mpi}"
 {account}
 # gpu_option = "--gres=gpu:{{type}}:{{gpus}}"  # "none": whole nodes are given; libra-hpc doctor tries others
 # mem_option = "--mem"                # or "--mem-per-cpu", "--mem-per-gpu", "none"
@@ -41,7 +40,7 @@ NO_GPUS = """\
 # device = "cuda\""""
 
 
-def profile_text(known: Sequence[Partition], mpi: str, python: str = "", account: str = "") -> str:
+def profile_text(known: Sequence[Partition], python: str = "", account: str = "") -> str:
     """A profile for these partitions.  GPU components get the partition with the most GPUs; the planner one without
     GPUs, where there is one."""
     up = [part for part in known if part.state == "up"]
@@ -51,7 +50,6 @@ def profile_text(known: Sequence[Partition], mpi: str, python: str = "", account
     )
     lines = TEXT.format(
         device='device = "cuda"' if largest is not None and largest.gpus else NO_GPUS,
-        mpi=mpi,
         account=f'account = "{account}"' if account else '# account = ""',
         python=f'python = "{python}"' if python else '# python = "/shared/libra/bin/python"',
     ).splitlines()

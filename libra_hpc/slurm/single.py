@@ -281,7 +281,7 @@ def submit_on_nodes(
         parameters={
             "nodes": nodes,
             "setup": set_up_lines(config, agent_variables(config, {})),
-            "srun_args": [f"--mpi={config.slurm.mpi}", "--export=ALL", *started.step],
+            "srun_args": ["--mpi=none", "--export=ALL", *started.step],
             "additional_parameters": component_options(config, component, wanted),
         },
         options=marked(

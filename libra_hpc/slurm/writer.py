@@ -1,7 +1,7 @@
 """The batch script of a run: a pure function of a `Launch`, and its template and set-up lines.
 
 The script is one job, heterogeneous with one component per kind of node, or plain (`het_groups`); one task per node.
-`srun` starts all node agents as one MPI world.  Options are checked (`launch`); other values are quoted here.
+`srun` starts all node agents.  Options are checked (`launch`); other values are quoted here.
 
 - The time limit is near (`fit.notice_s`) -> the agents get SIGUSR1.
 - The job is cancelled or preempted -> the agents get SIGTERM.
@@ -36,8 +36,8 @@ from .launch import Launch, NodeRequest, agent_variables, marked, spot_options
 
 STEP = "step"
 """File in the log folder with the number of the step that the ranks are."""
-RANK_STARTER = ("-m", "libra_hpc.slurm.pmi")
-"""Arguments that start a rank through the relay of its start-up messages."""
+RANK_STARTER = ("-m", "libra_hpc.slurm.rank")
+"""Arguments that start a rank."""
 
 
 def het_script(launch: Launch) -> str:
@@ -72,7 +72,7 @@ def het_script(launch: Launch) -> str:
         # A lost rank or node ends nothing else (-K0 -W0 --no-kill).
         step_options=[
             "--export=ALL",
-            f"--mpi={shlex.quote(config.slurm.mpi)}",
+            "--mpi=none",
             *("--no-kill", "-K0", "-W0", "--mem=0", "--cpu-bind=none"),
             *map(shlex.quote, started.step),
         ],

@@ -95,7 +95,7 @@ def test_a_part_that_is_not_there_gets_nothing() -> None:
 
 def test_every_message_is_for_somebody() -> None:
     """A new message type must be given to a part, or be added to what the agent or the coordinator takes itself."""
-    agents = {LayoutChange, wire.StopAgent, wire.PmiLine, wire.ToEnvHost}
+    agents = {LayoutChange, wire.StopAgent, wire.MpiStart, wire.MpiBarrier, wire.ToEnvHost}
     coordinators = {wire.Log, wire.Fatal, wire.StepReport, wire.RolloutReport}
     coordinators |= {wire.TrainReport, wire.TurnsDrained}
     rows = {kind for routes in Scene().routes for kind in routes._rows}

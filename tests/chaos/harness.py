@@ -95,7 +95,8 @@ class Chaos(Case):
 
 PATCH = """
 import os, sys
-if "libra_hpc.agent.agent" in sys.orig_argv and int(os.environ.get("PMI_RANK", "-1")) in {ranks}:
+link = os.environ.get("LIBRA_HPC_OWNER_LINK", "").split()
+if "libra_hpc.agent.agent" in sys.orig_argv and link and int(link[3]) in {ranks}:
 {code}
 """
 

@@ -73,7 +73,7 @@ TEXTS: dict[str, tuple[bytes, str]] = {
 PROFILES = {
     "another fact": ("[algorithm]\neta = 1\n", "algorithm.eta: not a fact of a site; valid sections: "),
     "nodes": ("[components.train]\nnodes = 3\n", "components.train.nodes: not a fact of a site; valid in "),
-    "a wrong type": ("[slurm]\nmpi = 3\n", "slurm.mpi = 3: wrong type; valid: a string."),
+    "a wrong type": ("[slurm]\nmail = 3\n", "slurm.mail = 3: wrong type; valid: a string."),
     "an unknown key": ("[compute]\nimg = 'x'\n", "compute.img = 'x': unknown key in [compute]; valid: "),
     "no TOML": ("[slurm\n", "site.toml:1: not valid TOML"),
     "a bind of two": ("[compute]\nbinds = ['a,b']\n", "compute.binds.0 = 'a,b': malformed"),

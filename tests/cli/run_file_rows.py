@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 
 def overrides(text: str) -> list[str]:
     """The words of ``-o`` for overrides that are apart by semicolons."""
@@ -46,8 +44,7 @@ RUN_FILE = [
     ("slurm.device=cuda", "components.train.gpus = 0: training needs one; valid: an integer >= 1."),
     ("slurm.time_limit=1h", "slurm.time_limit = '1h': malformed"),
     ("run.dir=run.toml/runs", "run.toml is not a folder"),
-    ("slurm.mpi=openmpi", "slurm.mpi = 'openmpi': no Slurm has such an MPI plugin"),
-    ("slurm.mpi=pmi_2", "(did you mean 'pmi2'?)"),
+    ("slurm.mpi=pmi2", "slurm.mpi: this key is gone; leave it out, MPI needs no plugin of Slurm."),
     ("compute.python=pyhton3", "compute.python = 'pyhton3': no such program on PATH"),
     ("compute.python=./login", "it lacks libra_hpc, mpi4py, vllm, megatron and torch"),
     ("run.name.x=3", "override = 'run.name.x=3': run.name is a value, not a table."),
@@ -69,7 +66,7 @@ RUN_FILE = [
     ("slurm.extra=['--nice 10']", "slurm.extra[0] = '--nice 10': it has a space; valid: --nice=VALUE."),
     ("slurm.extra=['exclusive']", "slurm.extra[0] = 'exclusive': not an sbatch option"),
     ("slurm.extra=['=x']", "slurm.extra[0] = '=x': not an sbatch option"),
-    *((f"{key}=a\nb", f"{key} = 'a\\nb': ") for key in ("slurm.account", "slurm.qos", "slurm.mail", "slurm.mpi")),
+    *((f"{key}=a\nb", f"{key} = 'a\\nb': ") for key in ("slurm.account", "slurm.qos", "slurm.mail")),
     *((f"{key}=a\nb", f"{key} = 'a\\nb': ") for key in ("slurm.time_limit", "components.train.partition", "run.name")),
     ("components.train.constraint=a\x1bb", r"components.train.constraint = 'a\x1bb': a control character cannot stand"),
     ("compute.image=a\nb", r"compute.image = 'a\nb': a control character cannot stand in a batch script; valid: one"),
@@ -140,7 +137,6 @@ RUN_FILE = [
         )
         for name in ("reward", "step_s")
     ),
-    ("slurm.mpi=pmi2 --foo", "slurm.mpi = 'pmi2 --foo': "),
     ("slurm.time_limit=1:00 #", "slurm.time_limit = '1:00 #': "),
     ("components.train.partition=a'b", """components.train.partition = "a'b": """),
     ('components.train.gpus=1; components.train.gpu_type=a"', "components.train.gpu_type = 'a\"': "),
@@ -186,8 +182,6 @@ RUN_FILE = [
     ("compute.cache_dir=/proc/x", "compute.cache_dir = '/proc/x': no folder can be made there; valid: a folder of a"),
     ("rollout.block_size=33", "rollout.block_size = 33: vLLM has other blocks; valid: multiples of 16."),
     ("compute.env={TMPDIR='/x'}", "compute.env.TMPDIR = '/x': the job sets it itself; valid: compute.local_dir."),
-    ("slurm.mpi=none", "slurm.mpi = 'none': "),
-    ("slurm.mpi=pmix", "has PyPI's mpich, which needs 'pmi2': each rank would become a world of its own; valid: pmi2,"),
     ("components.split=auto", "components.split = 'auto': slurm.device is 'cpu'"),
     (
         "components.split=auto; planner.device=a800; task.work.trace=/nowhere",
@@ -262,8 +256,6 @@ RUN_FILE = [
     ),
     ("slurm.extra=['-G8']", "slurm.extra[0] = '-G8': libra-hpc sets -G itself; valid: components.*.gpus,"),
     ("slurm.extra=['']", "slurm.extra[0] = '': not an sbatch option; valid: one option such as '--exclusive'."),
-    ("slurm.mpi=PMI2", "slurm.mpi = 'PMI2': no Slurm has such an MPI plugin (PyPI's mpich needs pmi2, Open MPI pmix);"),
-    ("slurm.mpi=pmix_v3", f"slurm.mpi = 'pmix_v3': {sys.executable} has PyPI's mpich, which needs 'pmi2':"),
     ("slurm.gpu_option=--gres=gpu:{typ}:{gpus}", "slurm.gpu_option = '--gres=gpu:{typ}:{gpus}': malformed; valid: a"),
     (
         "slurm.gpu_option=gres=gpu:{gpus}",

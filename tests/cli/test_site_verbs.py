@@ -30,7 +30,7 @@ def test_a_profile_is_written_once_and_used(
     done = cli("doctor", "--json")
     answer = json.loads(done.out)
     assert str(path) in answer["site_files"]
-    assert {finding["subject"]: finding["state"] for finding in answer["findings"]}["MPI plugin"] == "good"
+    assert {finding["subject"]: finding["state"] for finding in answer["findings"]}["scheduler"] == "good"
     run_file = tmp_path / "run.toml"
     run_file.write_text("")
     shown = json.loads(cli("config", "show", str(run_file)).out)
@@ -63,7 +63,7 @@ def test_two_nodes_are_tried_with_mpi_collectives_and_an_engine(
     findings = json.loads(done.out)["findings"]
     assert not [finding for finding in findings if finding["state"] == "bad"], findings
     subjects = [finding["subject"].partition(": ")[2] for finding in findings]
-    assert [subjects.count(name) for name in ("vllm", "MPI world", "all-reduce", "vLLM engine")] == [2, 2, 2, 1]
+    assert [subjects.count(name) for name in ("vllm", "MPI", "meeting", "all-reduce", "vLLM engine")] == [2, 2, 2, 2, 1]
     assert any(finding["found"].startswith("2 ranks") for finding in findings)
     assert not list((tmp_path / "runs").iterdir()), "nothing is left of a job that found no fault"
 

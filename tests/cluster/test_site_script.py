@@ -74,7 +74,7 @@ def test_a_run_starts_where_nothing_is_exported_and_every_variable_must_be_set(
     for rank in range(3):
         given, limits, cache = (notes / str(rank)).read_text().splitlines()
         # The folder of the template has all others in it.
-        assert f"--bind={tmp_path} {image} {sys.executable} -m libra_hpc.slurm.pmi" in given
+        assert f"--bind={tmp_path} {image} {sys.executable} -m libra_hpc.slurm.rank" in given
         _, soft, hard = limits.split()
         assert soft == hard
         assert cache.startswith(f"triton {tmp_path}/scratch/")

@@ -1,8 +1,7 @@
-"""The batch script in the hands of a real Slurm: one MPI world over four components, losses, cancelling, refusals."""
+"""The batch script in the hands of a real Slurm: ranks of four components meet, losses, cancelling, refusals."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -25,10 +24,7 @@ from libra_hpc.slurm.queue.job_record import read_job
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import RunRecords, run_state
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed"),
-]
+pytestmark = pytest.mark.cluster
 
 CONFIG: dict[str, Any] = {
     "run": {"name": "t"},
@@ -42,30 +38,16 @@ CONFIG: dict[str, Any] = {
 }
 WORLD = """
 import json, os, pathlib, signal, sys, time
-if sys.argv[2] == "used":
-    import ctypes, random
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-    blocks = []
-    for size in (2000, 9000) * 1000:
-        blocks.append(libc.malloc(size))
-        libc.memset(blocks[-1], 0x5A, size)
-    random.Random(0).shuffle(blocks)
-    for block in blocks[1000:]:
-        libc.free(block)
-    # A start that loses a request waits for ever inside MPI.
-    signal.alarm(30)
-from mpi4py import MPI
-comm, folder = MPI.COMM_WORLD, pathlib.Path(sys.argv[1])
+from libra_hpc.process.owner_link import OwnerLink
+link, folder = OwnerLink(), pathlib.Path(sys.argv[1])
 names = ("SLURMD_NODENAME", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "CUDA_VISIBLE_DEVICES", "NOTE")
-facts = {"size": comm.size, "rank": comm.rank, "sum": comm.allreduce(1), "pid": os.getpid()}
+facts = {"size": link.size, "rank": link.rank, "met": len(link.gather(b"")), "pid": os.getpid()}
 print(json.dumps(facts | {n: os.environ.get(n) for n in names}), flush=True)
-if sys.argv[2] == "lose" and comm.rank == 1:
+if sys.argv[2] == "lose" and link.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[2] in ("lose", "used"):
+if sys.argv[2] == "lose":
     time.sleep(0.5)
-    if comm.rank == 0:
+    if link.rank == 0:
         end = {"why": "completed", "sentence": "step 9 is saved", "step": 9}
         (folder / "logs" / "attempt-1" / "ended.json").write_text(json.dumps(end))
     os._exit(0)
@@ -79,7 +61,7 @@ os._exit(0)
 def run(tmp_path: Path) -> RunDir:
     (tmp_path / "world.py").write_text(
         WORLD.replace(
-            "from mpi4py", "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})\nfrom mpi4py", 1
+            "from libra", "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})\nfrom libra", 1
         )
     )
     # Both need care in an sbatch script: a space, and Slurm's own file name pattern.
@@ -128,7 +110,7 @@ def test_one_world_over_four_components_survives_a_lost_rank(run: RunDir, slurm_
     ).read_text()
     found = records(run)
     assert [record["rank"] for record in found] == [0, 1, 2, 3, 4]
-    assert {(record["size"], record["sum"], record["SLURM_STEP_NUM_TASKS"]) for record in found} == {(5, 5, "5")}
+    assert {(record["size"], record["met"], record["SLURM_STEP_NUM_TASKS"]) for record in found} == {(5, 5, "5")}
     assert {record["NOTE"] for record in found} == {"it's 100%"}
     assert [str(record["SLURMD_NODENAME"])[:4] for record in found] == ["cpu-", "a800", "a800", "a800", "cpu-"]
     assert len({record["SLURMD_NODENAME"] for record in found}) == 5
@@ -151,17 +133,6 @@ def test_a_job_that_leaves_its_script_is_not_completed(run: RunDir, slurm_env: d
     assert info.state is JobState.COMPLETED
     found = run_state(RunRecords(read_job(run), None, None), info, time.time())
     assert (found.state, found.reason) == ("failed", "its job ended without a result")
-
-
-def test_what_is_left_on_the_heap_does_not_disturb_the_start(run: RunDir, slurm_env: dict[str, str]) -> None:
-    """MPI publishes heap memory behind its address too; full of text it made requests longer than Slurm reads."""
-    queue(run, slurm_env, "used")
-    info = wait_end(run, slurm_env)
-    output = (run.logs(1) / "slurm.out").read_text()
-    assert info.state is JobState.COMPLETED, output
-    assert "mpi/pmi2" not in output
-    assert "did not meet" not in output
-    assert [record["size"] for record in records(run)] == [5] * 5
 
 
 def test_notice_cancel_and_the_next_attempt(run: RunDir, slurm_env: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ from libra_hpc.config.run_file_text import DEFAULTS, as_toml, values
 from libra_hpc.config.site import dotted
 
 SITE = {
-    "slurm": {"account": "rl", "mpi": "pmix"},
+    "slurm": {"account": "rl", "qos": "night"},
     "compute": {"env": {"A": "1"}},
     "components": {"hybrid": {"partition": "a800"}},
 }
@@ -20,7 +20,7 @@ RUN_FILE = """
 [run]
 dir = "r\\u00fcns \\"a\\" \\\\ \\n \\u0000"
 [slurm]
-mpi = "pmi2"
+qos = "day"
 extra = ["--exclusive", "--nice=10"]
 [compute.env]
 B = "2"

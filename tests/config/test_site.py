@@ -20,17 +20,17 @@ def nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_later_places_win_key_by_key_and_the_run_file_wins_over_all(tmp_path: Path) -> None:
     (tmp_path / "system.toml").write_text(
-        '[slurm]\naccount = "all"\nmpi = "pmix"\n[compute]\nsetup = ["module load a"]\nenv = { A = "1", B = "1" }\n'
+        '[slurm]\naccount = "all"\nqos = "night"\n[compute]\nsetup = ["module load a"]\nenv = { A = "1", B = "1" }\n'
         '[components.hybrid]\npartition = "a800"\n[components.train]\npartition = "a800"\n'
     )
     (tmp_path / "own.toml").write_text('[slurm]\naccount = "mine"\n[compute.env]\nB = "2"\n')
     (tmp_path / "named.toml").write_text('[compute]\nsetup = ["module load b"]\n')
     profile = site_profile({"LIBRA_HPC_SITE": str(tmp_path / "named.toml")})
-    assert profile["slurm"] == {"account": "mine", "mpi": "pmix"}
+    assert profile["slurm"] == {"account": "mine", "qos": "night"}
     run_file = tmp_path / "run.toml"
     run_file.write_text('[components.train]\nnodes = 3\n[compute.env]\nA = "3"\n')
     config = load_run_file(run_file, ["slurm.account=other"], profile)
-    assert (config.slurm.account, config.slurm.mpi) == ("other", "pmix")
+    assert (config.slurm.account, config.slurm.qos) == ("other", "night")
     assert (config.compute.setup, config.compute.env) == (["module load b"], {"A": "3", "B": "2"})
     assert (config.components.train.partition, config.components.train.nodes) == ("a800", 3)
     assert config.components.hybrid.nodes == 0, "a site that has hybrid nodes does not make a run use one"

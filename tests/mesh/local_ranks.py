@@ -1,4 +1,4 @@
-"""``python -m tests.mesh.local_ranks SIZE LOGS PROGRAM ...``: the ranks of one MPI world without an owner."""
+"""``python -m tests.mesh.local_ranks SIZE LOGS PROGRAM ...``: the ranks of a start without an owner's decisions."""
 
 from __future__ import annotations
 

@@ -17,28 +17,33 @@ from libra_hpc.protocol.layout import LayoutChange, Row
 from tests.mesh.test_mesh import ranks
 
 PROGRAM = """
-import asyncio, json, os, signal, sys, time
+import asyncio, contextlib, json, os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from libra_hpc.agent.agent import Agent
 from libra_hpc.mesh import layout_publisher as module
 from libra_hpc.mesh.mesh import Mesh
+from libra_hpc.mesh.mpi_link import MpiLink
 from libra_hpc.mesh.layout_publisher import Publisher
 from libra_hpc.mesh.world import meet
-from libra_hpc.protocol.agents import Heartbeat, PmiLine
+from libra_hpc.process.owner_link import OwnerLink
+from libra_hpc.protocol.agents import Heartbeat, MpiBarrier, MpiStart
 from libra_hpc.mesh.layout_changes import NOTHING
 from libra_hpc.protocol.layout import LayoutChange, Layout, Row
 
 # A busy machine is no fault.
 module.ECHO_S, module.BEAT_S, module.FRAME_S, module.RELINK_S, out = 3.0, 3.0, 0.0, 0.5, Path(sys.argv[1])
-world = meet()
+owner = OwnerLink()
+link = MpiLink(owner.rank, owner.size, owner.secret)
+world = meet(owner)
 
 class Node(Agent):
     # An agent less its engines: what it has of each Layout, and by which way.
     def __init__(self):
         self.rank, self.ways, self.events, self.beats, self.streamed = world.rank, {}, [], {}, 0
         self.mesh = Mesh(world, self.on)
-        self._secret, self._link, self._link_world = world.secret, world.link, 0
+        self._secret, self._link, self._link_world = world.secret, link, 0
+        self._members = tuple(range(world.size))
         self._life, self._by_mpi, self._ended_world, self._newest = 0, False, -1, NOTHING
         self._watch, self._stop = SimpleNamespace(seen=lambda: None), asyncio.Event()
         self.context = SimpleNamespace(publisher=None)
@@ -47,8 +52,10 @@ class Node(Agent):
             case LayoutChange():
                 self.streamed += source != self.rank
                 self._on_change(message)
-            case PmiLine():
-                self._on_pmi(message)
+            case MpiStart():
+                self._on_mpi_start(message)
+            case MpiBarrier():
+                self._on_barrier(message)
             case Heartbeat():
                 self.beats[message.rank] = message
                 self.context.publisher.on_beat(message.rank, message)
@@ -83,11 +90,14 @@ async def main():
     accepting = asyncio.create_task(node.mesh.run())
     if node.rank == 0:
         event = lambda kind, **fields: node.events.append([kind, fields])
-        node.context.publisher = Publisher(node.mesh, world.secret, node._link, event)
+        node.context.publisher = Publisher(node.mesh, world.secret, event)
         node.mesh.on_closed = node.context.publisher.leave_out
         watching = asyncio.create_task(node.context.publisher.watch())
     node._serve_link(node._link)
     node._beat()
+    if node.rank == 0:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(node.context.publisher.settled.wait(), FIRST_S)
     await SCRIPT(node) if node.rank == 0 else await node.until(lambda: (out / "0.json").exists())
     maps = lambda pid: "/libmpi" in Path(f"/proc/{pid}/maps").read_text()
     facts = {"ways": node.ways, "events": node.events, "streamed": node.streamed, "summary": ""}
@@ -98,17 +108,18 @@ async def main():
     await node.until(lambda: all((out / f"{rank}.json").exists() for rank in EXPECTED))
     os._exit(0)
 
-EXPECTED = [0, 1, 2]
+EXPECTED, FIRST_S = [0, 1, 2], 60.0
 """
 
 
-def play(tmp_path: Path, script: str, before: str = "") -> list[dict[str, Any]]:
+def play(tmp_path: Path, script: str, before: str = "", **variables: str) -> list[dict[str, Any]]:
     """What three ranks saw of a script that rank 0 plays."""
     body = script.replace("\n", "\n    ")
     program = f"{PROGRAM}\n{before}\nasync def SCRIPT(node):\n    {body}\nasyncio.run(main())\n"
     (tmp_path / "program.py").write_text(program)
     # Shared memory would hide what a lost process does to the others.
-    done = ranks(3, tmp_path, tmp_path / "program.py", str(tmp_path), UCX_TLS="tcp,self")
+    left = {"PMIX_NAMESPACE": "x", "MPIR_CVAR_PMI_VERSION": "x"}
+    done = ranks(3, tmp_path, tmp_path / "program.py", str(tmp_path), UCX_TLS="tcp,self", **left, **variables)
     found = [tmp_path / f"{rank}.json" for rank in range(3)]
     logs = [path.read_text()[-3000:] for path in sorted(tmp_path.glob("agent-*.log"))]
     assert not done.returncode, logs
@@ -169,6 +180,33 @@ if {victim}: os.kill(node.pid(1), signal.SIGKILL)  # rank 0 has ended its own"""
     by_mpi = {1: 2, 2: 1 - (victim == 0), 3: 1 - (victim == 0)}
     published = [fields for kind, fields in first["events"] if kind == "layout_published"]
     assert published == [{"number": one, "by_mpi": count, "by_stream": 2 - count} for one, count in by_mpi.items()]
+
+
+AGAIN = """
+def again(self, start, begin=Node._on_mpi_start):
+    os.environ.pop("MPI4PY_LIBMPI", "")
+    begin(self, start)
+Node._on_mpi_start = again
+"""
+STOPPED = """
+FIRST_S = 1.0
+if world.rank == 2:
+    os.kill(link.pid, signal.SIGSTOP)
+"""
+
+
+@pytest.mark.parametrize(("fault", "variables"), [("", {"MPI4PY_LIBMPI": "/nowhere.so"}), (STOPPED, {})])
+def test_without_mpi_layouts_come_by_stream_until_new_processes_have_met(
+    tmp_path: Path, fault: str, variables: dict[str, str]
+) -> None:
+    script = """await node.publish(1)
+module.RELINK_EVERY_S = 0.0
+await node.until(lambda: node.context.publisher._world == 1)
+module.RELINK_EVERY_S = float("inf")
+await node.until(lambda: node.events and node.events[-1] == ["mpi_world", {"members": [0, 1, 2]}])
+await node.publish(2)"""
+    for facts in play(tmp_path, script, before=AGAIN + fault, **variables)[1:]:
+        assert ways(facts) == {1: "stream", 2: "mpi"}
 
 
 def test_a_killed_agent_costs_the_others_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,17 +11,16 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="mpi4py is not installed")
-
 PRELUDE = """
 import asyncio, json, os, resource, signal, sys, time
 from pathlib import Path
 from libra_hpc.mesh.links import Outgoing
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.world import meet
+from libra_hpc.process.owner_link import OwnerLink
 from libra_hpc.protocol import agents as wire
 out = Path(sys.argv[1])
-world = meet()
+world = meet(OwnerLink())
 (out / f"pid-{world.rank}").write_text(str(os.getpid()))
 got = []
 def handler(source, message):
@@ -192,7 +190,8 @@ async def script(mesh):
 def test_a_world_that_never_meets_ends(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import os\nfrom libra_hpc.mesh import mpi_link, world\nmpi_link.MEET_S = 3\n"
-        "if os.environ['PMI_RANK'] == '1':\n    os._exit(15)\nworld.meet()\nos._exit(0)\n"
+        "import os\nfrom libra_hpc.mesh import world\nfrom libra_hpc.process import owner_link\n"
+        "owner_link.MEET_S, owner = 3, owner_link.OwnerLink()\n"
+        "if owner.rank == 1:\n    os._exit(15)\nworld.meet(owner)\nos._exit(0)\n"
     )
     assert ranks(3, tmp_path, program).stdout == "exit codes by rank: 1 15 1\n"

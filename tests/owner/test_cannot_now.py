@@ -43,10 +43,10 @@ owner.main(argv)
 """
 """An owner in which one operation fails some times: place, and numbers of the errors."""
 WORLD = """
-cd "$0"; echo $PMI_RANK >> starts
-[ $PMI_RANK = 0 ] || { touch here; exec sleep 0.3; }
+cd "$0"; unmet=$1; set -- $LIBRA_HPC_OWNER_LINK; echo $4 >> starts
+[ $4 = 0 ] || { touch here; exec sleep 0.3; }
 while [ ! -e here ]; do sleep 0.02; done
-if [ $(grep -c 0 starts) -le $1 ]; then
+if [ $(grep -c 0 starts) -le $unmet ]; then
   echo '{"why": "unmet", "sentence": "node-3 cannot reach the planner", "step": 0}' > ended.json; exit 1
 fi
 echo '{"why": "completed", "sentence": "step 60 is saved", "step": 60}' > ended.json
@@ -55,7 +55,7 @@ echo '{"why": "completed", "sentence": "step 60 is saved", "step": 60}' > ended.
 
 
 WAITS = """
-cd "$0"; trap 'kill $!; echo $PMI_RANK >> got; exit 0' TERM; echo $PMI_RANK >> starts
+cd "$0"; set -- $LIBRA_HPC_OWNER_LINK; trap 'kill $!; echo $4 >> got; exit 0' TERM; echo $4 >> starts
 sleep 60 & wait
 """
 """Two ranks that note SIGTERM and end."""
@@ -92,7 +92,7 @@ class Case:
 
 
 UNSAVED = """
-[ $PMI_RANK = 0 ] || exit 0
+set -- $LIBRA_HPC_OWNER_LINK; [ $4 = 0 ] || exit 0
 cd "$0"; echo '{"why": "storage", "sentence": "the disk is full", "step": 146}' > ended.json; exit 1
 """
 

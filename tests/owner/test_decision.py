@@ -180,7 +180,7 @@ def test_a_run_that_is_not_queued_again_says_what_is_saved() -> None:
 
 @pytest.mark.parametrize(("recorded", "limit_s"), [(True, LAST_S), (False, STRAGGLERS_S)])
 def test_ranks_that_outlive_the_others_are_killed_sooner_where_rank_0_has_saved(recorded: bool, limit_s: float) -> None:
-    patience, ranks = EndPatience(), SimpleNamespace(links=RankLinks(), size=4)
+    patience, ranks = EndPatience(), SimpleNamespace(links=RankLinks(4), size=4)
     ranks.links.met, ranks.links.gone[1] = True, 0.0
     assert not any(patience.ends(ranks, False, float(at)) for at in range(200))  # type: ignore[arg-type]
     ranks.links.gone[0] = 200.0

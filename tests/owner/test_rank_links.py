@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,13 @@ time.sleep(60)
 
 @pytest.fixture
 def links() -> RankLinks:
-    return RankLinks()
+    return RankLinks(2)
 
 
 def task(links: RankLinks, owner: str, rank: int) -> subprocess.Popen[bytes]:
     """A rank as Slurm starts it, which has joined."""
     places = {OWNER: owner, "SLURM_PROCID": str(rank), "SLURMD_NODENAME": f"n{rank}"}
-    argv = [sys.executable, "-m", "libra_hpc.slurm.pmi", "-c", TASK]
+    argv = [sys.executable, "-m", "libra_hpc.slurm.rank", "-c", TASK]
     process = subprocess.Popen(argv, env={**os.environ, **places}, stdout=subprocess.PIPE)
     until(links, lambda: rank in links.nodes)
     assert process.stdout is not None
@@ -46,7 +47,7 @@ def until(links: RankLinks, condition: object) -> None:
 
 
 def test_a_killed_task_is_gone_and_a_stopped_one_is_not(links: RankLinks) -> None:
-    owner = links.open(["127.0.0.1"], 2)
+    owner = links.open(["127.0.0.1"])
     killed, stopped = (task(links, owner, rank) for rank in range(2))
     assert links.nodes == {0: "n0", 1: "n1"}
     os.kill(stopped.pid, signal.SIGSTOP)
@@ -57,6 +58,27 @@ def test_a_killed_task_is_gone_and_a_stopped_one_is_not(links: RankLinks) -> Non
     assert list(links.gone) == [0]
     stopped.kill()
     until(links, lambda: 1 in links.gone)
+    links.close()
+
+
+def test_all_get_the_records_of_all_in_each_round_also_where_the_kernel_has_little_room(
+    links: RankLinks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = []
+    for rank in range(2):
+        stream, link = links.born(rank)
+        links._streams[rank].stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        monkeypatch.setenv(LINK, link)
+        agents.append(OwnerLink())
+        stream.detach()
+    assert [(agent.rank, agent.size) for agent in agents] == [(0, 2), (1, 2)]
+    assert agents[0].secret == agents[1].secret != links._secret
+    with ThreadPoolExecutor() as pool:
+        for _ in range(2):
+            records = [os.urandom(10_000) for _ in agents]
+            answers = [pool.submit(agent.gather, record) for agent, record in zip(agents, records, strict=True)]
+            until(links, lambda asked=answers: all(answer.done() for answer in asked))
+            assert [answer.result() for answer in answers] == [records] * 2
     links.close()
 
 
@@ -88,10 +110,10 @@ def test_strangers_are_turned_away_and_end_nobody(
 ) -> None:
     monkeypatch.setattr(module, "MOST_UNPROVEN", 2)
     monkeypatch.setattr(module, "CALL_S", 0.3)
-    owner = links.open(["127.0.0.1"], 8)
-    secret, port, address = owner.split()
+    owner = links.open(["127.0.0.1"])
+    secret, size, port, address = owner.split()
     own = task(links, owner, 0)
-    monkeypatch.setenv(OWNER, f"{'00' * len(bytes.fromhex(secret))} {port} {address}")
+    monkeypatch.setenv(OWNER, f"{'00' * len(bytes.fromhex(secret))} {size} {port} {address}")
     calls = [socket.create_connection((address, int(port))) for _ in range(4)]
     until(links, lambda: len(links._callers) == 2)
     calls[3].sendall(b"\xff" * 64)

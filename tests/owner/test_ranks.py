@@ -1,8 +1,7 @@
-"""The local launcher: its start-up protocol, and what becomes of the others when one rank dies."""
+"""The local launcher: what MPI processes get of each other, and what becomes of the others when one rank dies."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -28,14 +27,16 @@ pytestmark = pytest.mark.slow
 
 CONFIG: dict[str, Any] = {"slurm": {"restarts": 0}, "components": {"hybrid": {"nodes": 1}}}
 WORLD = """
-import json, os, pathlib, signal, sys, time
+import asyncio, json, os, pathlib, signal, sys, time
+from libra_hpc.process.owner_link import OwnerLink
+link = OwnerLink()
 if sys.argv[2] == "early" and not (pathlib.Path(sys.argv[1]) / "early").exists():
-    if os.environ["PMI_RANK"] != "2":
+    if link.rank != 2:
         signal.pause()
     (pathlib.Path(sys.argv[1]) / "early").touch()
     raise RuntimeError("can't start new thread")
 if sys.argv[2] == "stumble":
-    run, rank = pathlib.Path(sys.argv[1]), os.environ["PMI_RANK"]
+    run, rank = pathlib.Path(sys.argv[1]), link.rank
     with (run / f"starts-{rank}").open("a") as starts:
         starts.write("x")
         number = starts.tell()
@@ -44,36 +45,32 @@ if sys.argv[2] == "stumble":
         time.sleep(0.01)
     if number < int(sys.argv[3]):
         os._exit(15)
-from mpi4py import MPI
-import asyncio
-from libra_hpc.process.owner_link import OwnerLink
-link = OwnerLink()
 async def ends():
     link.serve()
     while 2 not in link.lost:
         await asyncio.sleep(0.05)
-comm, folder = MPI.COMM_WORLD, pathlib.Path(sys.argv[1])
+folder = pathlib.Path(sys.argv[1])
 def end(**record):
     (folder / "logs" / "attempt-1" / "ended.json").write_text(json.dumps(record))
-assert comm.allreduce(1) == comm.size
-if comm.rank == 0:
+assert link.gather(b"%d" % link.rank) == [b"%d" % rank for rank in range(link.size)]
+if link.rank == 0:
     link.met()
-mine = folder / f".rank-{comm.rank}"
-mine.write_text(f"{comm.size} {os.getpid()}")
-mine.rename(folder / f"rank-{comm.rank}")
+mine = folder / f".rank-{link.rank}"
+mine.write_text(f"{link.size} {os.getpid()}")
+mine.rename(folder / f"rank-{link.rank}")
 if sys.argv[2] == "lose":
-    if comm.rank == 2:
+    if link.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     asyncio.run(ends())
     assert link.lost[2] == ""
-    (folder / f"survivor-{comm.rank}").touch()
-    if comm.rank == 0:
-        while len(list(folder.glob("survivor-*"))) < comm.size - 1:
+    (folder / f"survivor-{link.rank}").touch()
+    if link.rank == 0:
+        while len(list(folder.glob("survivor-*"))) < link.size - 1:
             time.sleep(0.05)
         end(why="completed", sentence="step 9 is saved", step=9)
     os._exit(0)
 if sys.argv[2] == "early":
-    if comm.rank == 0:
+    if link.rank == 0:
         end(why="completed", sentence="step 9 is saved", step=9)
     os._exit(0)
 if sys.argv[2] == "stumble":
@@ -91,8 +88,6 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def start(run: RunDir, *how: str) -> None:
-    if importlib.util.find_spec("mpi4py") is None:
-        pytest.skip("mpi4py is not installed")
     config = validate(CONFIG)
     local.start(Launch(job_request(config), run, 1, arguments=[str(run.path.parent / "world.py"), str(run.path), *how]))
 
@@ -110,25 +105,18 @@ def wait_end(run: RunDir) -> JobState:
     return state
 
 
-def test_start_up_dialogue() -> None:
-    space = KeyValueSpace(2, "w1", "(vector,(0,1,2))")
-    assert space.answer(0, "cmd=init pmi_version=1 pmi_subversion=1") == {
-        0: "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0"
-    }
-    assert space.answer(1, "cmd=get_my_kvsname") == {1: "cmd=my_kvsname kvsname=w1"}
-    assert space.answer(0, "cmd=get kvsname=w1 key=PMI_process_mapping") == {
-        0: "cmd=get_result rc=0 msg=success value=(vector,(0,1,2))"
-    }
-    assert space.answer(1, "cmd=get kvsname=w1 key=card-0")[1].startswith("cmd=get_result rc=-1")
-    space.answer(0, "cmd=put kvsname=w1 key=card-0 value=a=b#c")
-    assert space.answer(1, "cmd=get kvsname=w1 key=card-0") == {1: "cmd=get_result rc=0 msg=success value=a=b#c"}
-
-
-def test_barrier_opens_for_all_at_once_and_again() -> None:
-    space = KeyValueSpace(2, "w1", "(vector,(0,1,2))")
-    for _ in range(2):
-        assert space.answer(1, "cmd=barrier_in") == {}
-        assert space.answer(0, "cmd=barrier_in") == {0: "cmd=barrier_out", 1: "cmd=barrier_out"}
+def test_processes_get_what_all_have_put_once_all_are_in_the_barrier() -> None:
+    first, second = (KeyValueSpace(2, "w1") for _ in range(2))
+    assert first.answer("cmd=init pmi_version=1 pmi_subversion=1").startswith("cmd=response_to_init pmi_version=1 ")
+    assert second.answer("cmd=get_my_kvsname") == "cmd=my_kvsname kvsname=w1"
+    mapping = "cmd=get_result rc=0 msg=success value=(vector,(0,2,1))"
+    assert first.answer("cmd=get kvsname=w1 key=PMI_process_mapping") == mapping
+    for value in ("a=b#c", "d"):
+        first.answer(f"cmd=put kvsname=w1 key=card-{value} value={value}")
+        assert second.answer(f"cmd=get kvsname=w1 key=card-{value}").startswith("cmd=get_result rc=-1")
+        second.take([first.put(), second.put()])
+        assert second.answer(f"cmd=get kvsname=w1 key=card-{value}") == f"cmd=get_result rc=0 msg=success value={value}"
+    assert first.answer("cmd=barrier_in") == "", "rank 0 answers that"
 
 
 def test_a_lost_rank_ends_no_other(run: RunDir) -> None:

@@ -34,13 +34,13 @@ FAR = {"container": "apptainer", "image": "/nowhere/libra.sif", "setup": ["modul
 
 
 def facts(**changes: Any) -> SlurmFacts:
-    return SlurmFacts("slurm 23.11.4", SETTINGS, ["pmi2", "pmix"], [A800, CPU, OLD])._replace(**changes)
+    return SlurmFacts("slurm 23.11.4", SETTINGS, [A800, CPU, OLD])._replace(**changes)
 
 
 def test_a_good_site_has_only_good_findings() -> None:
     config = validate({"components": {"train": {"partition": "a800,cpu"}}})
     found = [doctor.controller(facts(), {}), doctor.version(facts()), doctor.heterogeneous(config, facts())]
-    found += [doctor.plugin(config, facts()), doctor.accounting(facts()), doctor.gpus(facts())]
+    found += [doctor.accounting(facts()), doctor.gpus(facts())]
     assert {finding.state for finding in found} == {"good"}
     assert "cluster big at head" in found[0].found
     assert "a800: 6 x 8 a800" in found[-1].found
@@ -54,8 +54,6 @@ def test_a_good_site_has_only_good_findings() -> None:
         # https://slurm.schedmd.com/slurm.conf.html#OPT_disable_hetjob_steps: the default on Cray systems.
         (doctor.heterogeneous(HET, facts(settings=NO_STEPS)), "bad", "no step spans a heterogeneous job"),
         (doctor.heterogeneous(validate({}), facts(settings=NO_STEPS)), "warning", "a plain job"),
-        (doctor.plugin(validate({"slurm": {"mpi": "pmi1"}}), facts()), "bad", "pmi1: srun has pmi2, pmix"),
-        (doctor.plugin(validate({}), facts(plugins=[])), "warning", "none"),
         (doctor.accounting(facts(settings={"MinJobAge": "60 sec"})), "warning", "60 sec"),
         (doctor.gpus(facts(partitions=[CPU])), "warning", "slurm.device"),
         (doctor.interpreter(validate({"compute": {"python": "relative/python"}})), "bad", "absolute path"),
@@ -79,15 +77,15 @@ def test_a_file_system_is_that_of_the_longest_mount() -> None:
 def test_a_profile_is_written_from_the_partitions_and_valid() -> None:
     import tomllib
 
-    text = profile_text([OLD, A800, CPU], "pmi2", "/shared/bin/python", "rl")
+    text = profile_text([OLD, A800, CPU], "/shared/bin/python", "rl")
     config = validate(tomllib.loads(text))
-    assert (config.slurm.mpi, config.slurm.account, config.compute.python) == ("pmi2", "rl", "/shared/bin/python")
+    assert (config.slurm.account, config.compute.python) == ("rl", "/shared/bin/python")
     assert config.components.planner.partition == "cpu"
     assert [getattr(config.components, name).partition for name in ("train", "hybrid", "rollout")] == ["a800"] * 3
     assert (config.components.train.gpus, config.components.train.gpu_type) == (8, "a800")
     sliced = replace(A800, gpus={"a800": 7, "1g.10gb": 28})
-    assert 'gpu_type = "a800"' in profile_text([sliced], "pmi2"), "a slice of a GPU is none"
-    none = profile_text([CPU], "pmi2")
+    assert 'gpu_type = "a800"' in profile_text([sliced]), "a slice of a GPU is none"
+    none = profile_text([CPU])
     assert validate(tomllib.loads(none)).slurm.device == "cpu"
     assert '# device = "cuda"' in none, "nodes that are given whole list no GPUs"
 
@@ -135,7 +133,7 @@ def test_no_spelling_is_proposed_for_what_is_wrong_in_each(tmp_path: Path) -> No
 def test_the_embedded_cluster_is_a_good_site(slurm_env: Mapping[str, str], tmp_path: Path) -> None:
     found = doctor.examine(validate({"run": {"dir": str(tmp_path / "runs")}}), slurm_env)
     assert not [finding for finding in found if finding.state == "bad" and finding.subject != "interpreter"], found
-    assert {"controller", "scheduler", "MPI plugin", "GPUs", "run.dir"} <= {finding.subject for finding in found}
+    assert {"controller", "scheduler", "GPUs", "run.dir"} <= {finding.subject for finding in found}
 
 
 @pytest.mark.cluster

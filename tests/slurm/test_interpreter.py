@@ -105,26 +105,6 @@ def test_what_does_not_run_is_refused_with_its_reason(
     assert sentence in refused(configured(program(tmp_path / "python", text)))
 
 
-def test_pypis_mpich_under_another_plugin_is_refused_unless_the_site_puts_another_mpi_in_its_place(
-    tmp_path: Path,
-) -> None:
-    def warned(mpi: str, executor: str, plugin: str, **env: str) -> list[str]:
-        python = program(tmp_path / mpi, f"echo libra-hpc finds 3.11 {mpi}")
-        compute = {"python": str(python), "env": env}
-        return check_python(validate({"compute": compute, "slurm": {"mpi": plugin, "executor": executor}}))
-
-    for plugin in ("none", "pmix", "pmix_v4"):
-        with pytest.raises(
-            UserError, match=rf"slurm\.mpi = '{plugin}': .* PyPI's mpich, which needs 'pmi2': each rank"
-        ):
-            warned("mpich", "auto", plugin)
-    for line in (*warned("mpich", "auto", "cray_shasta"), *warned("mpich", "auto", "pmix", MPI4PY_MPIABI="openmpi")):
-        assert "PyPI's mpich, which needs 'pmi2'" in line
-    assert (
-        warned("mpich", "slurm", "pmi2") == warned("mpich", "local", "pmix") == warned("other", "slurm", "pmix") == []
-    )
-
-
 def test_what_cannot_be_an_interpreter_is_refused_and_what_only_the_nodes_have_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("")
     assert "not an executable file" in refused(configured(tmp_path / "text"))

@@ -1,4 +1,4 @@
-"""On which interface the ranks of a world listen: the facts of docs/network.md, seen from inside the ranks."""
+"""On which interface MPI listens: a fact of docs/network.md."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.launch import Launch, job_request
 
 WORLD = """
-import os, pathlib, sys
-from mpi4py import MPI
-comm, folder = MPI.COMM_WORLD, pathlib.Path(sys.argv[1])
-assert comm.allreduce(1) == 2
-own = {os.readlink(path) for path in pathlib.Path("/proc/self/fd").iterdir() if os.path.lexists(path)}
+import asyncio, os, pathlib, sys
+from libra_hpc.mesh.mpi_link import MpiLink
+from libra_hpc.process.owner_link import OwnerLink
+owner, folder = OwnerLink(), pathlib.Path(sys.argv[1])
+link = MpiLink(owner.rank, owner.size, owner.secret)
+async def main():
+    met = asyncio.Event()
+    link.serve(lambda kind, content: met.set(), lambda: os._exit(1), lambda put: link.release(owner.gather(put)))
+    await met.wait()
+asyncio.run(main())
+own = {os.readlink(path) for path in pathlib.Path(f"/proc/{link.pid}/fd").iterdir() if os.path.lexists(path)}
 lines = [line.split() for line in pathlib.Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
 listening = [fields[1].split(":")[0] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in own]
-(folder / f"listens-{comm.rank}").write_text(" ".join(listening))
-comm.Barrier()
+(folder / f"listens-{owner.rank}").write_text(" ".join(listening))
+owner.gather(b"")
 os._exit(0)
 """
 
 
-def test_a_rank_listens_on_the_named_interface_alone(tmp_path: Path) -> None:
+def test_the_mpi_process_of_a_rank_listens_on_the_named_interface_alone(tmp_path: Path) -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
     (tmp_path / "world.py").write_text(WORLD)

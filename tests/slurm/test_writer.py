@@ -105,7 +105,7 @@ def test_a_spare_node_must_be_able_to_replace_every_other_one() -> None:
 
 def test_the_run_file_names_the_interpreter_of_the_nodes() -> None:
     text = script({"compute": {"python": "/shared/env/bin/python"}}, interpreter="")
-    assert text.count("/shared/env/bin/python -m libra_hpc.slurm.pmi -m libra_hpc.agent.agent") == 1
+    assert text.count("/shared/env/bin/python -m libra_hpc.slurm.rank -m libra_hpc.agent.agent") == 1
     assert sys.executable not in text
 
 
@@ -119,7 +119,7 @@ def test_a_named_interface_reaches_every_library_that_listens() -> None:
 
 
 def test_another_command_is_quoted() -> None:
-    assert "/opt/env/bin/python -m libra_hpc.slurm.pmi /a/b.py 'two words'\n" in script(
+    assert "/opt/env/bin/python -m libra_hpc.slurm.rank /a/b.py 'two words'\n" in script(
         FULL, arguments=["/a/b.py", "two words"]
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from libra_hpc.errors import OperationError, SlurmUnreachable
-from libra_hpc.process.child_environment import STARTS
+from libra_hpc.process.child_environment import LAUNCHER
 
 TRANSIENT_FAILURES = (
     "Unable to contact slurm controller",
@@ -112,8 +112,6 @@ ALLOWED = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 """Slurm variables that are passed on: where the controller is, and who we are."""
 DROPPED = ("SLURM", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
 """Prefixes of job variables and client defaults."""
-LAUNCHER = (*STARTS, "HYDRA_", "HYDI_", "MPI_LOCAL", "OMPI_COMM_", "OMPI_UNIVERSE_")
-"""Prefixes of what an MPI launcher sets for a rank: a nested start would take them for its own."""
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
