@@ -17,6 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -156,17 +157,12 @@ class Coordinator:
         nodes, now = self._nodes, time.time()
         contact = nodes.contacts.get(beat.rank) or nodes.guests.contacts.get(beat.rank)
         known = contact.engines if contact is not None else {}
-        new = {
-            name: one.update
+        self._observations.updates += [
+            (beat.rank, one.update, now)
             for name, one in beat.engines.items()
             if one.update is not None and (name not in known or known[name].update != one.update)
-        }
+        ]
         known |= beat.engines
-        if new:
-            version = min(update.version for update in new.values())
-            self._event("weights_applied", rank=beat.rank, engines=[*new], version=version, **slowest(new.values()))
-        for update in new.values() if not is_guest(beat.rank) else ():
-            self._observations.on_version(update, now)
 
     def _on_training(self, report: wire.TrainReport, now: float) -> None:
         for member in report.joined:
@@ -453,13 +449,24 @@ class Coordinator:
             "rollout_nodes": len({*self._nodes.receivers, *self._sharing.ranks}),
             "rollout_tokens_per_s": self._observations.step_speed(metrics, now),
             "expected_s": None if estimate is None else estimate.batch_s,
-            **self._observations.update_costs(),
+            **self._log_updates(),
         }
         line = {"t": now, "step": report.step, **metrics, **own}
         self._observations.on_step(line, now)
         self._records.step(line)
         self._share()
         self._on_guards(self._guards.observe(line))
+
+    def _log_updates(self) -> dict[str, float]:
+        """Log weights that engines got since the last step, a line a version; returns what they cost."""
+        seen, contacts = self._observations, self._nodes.contacts
+        updates, seen.updates = sorted(seen.updates, key=lambda one: one[1].version), []
+        for version, group in groupby(updates, lambda one: one[1].version):
+            ranks, applied, times = zip(*group, strict=True)
+            late = [rank for rank in self._nodes.receivers if (beat := contacts[rank].beat) and beat.version < version]
+            counts = {"engines": len(ranks), "guests": sum(map(is_guest, ranks)), "late": late}
+            self._records.record("weights_applied", max(times), {"version": version, **counts, **slowest(applied)})
+        return seen.update_costs(updates)
 
     def _on_guards(self, decision: GuardDecision | None) -> None:
         """What the guards of learning decided at this step."""
@@ -475,6 +482,7 @@ class Coordinator:
 
     async def _close(self) -> None:
         self._planning.close()
+        self._log_updates()
         if self._ending.why != "taken":
             await asyncio.to_thread(self._leave)
             self._write_status()

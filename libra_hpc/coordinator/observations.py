@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from libra_hpc.facts.series import Record
 from libra_hpc.protocol.agents import RolloutReport
 from libra_hpc.protocol.engine_state import WeightUpdate
+from libra_hpc.protocol.joining import is_guest
 from libra_hpc.protocol.plan import BorrowFact, NodeFact, PlanSnapshot, SwitchFact, TrainStepFact, TrajectoryFact
 
 STEPS = 256
@@ -43,6 +44,10 @@ class Window(NamedTuple):
     """Own nodes that the engines of guests stand for, each by its share of the time."""
 
 
+Applied = tuple[int, WeightUpdate, float]
+"""(node, weights that an engine of it got, when)."""
+
+
 def slowest(updates: Iterable[WeightUpdate]) -> dict[str, float]:
     """Seconds of the slowest engine, and all tokens that were computed again."""
     found = list(updates)
@@ -65,8 +70,8 @@ class Observations:
         self._report_at = 0.0
         self._report_nodes: tuple[int, ...] = ()
         self._finished = 0
-        self._updates: list[tuple[WeightUpdate, float | None]] = []
-        """Weights that engines got since the last step, with the seconds since their commit, where that is known."""
+        self.updates: list[Applied] = []
+        """What engines that take turns got since the last step."""
         self._stepped: tuple[float, int] | None = None
         """When the last step was committed, else the first report came, and the tokens generated until then."""
 
@@ -107,19 +112,15 @@ class Observations:
             self.trajectories.append(replace(one, index=self._finished, at=now))
             self._finished += 1
 
-    def on_version(self, applied: WeightUpdate, now: float) -> None:
-        """An engine that takes turns has new weights."""
-        commits = [line["t"] for line in self.lines if line["step"] == applied.version]
-        self._updates.append((applied, now - commits[-1] if commits else None))
-
-    def update_costs(self) -> dict[str, float]:
-        """What new weights cost the engines since the last call: of the slowest engine, and all tokens."""
-        updates, self._updates = self._updates, []
-        if not updates:
+    def update_costs(self, updates: Iterable[Applied]) -> dict[str, float]:
+        """What new weights cost: of the slowest engine of the run's own nodes, and all tokens."""
+        own = [(applied, at) for rank, applied, at in updates if not is_guest(rank)]
+        if not own:
             return {}
-        costs = slowest(applied for applied, _ in updates)
+        costs = slowest(applied for applied, _ in own)
         costs["dropped_kv_tokens"] = costs.pop("recomputed")
-        known = [seconds for _, seconds in updates if seconds is not None]
+        commits = {line["step"]: line["t"] for line in self.lines}
+        known = [at - commits[applied.version] for applied, at in own if applied.version in commits]
         return {**costs, **({"update_s": max(known)} if known else {})}
 
     def on_switch(self, direction: Literal["to_train", "to_rollout"], seconds: float, now: float) -> None:

@@ -125,8 +125,9 @@ TRAINING = (
     _fault("offer_failed", "New weights could not be offered", "step reason", notice=True),
     EventKind(
         "weights_applied",
-        "Engines of a node sample from new weights while they serve; seconds of the slowest one",
-        "rank engines version wire_s image_s stage_s pause_s recomputed",
+        "Engines that serve sample from a version since the last step, `guests` of them of guests, and not yet those of"
+        " nodes that are `late`; seconds of the slowest one",
+        "version engines guests late wire_s image_s stage_s pause_s recomputed",
     ),
     _fault(
         "weights_stalled",

@@ -20,7 +20,7 @@ from libra_hpc.coordinator.coordinator import Coordinator
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import Status, decode_status
 from libra_hpc.protocol.agents import Fatal, Heartbeat, Log, MemberJoined, RolloutReport, StopAgent, TrainReport
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.engine_state import EngineState, ObservedEngine, WeightUpdate
 from libra_hpc.protocol.layout import Layout, ResumePoint, StopTraining
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.ranks_stop import RanksStop
@@ -306,3 +306,24 @@ async def test_nothing_is_written_to_a_descriptor_that_the_launcher_did_not_open
     monkeypatch.setenv("LIBRA_HPC_OUTPUT_FD", "3")
     await Scene(tmp_path / "slurm", begun=False).coordinator._records.close("over")
     assert written == [3]
+
+
+def test_new_weights_are_an_event_a_version_with_the_nodes_that_lack_it(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, components=("planner", "train", *["rollout"] * 30))
+    scene.deliver(*((rank, EngineState(rank, "rollout", "ready", seconds=1.0)) for rank in range(2, 32)))
+    for step, rest in ((1, ()), (2, (7, 9)), (3, ())):
+        update = WeightUpdate(step, wire_s=0.5, recomputed=3)
+        engine = ObservedEngine("rollout", "ready", step, update=update)
+        for rank in {*range(2, 32)}.difference(rest):
+            beat = msgspec.structs.replace(first_beat(rank, "rollout"), version=step)
+            known = msgspec.structs.replace(beat, engines={f"r{rank}.{number}": engine for number in range(8)})
+            scene.deliver((rank, known), (rank, known))
+        scene.deliver((1, step_report(step, step_s=1.0, train_nodes=1)))
+    scene.coordinator._records._facts.flush(30.0)
+    found = [one for one in read_lines(scene.run.events) if one["kind"] == "weights_applied"]
+    assert [(one["version"], one["engines"], one["late"]) for one in found] == [
+        (1, 240, []),
+        (2, 224, [7, 9]),
+        (3, 240, []),
+    ]
+    assert (found[1]["wire_s"], found[1]["recomputed"], found[1]["guests"]) == (0.5, 672, 0)

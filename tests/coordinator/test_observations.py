@@ -9,6 +9,7 @@ from libra_hpc.coordinator.observations import Observations
 from libra_hpc.facts.columns import COLUMNS
 from libra_hpc.protocol.agents import RolloutReport
 from libra_hpc.protocol.engine_state import WeightUpdate
+from libra_hpc.protocol.joining import FIRST_GUEST
 from libra_hpc.protocol.plan import GroupFact, TrajectoryFact
 
 
@@ -94,14 +95,11 @@ def test_a_steps_new_weights_cost_what_the_slowest_serving_engine_took() -> None
     seen = Observations()
     seen.on_step({"t": 100.0, "step": 7, "trajectories": 8}, 100.0)
     one = WeightUpdate(7, pause_s=0.002, stage_s=0.3, recomputed=40, wire_s=0.1, image_s=0.2)
-    assert seen.update_costs() == {}
-    seen.on_version(one, 100.6)
-    seen.on_version(replace(one, pause_s=0.001, stage_s=0.4), 100.8)
-    costs = seen.update_costs()
+    assert seen.update_costs([]) == {}
+    updates = [(3, one, 100.6), (4, replace(one, pause_s=0.001, stage_s=0.4), 100.8)]
+    costs = seen.update_costs([*updates, (FIRST_GUEST, replace(one, stage_s=9.0), 109.0)])
     assert costs.pop("update_s") == pytest.approx(0.8), "since the commit of its step"
     expected = {"wire_s": 0.1, "image_s": 0.2, "stage_s": 0.4, "pause_s": 0.002, "dropped_kv_tokens": 80}
     assert costs == expected
     assert costs.keys() <= {column.name for column in COLUMNS}
-    assert seen.update_costs() == {}, "of the last step alone"
-    seen.on_version(replace(one, version=0), 110.0)
-    assert "update_s" not in seen.update_costs(), "its commit is not known"
+    assert "update_s" not in seen.update_costs([(3, replace(one, version=0), 110.0)]), "its commit is not known"
