@@ -142,7 +142,7 @@ class Coordinator:
                 self._observations.on_rollout(message, self._nodes.receivers, time.time())
                 self._share()
             case EngineState(kind="env", state="lost"):
-                self._nodes.lose(LostNode(message.rank, message.reason, 0.0), node.seen)
+                self._nodes.lose([LostNode(message.rank, message.reason, 0.0)], node.seen)
             case EngineState(state="closed"):
                 self._nodes.quarantine(LostNode(message.rank, message.reason, 0.0), node.seen)
             case EngineState() | wire.TurnsDrained():
@@ -345,8 +345,8 @@ class Coordinator:
                 self._recover(lost.rank, lost.reason)
 
     def _lose(self, ranks: Iterable[int], reason: str, now: float) -> None:
-        for rank in ranks:
-            self._nodes.lose(LostNode(rank, reason, now - self._nodes.contacts[rank].seen), now)
+        seen = self._nodes.contacts
+        self._nodes.lose([LostNode(rank, reason, now - seen[rank].seen) for rank in ranks], now)
 
     def _check_progress(self, now: float) -> None:
         seen, nodes, notices = self._observations, self._nodes, self._records.notices(now)

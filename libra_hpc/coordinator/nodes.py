@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from libra_hpc.mesh.agent_context import AgentContext
@@ -154,32 +154,37 @@ class NodePool:
         self._stop = StopTraining(reason, after)
         self.publish()
 
-    def apply(self, event: states.Event) -> None:
+    def apply(self, *events: states.Event) -> None:
+        """Take what happened, and publish the Layout that follows."""
         if self.pool is None or self.frozen:
             return
-        before, forming = self.pool.nodes, self.pool.forming
+        forming = self.pool.forming
+        for event in events:
+            self._advance(self.pool, event)
+        if (formed := self.pool.forming) not in (None, forming):
+            self._event("generation", generation=formed.generation, ranks=list(formed.ranks))
+        self.publish()
+
+    def _advance(self, pool: states.Pool, event: states.Event) -> None:
         try:
-            self.pool = states.advance(self.pool, event)
+            self.pool = after = states.advance(pool, event)
         except states.IllegalTransition as error:
             self._event("illegal_transition", reason=str(error))
             for rank in self._context.layout.unit(event.rank):
                 self.moves.pop(rank, None)
             return
-        if (formed := self.pool.forming) not in (None, forming):
-            self._event("generation", generation=formed.generation, ranks=list(formed.ranks))
         now = time.time()
-        for rank, node in self.pool.nodes.items():
-            if node.state is before[rank].state:
+        for rank, node in after.nodes.items():
+            if node.state is pool.nodes[rank].state:
                 continue
             self.contacts[rank].since = now
-            self._event("node_state", rank=rank, state=str(node.state), was=str(before[rank].state))
+            self._event("node_state", rank=rank, state=str(node.state), was=str(pool.nodes[rank].state))
             if rank in self.moves and str(node.state) == self.moves[rank][0]:
                 role, started = self.moves.pop(rank)
                 self._moved("to_train" if role == "train" else "to_rollout", now - started, now)
                 self._event("move_done", rank=rank, role=role, seconds=now - started)
             elif rank in self.moves and (node.state is states.NodeState.LOST or node.role != self.moves[rank][0]):
                 del self.moves[rank]
-        self.publish()
 
     def publish(self, again: bool = False) -> None:
         """Publish the Layout if it has changed; ``again``: also if it has not.
@@ -213,14 +218,11 @@ class NodePool:
         can replace it only then.
         """
         assert self.pool is not None
-        layout, found = self._context.layout, []
-        for node in lost_nodes(self.contacts, self._context.rank, layout.vital, gone=gone, now=now):
-            new = self.pool.nodes[node.rank].state is not states.NodeState.LOST
-            if new:
-                self.lose(node, now)
-            if new or (node.down and node.rank not in layout.vital):
-                found.append(node)
-        return found
+        vital, nodes = self._context.layout.vital, self.pool.nodes
+        found = lost_nodes(self.contacts, self._context.rank, vital, gone=gone, now=now)
+        new = [node for node in found if nodes[node.rank].state is not states.NodeState.LOST]
+        self.lose(new, now)
+        return [node for node in found if node in new or (node.down and node.rank not in vital)]
 
     def on_guest(self, rank: int, message: Any) -> None:
         if isinstance(message, wire.Heartbeat) and self._context.publisher is not None:
@@ -237,11 +239,12 @@ class NodePool:
     def quarantine(self, node: LostNode, now: float) -> None:
         """Declare a node lost for good, until all ranks start again."""
         self._event("node_quarantined", rank=node.rank, reason=self._readmission.quarantine(node.rank, node.reason))
-        self.lose(node, now)
+        self.lose([node], now)
 
-    def lose(self, node: LostNode, now: float) -> None:
-        """Declare a node lost."""
-        self._event("node_lost", rank=node.rank, reason=node.reason, silent_s=node.silent_s)
-        self._readmission.lost(node.rank, now)
-        self._returning.discard(node.rank)
-        self.apply(states.RankLost(node.rank))
+    def lose(self, nodes: Sequence[LostNode], now: float) -> None:
+        """Declare nodes lost."""
+        for node in nodes:
+            self._event("node_lost", rank=node.rank, reason=node.reason, silent_s=node.silent_s)
+            self._readmission.lost(node.rank, now)
+            self._returning.discard(node.rank)
+        self.apply(*(states.RankLost(node.rank) for node in nodes))

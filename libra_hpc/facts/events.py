@@ -46,7 +46,7 @@ NODES = (
     _fault("node_quarantined", "A node was lost or wrong so often that the run goes on without it", "rank reason"),
     _fault("fewer_nodes", "The run goes on with the nodes that are left", "reason"),
     EventKind("layout_published", "Nodes that echoed a Layout, by the way it came", "number by_mpi by_stream"),
-    EventKind("mpi_world", "MPI reaches these nodes", "members"),
+    EventKind("mpi_world", "MPI reaches so many nodes, and has just lost some", "nodes lost"),
     EventKind("guest_joined", "An agent joined the running job, with engines alone", "rank host pid"),
     EventKind("guest_serves", "Its engines accept turns", "rank seconds"),
     EventKind("guest_leaves", "It wants to leave: its turns go on elsewhere", "rank reason"),

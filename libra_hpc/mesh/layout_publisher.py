@@ -115,7 +115,7 @@ class Publisher:
         """The MPI processes of all members have met."""
         self._link, self._given_at, self._behind = link, inf, False
         self._reached, self._late = {*self._members} - self._gone - {self._mesh.rank}, set()
-        self._event("mpi_world", members=sorted({self._mesh.rank, *self._reached}))
+        self._event("mpi_world", nodes=len(self._reached) + 1, lost=sorted(self._gone.intersection(self._members)))
         self.settled.set()
 
     def publish(self, layout: Layout, ranks: Collection[int]) -> None:
@@ -233,7 +233,8 @@ class Publisher:
     def _lost(self, ranks: Collection[int]) -> None:
         """These nodes get streams, as far as they live."""
         self._stream(set(self._ranks).intersection(ranks))
-        self._event("mpi_world", members=sorted({self._mesh.rank, *self._reached}) if self._link else [])
+        lives = self._link is not None
+        self._event("mpi_world", nodes=len(self._reached) + 1 if lives else 0, lost=[*ranks] if lives else [])
 
     def _relink(self, now: float) -> None:
         """Start MPI processes on all nodes that live; they meet as the first ones did."""
