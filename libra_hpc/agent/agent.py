@@ -76,9 +76,6 @@ FOLDERS_S = 1.0
 """Between two checks that this agent's folders are there."""
 DOOR_S = 10.0
 """Between two tries to write how to join."""
-FIRST_S = 5.0
-"""The first Layout waits so long for MPI, which takes a second; then it goes by stream.  Half: slow starts do without
-MPI for a minute; double: so long does a run wait whose MPI hangs."""
 FAN_OUT = 32
 """Agents to which one passes on what all MPI processes have put, 2 kB each: rank 0 sends 60 MB to reach 1,024 by two
 steps.  Half: by three; double: twice as much."""
@@ -180,7 +177,7 @@ class Agent(NodeAgent):
             self._spawn(publisher.watch())
             for name in self._early_signals:
                 self.coordinator.on_signal(name)
-            self._spawn(self._coordinate(self.coordinator, publisher), then=self._stop.set)
+            self._spawn(self.coordinator.run(), then=self._stop.set)
             self._spawn(self._open_door(self.coordinator.nodes))
         if self._link is not None:
             self._serve_link(self._link)
@@ -189,11 +186,6 @@ class Agent(NodeAgent):
             self._spawn(self._outlive_coordinator())
         await self.live()
         return self.coordinator is None or self.coordinator.state in ("completed", "restarting")
-
-    async def _coordinate(self, coordinator: Coordinator, publisher: Publisher) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(publisher.settled.wait(), FIRST_S)
-        await coordinator.run()
 
     def _waits_for(self, sentence: str) -> None:
         """Rank 0: show what the start waits for in the status that the owner left, also on a full disk."""

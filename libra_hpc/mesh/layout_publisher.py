@@ -1,5 +1,6 @@
 """How rank 0 gets a Layout to every node: as changes, by MPI, and by stream where MPI does not bring them.
 
+- MPI has not met yet -> the first Layout waits for it, up to `FIRST_S`, unless a process has ended.
 - Something has changed -> the next number, at most one every `FRAME_S`.
 - A number -> what differs from the frame before goes to the own MPI process, which sends it to all that it reaches.
   While one is on its way through that process, newer ones wait, and one frame has what differs in them.
@@ -43,6 +44,9 @@ ACK_S = 1.5
 """Until the own process has passed a frame on; a stopped one is noticed by it."""
 CHECK_S = 0.1
 """Between two checks of echoes."""
+FIRST_S = 5.0
+"""Until the first Layout waits no longer for MPI, which takes a second.  Half: slow starts do without MPI for a minute;
+double: so long does a run wait whose MPI hangs."""
 RELINK_S, RELINK_EVERY_S = 10.0, 60.0
 """Until new processes start, and between two tries: what broke MPI may break it again."""
 
@@ -100,8 +104,8 @@ class Publisher:
         """Members that MPI reaches, and that it never will."""
         self._given_at, self._behind = inf, False
         """When the own process got the frame that it has not passed on, and whether a newer Layout waits for that."""
-        self.settled = asyncio.Event()
-        """The first processes have met, or one has ended: nothing waits for them any longer."""
+        self._starting = True
+        """Whether Layouts wait until the first processes have met."""
 
     @property
     def summary(self) -> str:
@@ -116,7 +120,13 @@ class Publisher:
         self._link, self._given_at, self._behind = link, inf, False
         self._reached, self._late = {*self._members} - self._gone - {self._mesh.rank}, set()
         self._event("mpi_world", nodes=len(self._reached) + 1, lost=sorted(self._gone.intersection(self._members)))
-        self.settled.set()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """The first processes have met, or do not."""
+        if self._starting:
+            self._starting = False
+            self._flush()
 
     def publish(self, layout: Layout, ranks: Collection[int]) -> None:
         """Have these nodes become what a Layout says, or say it again; the number is given here, the newest wins."""
@@ -128,7 +138,7 @@ class Publisher:
             asyncio.get_running_loop().call_later(wait_s, self._flush)
 
     def _flush(self) -> None:
-        if self._waiting is None:
+        if self._waiting is None or self._starting:
             return
         (layout, ranks), self._waiting, now = self._waiting, None, time.monotonic()
         before, self._frame_at = self._newest, now
@@ -182,7 +192,7 @@ class Publisher:
                 self._count(self._newest)
         if beat.ended_world >= self._world:
             self.leave_out(rank)
-            self.settled.set()
+            self._go_on()
 
     def _count(self, number: int) -> None:
         """Log by which way the newest Layout reached how many nodes, once: all have echoed it, or another follows."""
@@ -200,7 +210,7 @@ class Publisher:
 
     def on_ended(self) -> None:
         """The own MPI process is gone."""
-        self.settled.set()
+        self._go_on()
         if self._link is not None:
             self._link, self._reached = None, set()
             self._lost(self._ranks)
@@ -221,6 +231,8 @@ class Publisher:
         """Find late echoes, and an own process that hangs."""
         if self._link is not None and now - self._given_at > ACK_S:
             self._link.close()
+        if now - self._tried_at > FIRST_S:
+            self._go_on()
         by_mpi = self._reached - self._late
         late = {rank for rank, (_, until) in self._owed.items() if rank in by_mpi and now > until}
         self._late |= late

@@ -81,6 +81,8 @@ def test_a_dry_run_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo
     case = DryRun(tmp_path, "slurm", steps=400)
     run = case.submit("--engine", "simulated")
     case.wait(lambda: len(case.steps()) >= 3, "first steps")
+    assert case.events("mpi_world")[0]["nodes"] == 4
+    assert 3 in {event["by_mpi"] for event in case.events("layout_published")}
     case.kill(3, "libra_hpc.simulated.engine_process")
     case.wait(lambda: case.events("engine_lost"), "the lost engine")
     case.kill(1, "t1.0.json")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +18,9 @@ import pytest
 from libra_hpc.config.load import validate
 from libra_hpc.errors import OperationError
 from libra_hpc.facts.rundir import RunDir
+from libra_hpc.owner.rank_links import RankLinks
+from libra_hpc.process.addresses import own_addresses
+from libra_hpc.process.owner_link import OWNER
 from libra_hpc.slurm import submit
 from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.queue import query
@@ -23,6 +28,7 @@ from libra_hpc.slurm.queue.command import call
 from libra_hpc.slurm.queue.job_record import read_job
 from libra_hpc.slurm.queue.query import JobInfo, JobState
 from libra_hpc.slurm.queue.run_state import RunRecords, run_state
+from tests.slurm.scripts import MEETS
 
 pytestmark = pytest.mark.cluster
 
@@ -116,6 +122,28 @@ def test_one_world_over_four_components_survives_a_lost_rank(run: RunDir, slurm_
     assert len({record["SLURMD_NODENAME"] for record in found}) == 5
     assert [record["CUDA_VISIBLE_DEVICES"] for record in found] == [None, "0,1,2,3,4,5,6,7", "0,1", "0,1", None]
     assert [component.offset for component in info.components] == [0, 1, 2, 3]
+
+
+TWO_STEPS = """#!/bin/bash
+#SBATCH --nodes=2 --partition=a800
+#SBATCH hetjob
+#SBATCH --nodes=1 --partition=cpu
+export {owner}
+srun --mpi=none --het-group=0 {rank} &
+srun --mpi=none --het-group=1 bash -c 'SLURM_PROCID=2 exec "$@"' - {rank} &
+wait
+"""
+
+
+def test_two_steps_of_a_job_are_one_mpi_world(slurm_env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "world.py").write_text(f'{MEETS}\n(folder / f"met-{{owner.rank}}").touch()\nowner.gather(b"")\n')
+    links, script = RankLinks(3), tmp_path / "job.sbatch"
+    rank = shlex.join([sys.executable, "-m", "libra_hpc.slurm.rank", str(tmp_path / "world.py"), str(tmp_path)])
+    script.write_text(TWO_STEPS.format(owner=shlex.quote(f"{OWNER}={links.open(own_addresses())}"), rank=rank))
+    call(["sbatch", f"--output={tmp_path}/slurm.out", str(script)], slurm_env)
+    while len(list(tmp_path.glob("met-*"))) < 3:
+        links.wait(0.1)
+    links.close()
 
 
 def test_a_set_up_line_that_fails_ends_the_run_with_its_cause(run: RunDir, slurm_env: dict[str, str]) -> None:

@@ -13,6 +13,20 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm.launch import Launch, job_request
 from libra_hpc.slurm.writer import het_script
 
+MEETS = """
+import asyncio, os, pathlib, sys
+from libra_hpc.mesh.mpi_link import MpiLink
+from libra_hpc.process.owner_link import OwnerLink
+owner, folder = OwnerLink(), pathlib.Path(sys.argv[1])
+link = MpiLink(owner.rank, owner.size, owner.secret)
+async def main():
+    met = asyncio.Event()
+    link.serve(lambda kind, content: met.set(), lambda: os._exit(1), lambda put: link.release(owner.gather(put)))
+    await met.wait()
+asyncio.run(main())
+"""
+"""Program of a rank whose MPI process meets the others."""
+
 
 def program(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/bash\n{text}\n")

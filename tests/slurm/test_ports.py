@@ -13,18 +13,9 @@ from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.slurm import local, submit
 from libra_hpc.slurm.launch import Launch, job_request
+from tests.slurm.scripts import MEETS
 
-WORLD = """
-import asyncio, os, pathlib, sys
-from libra_hpc.mesh.mpi_link import MpiLink
-from libra_hpc.process.owner_link import OwnerLink
-owner, folder = OwnerLink(), pathlib.Path(sys.argv[1])
-link = MpiLink(owner.rank, owner.size, owner.secret)
-async def main():
-    met = asyncio.Event()
-    link.serve(lambda kind, content: met.set(), lambda: os._exit(1), lambda put: link.release(owner.gather(put)))
-    await met.wait()
-asyncio.run(main())
+LISTENING = """
 own = {os.readlink(path) for path in pathlib.Path(f"/proc/{link.pid}/fd").iterdir() if os.path.lexists(path)}
 lines = [line.split() for line in pathlib.Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
 listening = [fields[1].split(":")[0] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in own]
@@ -37,7 +28,7 @@ os._exit(0)
 def test_the_mpi_process_of_a_rank_listens_on_the_named_interface_alone(tmp_path: Path) -> None:
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed")
-    (tmp_path / "world.py").write_text(WORLD)
+    (tmp_path / "world.py").write_text(MEETS + LISTENING)
     run = RunDir.create(tmp_path, "run")
     config = validate({"components": {"hybrid": {"nodes": 0}, "rollout": {"nodes": 0}}, "slurm": {"interface": "lo"}})
     run.write_config(config.as_data())
