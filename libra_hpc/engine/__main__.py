@@ -11,8 +11,9 @@ from .settings import prepare_process, read_config, under_one_name
 
 def start(link: int, file: Path) -> int:
     """Run the engine; exit codes: 0 asked to leave, 1 failed, 2 bad configuration."""
-    config = under_one_name(read_config(file), file.absolute().with_suffix(".folder"))
+    config = read_config(file)
     prepare_process(config)
+    config = under_one_name(config, file.absolute().with_suffix(".folder"))
     # vLLM reads its environment when it is imported.
     from .process import serve
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 from vllm.engine.arg_utils import EngineArgs
@@ -27,8 +28,8 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
 from libra_hpc.gate.gated_steps import GatedSteps
-from libra_hpc.models.architecture import predicts_ahead
-from libra_hpc.models.shapes import model_shape
+from libra_hpc.models.architecture import predicts_ahead, read_shape
+from libra_hpc.models.published import text_shapes
 from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, WeightsApplied, refusal
 from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
 from libra_hpc.weights.weightfile import WeightFileError, folder_shapes
@@ -68,9 +69,9 @@ class RolloutEngine:
     ) -> None:
         started = time.monotonic()
         run, rollout = config.run, config.run.rollout
-        shape = model_shape(run.model.path)
-        files = folder_shapes(run.model.path).items()
-        self._expected = {name: size for name, size in files if not predicts_ahead(name, shape.layers)}
+        shape, files = read_shape(Path(run.model.path)), folder_shapes(run.model.path)
+        own = (text_shapes(files) if shape.wrapper else files).items()
+        self._expected = {name: size for name, size in own if not predicts_ahead(name, shape.layers)}
         args = EngineArgs(**engine_arguments(config))
         vllm_config = args.create_engine_config()
         model = vllm_config.model_config

@@ -13,7 +13,9 @@ Only here does the device (CPU or GPU) decide anything. Choices for every device
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
@@ -25,9 +27,12 @@ from libra_hpc.errors import invalid
 from libra_hpc.files import read_named
 from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.models.devices import STEP_TOKENS
+from libra_hpc.models.shapes import read_config as read_model
 from libra_hpc.process.addresses import loopback
 
 WORKER_EXTENSION = "libra_hpc.engine.worker_extension.WorkerExtension"
+TEXT_MODEL = "text_model"
+"""Name of `libra_hpc.engine.text_model_loader` in vLLM."""
 MODEL = "model"
 """Name of the link to its model in the folder where an engine works."""
 MIB = 1 << 20
@@ -138,11 +143,24 @@ def under_one_name(config: EngineConfig, place: Path) -> EngineConfig:
     """The same engine, with its model at `MODEL` in the working directory, which becomes ``place``.
 
     The path of a model is a part of the key of its compiled graphs: an engine could use those of no other checkpoint.
+    Of a wrapper the folder has the weights and the text model's configuration: vLLM builds nothing else.
     """
     place.mkdir(exist_ok=True)
-    link = place / MODEL
-    link.unlink(missing_ok=True)
-    link.symlink_to(Path(config.run.model.path).absolute())
+    own, folder = place / MODEL, Path(config.run.model.path).absolute()
+    if own.is_symlink():
+        own.unlink()
+    shutil.rmtree(own, ignore_errors=True)
+    model = read_model(folder / "config.json", "model", str(folder))
+    if "wrapper" in model:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        own.mkdir()
+        model["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model["model_type"]]]
+        (own / "config.json").write_bytes(msgspec.json.encode(model))
+        for file in chain(folder.glob("*.safetensors"), folder.glob("*.index.json")):
+            (own / file.name).symlink_to(file)
+    else:
+        own.symlink_to(folder)
     os.chdir(place)
     return msgspec.structs.replace(config, run=config.run.changed(model={"path": MODEL}))
 
@@ -185,7 +203,7 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "async_scheduling": schedules_ahead(config),
         "scheduling_policy": "priority",
         "logprobs_mode": "processed_logprobs",
-        "load_format": "dummy" if config.weights else "safetensors",
+        "load_format": "dummy" if config.weights else TEXT_MODEL,
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,
         # CUDA graphs and sleeping memory pools exist on GPUs only.

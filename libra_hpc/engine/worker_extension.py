@@ -8,10 +8,16 @@ from __future__ import annotations
 import multiprocessing
 from typing import Any
 
+from vllm.model_executor.model_loader import register_model_loader
+
 from libra_hpc.process.reaper import die_with
 
 from .expert_table import bind
+from .settings import TEXT_MODEL
+from .text_model_loader import TextModelLoader
 from .update.staging import Staging
+
+register_model_loader(TEXT_MODEL)(TextModelLoader)
 
 
 class WorkerExtension:

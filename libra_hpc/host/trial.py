@@ -216,7 +216,8 @@ def _unable(error: OperationError) -> int:
 
 def _within(config: RunConfig, tokens: Sequence[int]) -> None:
     """Raise `BadAnswer` for a token that the policy lacks."""
-    rows = json.loads((Path(config.model.path) / "config.json").read_bytes()).get("vocab_size", answers.LARGEST_ID)
+    model = json.loads((Path(config.model.path) / "config.json").read_bytes())
+    rows = model.get("text_config", model).get("vocab_size", answers.LARGEST_ID)
     if (largest := max(tokens, default=0)) >= rows:
         raise answers.BadAnswer(f"token {largest} is outside of the policy's vocabulary of {rows}")
 

@@ -6,7 +6,6 @@ Tensors have names in Megatron-Core and in Hugging Face files. Some families sto
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,6 +14,7 @@ import msgspec
 
 from libra_hpc.errors import invalid
 
+from .published import Shapes
 from .shapes import ModelShape, read_config, shape_from_config
 from .supported import FAMILIES, SLIDING, Family, check_trained, rope_settings, rotated, with_defaults
 
@@ -51,6 +51,8 @@ class Architecture(ModelShape, frozen=True, kw_only=True):
     """None: 1 / sqrt(head_dim)."""
     logits_scale: float = 1.0
     """Logits are divided by it."""
+    wrapper: str = ""
+    """In whose folder it is published, one of `libra_hpc.models.published.WRAPPERS`; empty: in its own."""
 
     @property
     def kind(self) -> Family:
@@ -88,6 +90,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
         max_positions=int(config.get("max_position_embeddings", 4096)),
         norm_topk=bool(config.get("norm_topk_prob", family.stacked_experts or bool(family.delta_net))),
         routed_scale=float(config["routed_scaling_factor"]) if family.sigmoid_router else 1.0,
+        wrapper=config.get("wrapper", ""),
         **scales,
     )
 
@@ -122,8 +125,6 @@ STACKED = {
 """Stacked experts: Megatron-Core's names and those in the files."""
 NAMED = 3
 """Most tensor names quoted in one error message."""
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Entry(NamedTuple):
@@ -221,8 +222,10 @@ def _experts(shape: Architecture, experts: range, m: str, h: str) -> dict[str, E
 
 
 def hf_shapes(shape: Architecture) -> dict[str, tuple[int, ...]]:
+    """All tensors; in the order in which a wrapper's files have experts as one tensor."""
     names = [name for entry in stage_entries(shape, 1, 0).values() for name in entry.hf]
-    return {name: _hf_shape(shape, name) for name in names}
+    last = {name: ".experts." in name and ".down_proj." in name for name in names}
+    return {name: _hf_shape(shape, name) for name in sorted(names, key=last.__getitem__)}
 
 
 def _hf_shape(shape: Architecture, name: str) -> tuple[int, ...]:

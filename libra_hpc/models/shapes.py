@@ -19,6 +19,7 @@ import msgspec
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError, error_text, invalid
 
+from .published import text_config
 from .supported import FAMILIES, MIXTURE, delta_layers, has_qkv_bias, refusals, sliding_window, windows, with_defaults
 
 CONFIG = "a Hugging Face config.json"
@@ -338,7 +339,10 @@ _shape = msgspec.json.Decoder(ModelShape)
 
 
 def read_config(path: Path, field: str, value: str) -> dict[str, Any]:
-    """Read a Hugging Face ``config.json``; raises `UserError` about the ``value`` of a field."""
+    """Read a Hugging Face ``config.json``, or what a wrapper's has of its text model.
+
+    Raises `UserError` about the ``value`` of a field.
+    """
     try:
         config = json.loads(path.read_bytes())
     except RecursionError as error:
@@ -347,7 +351,7 @@ def read_config(path: Path, field: str, value: str) -> dict[str, Any]:
         raise invalid(field, value, f"its config.json is not valid JSON ({error_text(error)})", CONFIG) from error
     if not isinstance(config, dict):
         raise invalid(field, value, "its config.json is not a JSON object", CONFIG)
-    return config
+    return text_config(config)
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:

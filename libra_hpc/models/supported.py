@@ -15,6 +15,8 @@ import msgspec
 
 from libra_hpc.errors import UserError, invalid
 
+from .published import WRAPPERS
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings of the trainer (`libra_hpc.trainer.model.rotary`).
 
@@ -387,7 +389,9 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
     family = FAMILIES.get(str(kind))
     if family is None or family.untrained:
         why = family.untrained if family else "this version cannot train this architecture"
-        yield Refusal("model_type", kind, why, TRAINED)
+        inner = (config.get("text_config") or {}).get("model_type")
+        alone = f"its language model alone, in a folder of its own ({inner})"
+        yield Refusal("model_type", kind, why, alone if inner in TRAINED else (*TRAINED, *WRAPPERS))
         return
     if family.delta_net and FULL not in (config.get("layer_types") or (FULL,)):
         yield Refusal("layer_types", [DELTA], "no layer has keys and values", f"{FULL} among them")
@@ -514,6 +518,8 @@ def _variants(config: Mapping[str, Any], family: Family) -> Iterator[Refusal]:
         why, cure = "the trainer reads weights of bfloat16, float16 or float32", "no such key"
         if "mxfp4" in str(quantized):
             cure += ", as in what transformers saves of a model loaded with Mxfp4Config(dequantize=True)"
+        elif "fp8" in str(quantized):
+            cure += ", as in the folder with BF16 in its name, if there is one"
         yield Refusal("quantization_config", quantized, why, cure)
 
 

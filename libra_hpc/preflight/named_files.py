@@ -20,6 +20,7 @@ from libra_hpc.errors import UserError, error_text, invalid, nearest
 from libra_hpc.facts.columns import COLUMNS
 from libra_hpc.models.architecture import TIED_HEAD, hf_shapes, predicts_ahead, read_shape, tensor_fault
 from libra_hpc.models.devices import device, devices
+from libra_hpc.models.published import text_parts, text_shapes
 from libra_hpc.models.shapes import model_shape, read_config, shape_from_config
 from libra_hpc.models.supported import refusals
 from libra_hpc.tasks.base import GYM_TASK, TASKS, unknown_task
@@ -270,6 +271,7 @@ def check_weights(path: str, field: str = "model.path") -> None:
     except WeightFileError as error:
         raise invalid(field, path, str(error).removeprefix(f"{folder}/").rstrip("."), VALID) from error
     shape = read_shape(folder)
+    files, found = found, text_shapes(found) if shape.wrapper else found
     if shape.kind.sigmoid_router or shape.delta_net:
         found = {name: size for name, size in found.items() if not predicts_ahead(name, shape.layers)}
     # A layer has tensors: with more layers than there are tensors some are missing anyway.
@@ -278,7 +280,13 @@ def check_weights(path: str, field: str = "model.path") -> None:
         keys = f"num_hidden_layers = {shape.layers}, hidden_size = {shape.hidden}, vocab_size = {shape.vocab}"
         raise invalid(field, path, f"by its config.json ({keys}) {fault}", VALID)
 
-    if shape.tied_embeddings and TIED_HEAD in found and _data(folder, TIED_HEAD) != _data(folder, EMBEDDING):
+    if shape.tied_embeddings and TIED_HEAD in found:
+        _check_head(path, field, [name for name in files if name.endswith((TIED_HEAD, EMBEDDING.split(".", 1)[1]))])
+
+
+def _check_head(path: str, field: str, names: Iterable[str]) -> None:
+    stored = {part: name for name in names for part in text_parts(name, ())}
+    if _data(Path(path), stored[TIED_HEAD]) != _data(Path(path), stored[EMBEDDING]):
         why = f"{TIED_HEAD} is not {EMBEDDING}, and config.json has tie_word_embeddings = true"
         raise invalid(field, path, why, "tie_word_embeddings = false there, if both are to be trained")
 

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from libra_hpc.models.architecture import Architecture, Entry, Shapes, hf_shapes
+from libra_hpc.models.architecture import Architecture, Entry, hf_shapes
+from libra_hpc.models.published import Shapes
 from libra_hpc.models.shapes import FUSED
 
 from .names import ReplicaPlace, cut, own_entries, sections

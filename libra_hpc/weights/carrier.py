@@ -56,7 +56,7 @@ from .pieces import WHOLE, read_offer
 from .pull import Landed, Puller
 from .receiver import ArrivingImage
 from .server import CarrierServer
-from .weightfile import WeightFileError, tensor_bytes
+from .weightfile import PLAIN, WeightFileError, Wrapped, tensor_bytes, wrapped_file
 from .wire import WAITING_S, Absent, BandwidthPace, Caller
 
 RETRY_S, RETRY_MAX_S = 1.0, 10.0
@@ -108,7 +108,9 @@ class NodeImage:
 
     def __init__(self, config: CarrierConfig) -> None:
         self._config = config
-        self.shapes = config.shapes or hf_shapes(read_shape(Path(config.run.model.path)))
+        shape = None if config.shapes else read_shape(Path(config.run.model.path))
+        self.shapes = hf_shapes(shape) if shape else config.shapes
+        self._wrapped = shape is not None and bool(shape.wrapper)
         self._image: Image | None = None
         self._copying, self._writes = threading.Lock(), False
         self.arriving: ArrivingImage | None = None
@@ -173,6 +175,11 @@ class NodeImage:
         if self._image is None or self.version != version:
             raise WeightFileError(f"the image of this node has version {self.version}, not {version}")
         return pin(self._image.path)[1]
+
+    def wrapped(self) -> Wrapped:
+        """What a policy's file has besides the image."""
+        folder = Path(self._config.run.model.path)
+        return wrapped_file(folder, self.shapes, self._config.dtype) if self._wrapped else PLAIN
 
     def _open(self) -> Image:
         if self._image is None:
@@ -303,8 +310,8 @@ class Carrier:
     def _write_policy(self, copy: BinaryIO, path: str) -> None:
         try:
             with copy:
-                size, crc = write_pinned(copy, Path(path))
-        except OSError as error:
+                size, crc = write_pinned(copy, Path(path), self._image.wrapped())
+        except (OSError, WeightFileError) as error:
             self._agent.send(PolicySaved(path, reason=f"{path}: {error_text(error)}"))
         else:
             self._agent.send(PolicySaved(path, size, crc))

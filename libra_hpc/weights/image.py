@@ -19,6 +19,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,11 +32,9 @@ from libra_hpc.files import write_atomic
 
 from .delta import compiled, overwrite, piece_values
 from .pieces import VALUES, WHOLE, Buffer, Offer, WeightPiece, elements, offer_fault
-from .weightfile import FLOATS, WeightFileError, file_header, tensor_bytes
+from .weightfile import COPY_BYTES, FLOATS, LENGTH, PLAIN, WeightFileError, Wrapped, file_header, tensor_bytes
 
 IMAGE_FILE = "image.safetensors"
-COPY_BYTES = 16 << 20
-"""Bytes written at a time, without the interpreter's lock."""
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -197,8 +196,10 @@ def pin(image: Path) -> tuple[int, BinaryIO]:
     return version, copy
 
 
-def write_pinned(copy: BinaryIO, target: Path) -> tuple[int, int]:
+def write_pinned(copy: BinaryIO, target: Path, wrapped: Wrapped = PLAIN) -> tuple[int, int]:
     """Write a copy to a file of another file system, durably; returns its size and CRC-32.
+
+    ``wrapped``: what surrounds the tensors in the file of a wrapper.
 
     Whoever is killed meanwhile leaves ``target`` as it was. Raises `OSError`, also where there is no room.
     """
@@ -207,7 +208,8 @@ def write_pinned(copy: BinaryIO, target: Path) -> tuple[int, int]:
     size = crc = 0
     try:
         with partial.open("wb") as file, _pages(copy) as pages:
-            for part in _parts(pages):
+            own = LENGTH + int.from_bytes(pages[:LENGTH], "little") if wrapped.header else 0
+            for part in chain([memoryview(wrapped.header)], _parts(pages[own:]), wrapped.others()):
                 crc = crc32(part, crc)
                 size += file.write(part)
             file.flush()

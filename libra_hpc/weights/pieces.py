@@ -30,7 +30,7 @@ import numpy.typing as npt
 from libra_hpc.checksum import crc32, crc32_combine
 from libra_hpc.errors import error_text
 from libra_hpc.files import write_atomic
-from libra_hpc.models.architecture import Shapes
+from libra_hpc.models.published import Shapes
 
 from .weightfile import WeightFileError, tensor_type
 

@@ -22,14 +22,19 @@ TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def write_safetensors(
-    path: Path, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, torch.Tensor]]
+    path: Path,
+    dtype: torch.dtype,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    header: bytes = b"",
 ) -> None:
     """Write ``path`` with one tensor in memory at a time.
 
-    ``tensors`` yields each name of ``shapes`` once, in any order, with the types of a model in ``dtype``.  Raises
-    `OSError` when the file system has no room for the file.
+    ``tensors`` yields each name of ``shapes`` once, in any order, with the types of a model in ``dtype``;
+    ``header``: the same ones under other names.  Raises `OSError` when the file system has no room for the file.
     """
-    header, places = file_header(shapes, TYPES[dtype])
+    own, places = file_header(shapes, TYPES[dtype])
+    header = header or own
     begin = len(header)
     end = max((end for _, end in places.values()), default=0)
     with path.open("w+b") as file:

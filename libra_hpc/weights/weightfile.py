@@ -7,12 +7,14 @@ Headers alone: needs neither torch nor safetensors, which a login environment la
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from libra_hpc.errors import error_text
-from libra_hpc.models.architecture import Shapes
+from libra_hpc.models.published import Shapes, stored_shapes, text_parts
 from libra_hpc.models.supported import in_float32
 
 FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -24,6 +26,8 @@ ALIGNMENT = 8
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 METADATA = "__metadata__"
+COPY_BYTES = 16 << 20
+"""Bytes written at a time, without the interpreter's lock."""
 POINTER = b"version "
 """How a pointer of git-lfs begins."""
 
@@ -58,16 +62,25 @@ def file_header(shapes: Shapes, dtype: str) -> tuple[bytes, dict[str, tuple[int,
 
     Tensors of wider types come first, so that each begins at a multiple of its elements.
     """
-    entries: dict[str, object] = {METADATA: {"format": "pt"}}
-    places: dict[str, tuple[int, int]] = {}
+    entries, _ = _entries(shapes, dtype)
+    return _header_bytes(entries), {name: entry.data_offsets for name, entry in entries.items()}
+
+
+def _entries(shapes: Shapes, dtype: str) -> tuple[dict[str, _Tensor], int]:
+    """All tensors of a model, and where the last one ends."""
+    entries: dict[str, _Tensor] = {}
     end = 0
     types = {name: tensor_type(name, dtype) for name in shapes}
     for name in sorted(shapes, key=lambda name: -FLOATS[types[name]]):
-        places[name] = begin, end = end, end + math.prod(shapes[name]) * FLOATS[types[name]]
-        entries[name] = {"dtype": types[name], "shape": list(shapes[name]), "data_offsets": [begin, end]}
-    text = msgspec.json.encode(entries)
+        begin, end = end, end + math.prod(shapes[name]) * FLOATS[types[name]]
+        entries[name] = _Tensor(types[name], shapes[name], (begin, end))
+    return entries, end
+
+
+def _header_bytes(entries: Mapping[str, _Tensor]) -> bytes:
+    text = msgspec.json.encode({METADATA: {"format": "pt"}, **entries})
     text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(LENGTH, "little") + text, places
+    return len(text).to_bytes(LENGTH, "little") + text
 
 
 def file_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
@@ -75,6 +88,11 @@ def file_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
 
     Raises `WeightFileError` when the file is not whole, malformed, or holds other than floats.
     """
+    return {name: tensor.shape for name, tensor in _tensors(path)[1].items()}
+
+
+def _tensors(path: str | Path) -> tuple[int, dict[str, _Tensor]]:
+    """Where the first tensor begins, and all of them."""
     try:
         with open(path, "rb") as file:
             start = file.read(LENGTH)
@@ -104,7 +122,50 @@ def file_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
             raise WeightFileError(f"{path}: its header gives {name} other bytes than its shape needs.")
     if (whole := LENGTH + length + end) != size:
         raise WeightFileError(f"{path}: it has {size:,} bytes, and {whole:,} by its header.")
-    return {name: tensor.shape for name, tensor in tensors.items()}
+    return LENGTH + length, tensors
+
+
+class Wrapped(NamedTuple):
+    """What stands before and behind the tensors of a text model in the one file of its wrapper."""
+
+    header: bytes
+    """Empty: the model is no wrapper's."""
+    places: Sequence[tuple[Path, int, int]]
+    """Bytes of files that follow: the other parts, as they came."""
+
+    def others(self) -> Iterator[memoryview]:
+        for path, begin, end in self.places:
+            with path.open("rb") as file:
+                file.seek(begin)
+                for at in range(begin, end, COPY_BYTES):
+                    yield memoryview(file.read(min(COPY_BYTES, end - at)))
+
+
+PLAIN = Wrapped(b"", ())
+
+
+def wrapped_file(folder: Path, model: Shapes, dtype: str) -> Wrapped:
+    """The text model's tensors get the names that they have in the files of ``folder``; raises `WeightFileError`."""
+    found: dict[str, tuple[int, ...]] = {}
+    others: dict[str, tuple[_Tensor, Path, int]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        # Mistral's folders have a second copy of the weights.
+        if path.name.startswith("consolidated"):
+            continue
+        begin, tensors = _tensors(path)
+        for name, tensor in tensors.items():
+            if text_parts(name, (1,)):
+                found[name] = tensor.shape
+            else:
+                others[name] = tensor, path, begin
+    entries, end = _entries(stored_shapes(found, model), dtype)
+    places = []
+    for name, (tensor, path, begin) in others.items():
+        low, high = tensor.data_offsets
+        places.append((path, begin + low, begin + high))
+        entries[name] = _Tensor(tensor.dtype, tensor.shape, (end, end + high - low))
+        end += high - low
+    return Wrapped(_header_bytes(entries), places)
 
 
 def folder_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:

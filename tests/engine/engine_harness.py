@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from libra_hpc.engine.settings import EngineConfig, alone
 from libra_hpc.engine.stats import INTERVAL_S
-from libra_hpc.models.architecture import Shapes, hf_shapes, read_shape
+from libra_hpc.models.architecture import hf_shapes, read_shape
+from libra_hpc.models.published import Shapes
 from libra_hpc.protocol.codec import FrameBuffer, pack_i32, unpack_i32
 from libra_hpc.protocol.engine import (
     Abort,
@@ -37,6 +38,7 @@ from libra_hpc.protocol.engine import (
     to_engine,
 )
 from libra_hpc.protocol.engine_state import Doing, EngineState, EngineStats
+from libra_hpc.trainer.saved.checkpoint import TensorFiles
 from libra_hpc.weights.image import Image
 from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, offer_path, payload_path, write_offer
 from tests.stage.waiting import alive
@@ -51,6 +53,10 @@ WAITS_OR_AHEAD = ["each step waits", "steps ahead"]
 """The two kinds of the fixture `shared_engine`."""
 versions = itertools.count(10)
 """Of the weights that an engine of several modules gets."""
+
+
+IMAGELESS = Path(__file__).with_name("imageless")
+"""Folder of what stands in for torchvision."""
 
 
 class Model:
@@ -71,7 +77,7 @@ class Model:
     def update(self, version: int) -> UpdateWeights:
         """Its weights as an image of its own."""
         (folder := self.folder / "image").mkdir(exist_ok=True)
-        return bring(self.image(folder), version, load_file(self.weights))
+        return bring(self.image(folder), version, text_tensors(self.weights))
 
     @torch.no_grad()
     def logprobs(self, tokens: Sequence[int], prompt: int, temperature: float = 1.0) -> list[float]:
@@ -86,6 +92,12 @@ class Model:
         for _ in range(count):
             tokens.append(int(self.reference(torch.tensor([tokens])).logits[0, -1].argmax()))
         return tokens[len(prompt) :]
+
+
+def text_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an engine's model in a folder's file."""
+    with TensorFiles(file, read_shape(file.parent).wrapper) as files:
+        return {name: files(name) for name in files.names()}
 
 
 def bring(image: Image, version: int, tensors: Mapping[str, torch.Tensor], base: int = WHOLE) -> UpdateWeights:
@@ -335,12 +347,12 @@ class EngineUnderTest:
 def assert_bit_for_bit(engine: EngineUnderTest, old: Model, new: Model, tmp_path: Path) -> None:
     """The weights of the folder's files were loaded by vLLM; they come back after others were staged in their place."""
     image, version = old.image(tmp_path), next(versions)
-    applied = engine.apply(bring(image, version, load_file(new.weights)))
+    applied = engine.apply(bring(image, version, text_tensors(new.weights)))
     assert (applied.version, applied.stage_s > 0) == (version, True)
     requests = [turn(f"n{i}", prompt, 8) for i, prompt in enumerate(PROMPTS)]
     for request, done in zip(requests, engine.generate(*requests), strict=True):
         context = list(memoryview(request.prompt).cast("i"))
         expected = new.logprobs(context + tokens_of(done), len(context))
         assert logprobs_of(done) == pytest.approx(expected, abs=1e-3)
-    engine.apply(bring(image, next(versions), load_file(old.weights), base=version))
+    engine.apply(bring(image, next(versions), text_tensors(old.weights), base=version))
     assert engine.greedy() == engine.loaded

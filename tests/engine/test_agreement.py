@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from msgspec.structs import replace
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 
 from libra_hpc.engine.settings import CPU_STEP_TOKENS
 from libra_hpc.engine.warm_up import DECODES, PROMPT
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.models.devices import MIB
+from libra_hpc.models.published import WRAPPERS
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.engine import Generated
@@ -35,8 +36,8 @@ from tests.trainer.settings import optimizer
 from tests.trainer.support import OF_FAMILY
 from tests.trainer.support import make_model as make_family
 
-from .engine_harness import PROMPTS as ENGINE_PROMPTS
 from .engine_harness import (
+    IMAGELESS,
     VOCAB,
     EngineUnderTest,
     Model,
@@ -47,10 +48,12 @@ from .engine_harness import (
     logprobs_of,
     make_model,
     not_spinning,
+    text_tensors,
     tokens_of,
     turn,
     versions,
 )
+from .engine_harness import PROMPTS as ENGINE_PROMPTS
 
 __all__ = ["world"]
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -84,23 +87,28 @@ def gaps(engine: TrainEngine, samples: list[Sample]) -> torch.Tensor:
     return torch.cat(found)
 
 
-def model_of(kind: str, folder: Path, seed: int) -> Model:
+def model_of(kind: str, folder: Path, seed: int, **keys: Any) -> Model:
     """A tiny model of a family, with heads that vLLM has a kernel for."""
     if kind in ("qwen2", "qwen2, tied"):
         return make_model(folder, seed, tied=kind == "qwen2, tied")
     sizes: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 1024}
-    sizes |= {"head_dim": 64} if "head_dim" in OF_FAMILY.get(kind, {}) else {}
+    family = OF_FAMILY.get(WRAPPERS.get(kind, kind), {})
+    sizes |= {"head_dim": 64} if "head_dim" in family else {}
     sizes |= {"intermediate_size": 64} if kind == "gpt_oss" else {}
-    if kind == "qwen3_next":
+    if "linear_key_head_dim" in family:
         sizes |= {"num_key_value_heads": 1, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
         sizes |= {"shared_expert_intermediate_size": 64}
-    sizes |= {"moe_intermediate_size": 64} if "moe_intermediate_size" in OF_FAMILY.get(kind, {}) else {}
-    reference = make_family(kind, folder, bos_token_id=1, eos_token_id=2, vocab_size=VOCAB, **sizes)
+    sizes |= {"moe_intermediate_size": 64} if "moe_intermediate_size" in family else {}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2, "vocab_size": VOCAB, **keys}
+    reference = make_family(kind, folder, **sizes)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
         for parameter in reference.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     reference.save_pretrained(folder)
+    if kind == "qwen3_5_moe":
+        # As it is published, with all experts of a layer in one tensor.
+        save_file(reference.state_dict(), folder / "model.safetensors")
     return Model(folder, reference)
 
 
@@ -132,6 +140,8 @@ class Served(NamedTuple):
             for kind, tp in (
                 ("ernie4_5", 1),
                 ("gemma3_text", 1),
+                ("gemma3", 1),
+                ("mistral3", 2),
                 ("glm4_moe", 2),
                 ("gpt_oss", 2),
                 ("glm", 1),
@@ -157,7 +167,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     config = engine_config(model, tp=tp, version=7)
     if from_image:
         image = model.image(folder)
-        bring(image, 7, load_file(model.weights))
+        bring(image, 7, text_tensors(model.weights))
         config = engine_config(other, tp=tp, version=7, weights=str(image.path))
     engine = EngineUnderTest(folder / "e", config)
     try:
@@ -209,16 +219,18 @@ def test_sampled_logprobs_equal_megatrons_before_and_after_a_swap(
 
     checkpoint.write_policy(trainer, model.folder, tmp_path / "out")
     version, path = next(versions), tmp_path / "out" / "model.safetensors"
-    assert engine.apply(bring(model.image(tmp_path), version, load_file(path))).version == version
+    assert engine.apply(bring(model.image(tmp_path), version, text_tensors(path))).version == version
     second = engine.generate(*(turn(f"b{i}", prompt, 24, temperature=TEMPERATURE) for i, prompt in enumerate(PROMPTS)))
     assert all(answer.versions == ((version, len(tokens_of(answer))),) for answer in second)
     assert gaps(trainer, as_samples(second)).max() < TOLERANCE
 
 
 @pytest.mark.nightly
-def test_gated_delta_nets_are_swapped_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_gated_delta_nets_are_swapped_bit_for_bit(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's CPU build computes them in bfloat16 alone, from convolutions that it packs."""
-    model, other = (model_of("qwen3_next", tmp_path / name, seed) for name, seed in (("model", 3), ("other", 4)))
+    monkeypatch.setenv("PYTHONPATH", str(IMAGELESS))
+    model, other = (model_of(kind, tmp_path / name, seed) for name, seed in (("model", 3), ("other", 4)))
     config = engine_config(model, dtype="bfloat16", kv_cache_mb=64)
     with closing(EngineUnderTest(tmp_path / "e", config)) as engine:
         # vLLM's kernels for processors that multiply bfloat16 keep states in float32.

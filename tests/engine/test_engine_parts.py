@@ -62,9 +62,9 @@ def test_engines_of_all_checkpoints_have_one_key_of_compiled_graphs(
     arguments = []
     for step in ("100", "200", "200"):
         (tmp_path / step).mkdir(exist_ok=True)
-        (tmp_path / step / "config.json").write_text(step)
+        (tmp_path / step / "config.json").write_text(f'{{"step": {step}}}')
         named = under_one_name(config(model=str(tmp_path / step)), tmp_path / "engine")
-        assert (Path(named.run.model.path) / "config.json").read_text() == step
+        assert (Path(named.run.model.path) / "config.json").read_text() == f'{{"step": {step}}}'
         arguments.append(engine_arguments(named))
     assert arguments[0] == arguments[1]
 
@@ -117,7 +117,7 @@ def test_a_folder_without_weights_and_an_absent_file_are_named(model: Path) -> N
 
 def test_zero_kv_cache_is_left_to_vllm_and_a_weight_file_replaces_the_folders() -> None:
     assert engine_arguments(config())["kv_cache_memory_bytes"] is None
-    assert engine_arguments(config())["load_format"] == "safetensors"
+    assert engine_arguments(config())["load_format"] == "text_model"
     assert engine_arguments(config(kv_cache_mb=2, weights="w"))["kv_cache_memory_bytes"] == 2 << 20
     assert engine_arguments(config(weights="w"))["load_format"] == "dummy"
 

@@ -10,6 +10,7 @@ import pytest
 
 from libra_hpc.errors import UserError
 from libra_hpc.models.architecture import read_shape
+from libra_hpc.models.published import WRAPPERS, text_config
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.models.supported import FAMILIES, TRAINED, check_trained, most_positions, refusals, rope_settings
 
@@ -34,10 +35,15 @@ def no_rotary(key: str, kind: str, valid: str) -> str:
     return f"{key} = '{kind}': the trainer has no such rotary embedding; valid: {valid}"
 
 
+VALID = (*TRAINED, *WRAPPERS)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"model_type": "cohere2"},
-        f"model_type = 'cohere2': this version cannot train this architecture; valid: {', '.join(TRAINED)}.",
+        f"model_type = 'cohere2': this version cannot train this architecture; valid: {', '.join(VALID)}.",
+    ),
+    (
+        {"model_type": "paligemma", "text_config": {"model_type": "llama"}},
+        "model_type = 'paligemma': this version cannot train this architecture; valid: its language model alone, in",
     ),
     (
         {"model_type": "gemma3_text"},
@@ -80,7 +86,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         no_rotary("rope_type", "linear", "yarn."),
     ),
     ({"model_type": "gpt_oss", "layer_types": ["full_attention"] * 2}, "layer_types = ['full_attention', 'full_"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = {'quant_method': 'fp8'}"),
+    (
+        {"quantization_config": {"quant_method": "fp8"}},
+        "quantization_config = {'quant_method': 'fp8'}: the trainer reads weights of bfloat16, float16 or float32; "
+        "valid: no such key, as in the folder with BF16 in its name, if there is one.",
+    ),
     (
         {"model_type": "gpt_oss", "layer_types": None, "quantization_config": {"quant_method": "mxfp4"}},
         "quantization_config = {'quant_method': 'mxfp4'}: the trainer reads weights of bfloat16, float16 or float32; "
@@ -145,6 +155,19 @@ def test_a_supported_model_passes(change: dict[str, Any], tmp_path: Path) -> Non
     assert list(refusals(config)) == []
     assert read_shape(config_of(tmp_path, config)).family in TRAINED
     assert model_shape(tmp_path).untrained == ""
+
+
+def test_sizes_that_a_published_wrapper_omits_are_those_of_transformers(tmp_path: Path) -> None:
+    """What Google and llava-hf have in theirs."""
+    gemma = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    gemma |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    found = read_shape(config_of(tmp_path, {"model_type": "gemma3", "text_config": gemma, "torch_dtype": "bfloat16"}))
+    assert (found.layers, found.heads, found.kv_heads, found.head_dim, found.vocab) == (34, 8, 4, 256, 262208)
+    assert (found.tied_embeddings, found.family, found.wrapper) == (True, "gemma3_text", "gemma3")
+    llava = {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}
+    found = read_shape(config_of(tmp_path, {"model_type": "llava", "text_config": llava}))
+    assert (found.hidden, found.layers, found.heads, found.kv_heads, found.intermediate) == (4096, 32, 32, 32, 11008)
+    assert text_config({"model_type": "qwen3"}) == {"model_type": "qwen3"}
 
 
 def test_both_spellings_of_rotary_settings_mean_the_same() -> None:

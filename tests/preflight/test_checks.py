@@ -16,7 +16,8 @@ import pytest
 from libra_hpc.config.load import validate, with_values
 from libra_hpc.config.run import RunConfig
 from libra_hpc.errors import UserError
-from libra_hpc.models.architecture import Shapes, hf_shapes, read_shape
+from libra_hpc.models.architecture import hf_shapes, read_shape
+from libra_hpc.models.published import Shapes
 from libra_hpc.preflight import checks
 from libra_hpc.preflight.idle_keys import IDLE, REFUSED, idle_keys
 from libra_hpc.preflight.job_checks import idle_seats, rounded_adapters

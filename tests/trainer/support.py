@@ -17,6 +17,7 @@ from libra_hpc.config.learn import OptimizerSection
 from libra_hpc.config.run import RunConfig
 from libra_hpc.models.adapters import with_adapters
 from libra_hpc.models.architecture import hf_shapes, read_shape
+from libra_hpc.models.published import WRAPPERS
 from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.codec import FrameBuffer
 from libra_hpc.protocol.engine_state import Doing, EngineState
@@ -46,6 +47,12 @@ LINEAR = ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 DELTA_NET: dict[str, Any] = {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
 DELTA_NET |= {f"linear_{key}": value for key, value in zip(LINEAR, (8, 12, 2, 4), strict=True)}
+VISION: dict[str, Any] = dict.fromkeys(
+    ("hidden_size", "embed_dim", "intermediate_size", "out_hidden_size", "projection_dim"), 32
+)
+VISION |= dict.fromkeys(("num_attention_heads", "num_heads"), 2) | dict.fromkeys(("num_hidden_layers", "depth"), 1)
+VISION |= {"image_size": 28, "patch_size": 14, "head_dim": 16}
+VISION |= {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
@@ -103,9 +110,12 @@ def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2, 
         # The embedding of one would have no gradient in transformers.
         "pad_token_id": None,
     }
-    config = transformers.AutoConfig.for_model(kind, **{**settings, **OF_FAMILY.get(kind, {}), **keys})
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    if kind in WRAPPERS:
+        model = _wrapper(kind, settings, keys)
+    else:
+        config = transformers.AutoConfig.for_model(kind, **{**settings, **OF_FAMILY.get(kind, {}), **keys})
+        model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for router in (buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")):
             # As in trained models; bfloat16 has few values there.
@@ -115,6 +125,19 @@ def make_model(kind: str, folder: Path, *, tied: bool = False, layers: int = 2, 
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     return model.eval()
+
+
+def _wrapper(kind: str, settings: dict[str, Any], keys: dict[str, Any]) -> Any:
+    """A tiny wrapper, all of it random; ``keys``: of its text model, ``family`` among them."""
+    import transformers
+
+    family = keys.pop("family", WRAPPERS[kind])
+    ready = transformers.AutoConfig.for_model(kind)
+    text = ready.get_text_config(decoder=True).model_type if family == WRAPPERS[kind] else family
+    sections = {"text_config": {**settings, **OF_FAMILY.get(family, {}), **keys, "model_type": text}}
+    sections["vision_config"] = {**VISION, "model_type": ready.vision_config.model_type}
+    config = type(ready)(**sections, tie_word_embeddings=settings["tie_word_embeddings"])
+    return transformers.AutoModelForImageTextToText.from_config(config)
 
 
 def build(

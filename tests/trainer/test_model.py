@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from libra_hpc.models.architecture import hf_shapes
+from libra_hpc.models.published import WRAPPERS
 from libra_hpc.models.supported import TRAINED, in_float32
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Pack, decode, pack
@@ -24,6 +25,7 @@ from .support import ALGORITHM, OPTIMIZER, build, make_model, save
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 32
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+IMAGES = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [1, 1, 2]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2 tied": ("qwen2", {"tied": True}),
@@ -66,6 +68,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {}),
     "phi3": ("phi3", {}),
     "phi3 partial": ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
+    **{kind: (kind, {}) for kind in WRAPPERS},
+    **{kind: (kind, {"rope_parameters": IMAGES}) for kind in ("qwen2_vl", "qwen2_5_vl")},
+    "glm4v": ("glm4v", {"rope_parameters": {**IMAGES, "partial_rotary_factor": 0.5}, "hidden_size": 64}),
+    "gemma3, tied": ("gemma3", {"tied": True}),
+    "mistral3 of ministral3": ("mistral3", {"family": "ministral3"}),
     "glm": ("glm", {}),
     "glm4": ("glm4", {}),
     "glm4 tied, without biases": ("glm4", {"tied": True, "attention_bias": False}),
@@ -74,7 +81,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def test_every_family_that_is_trained_is_compared() -> None:
-    assert {kind for kind, _ in MODELS.values()} == set(TRAINED)
+    assert {kind for kind, _ in MODELS.values()} == {*TRAINED, *WRAPPERS}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -105,7 +112,7 @@ def test_logprobs_gradients_and_files_equal_those_of_transformers(
     # Hugging Face -> Megatron-Core -> Hugging Face is exact, also for the checkpoint that transformers loads.
     original = load_file(tmp_path / "model" / "model.safetensors")
     checkpoint.write_policy(engine, tmp_path / "model", tmp_path / "out")
-    exported = load_file(tmp_path / "out" / "model.safetensors")
+    exported = {name: one for file in (tmp_path / "out").glob("*.safetensors") for name, one in load_file(file).items()}
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
     save(engine, tmp_path / "model", tmp_path / "saved")
@@ -116,11 +123,12 @@ def test_logprobs_gradients_and_files_equal_those_of_transformers(
     # Gradients under the names of the files: transformers writes its own as if they were weights.
     with torch.no_grad():
         for parameter in reference.parameters():
-            parameter.copy_(parameter.grad)
+            parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
         for buffer in reference.buffers():
             buffer.zero_()
     reference.save_pretrained(tmp_path / "gradients")
-    expected = load_file(tmp_path / "gradients" / "model.safetensors")
+    with checkpoint.TensorFiles(tmp_path / "gradients", engine.shape.wrapper) as files:
+        expected = {name: files(name) for name in files.names()}
     parameters, sizes = engine.named_parameters(), hf_shapes(engine.shape)
     for ours, entry in trained_entries(engine.shape, world).items():
         gradient = parameters[ours].main_grad  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 
 from libra_hpc.engine.offline import OfflineEngine
-from libra_hpc.engine.settings import EngineConfig, check_config, read_config
+from libra_hpc.engine.settings import EngineConfig, check_config, read_config, under_one_name
 from libra_hpc.errors import OperationError, error_text, invalid
 from libra_hpc.files import write_result
 from libra_hpc.models.devices import Device
@@ -214,7 +214,7 @@ def merged(old: Calibration, new: Calibration) -> Calibration:
 def main() -> None:
     """Measure an engine here: ``CONFIG DEVICE MODEL OUT``, names as the simulator will be asked for them."""
     settings, device, model, out = sys.argv[1:]
-    config = read_config(settings)
+    config = under_one_name(read_config(settings), Path(settings).with_suffix(".folder"))
     with OfflineEngine(config) as engine:
         capacity = engine.engine.capacity
         todo = list(plans(capacity.max_model_len, config.run.rollout.slots, capacity.kv_tokens))

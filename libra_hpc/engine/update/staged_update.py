@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from libra_hpc.models.architecture import Shapes, tensor_fault
+from libra_hpc.models.architecture import tensor_fault
+from libra_hpc.models.published import Shapes
 from libra_hpc.protocol.engine import UpdateWeights, VersionFiles
 from libra_hpc.weights.image import reading
 from libra_hpc.weights.pieces import read_offer

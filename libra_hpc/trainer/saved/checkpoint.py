@@ -13,13 +13,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
 from libra_hpc.models.architecture import Entry, hf_shapes, read_shape
+from libra_hpc.models.published import text_parts
 from libra_hpc.models.supported import in_float32
 from libra_hpc.process.retry import patiently
 from libra_hpc.state import state_folders as folders
@@ -30,7 +32,7 @@ from libra_hpc.trainer.train_engine import TrainEngine
 from libra_hpc.weights.blocks import from_hf, to_hf
 from libra_hpc.weights.names import own_entries, trained_entries
 from libra_hpc.weights.safetensors_writer import TYPES, write_safetensors
-from libra_hpc.weights.weightfile import tensor_bytes
+from libra_hpc.weights.weightfile import PLAIN, tensor_bytes, wrapped_file
 
 from .host_weights import host_weights
 from .shard_files import ShardFiles, opened
@@ -55,7 +57,10 @@ def write_policy(engine: TrainEngine, model_dir: Path, folder: Path) -> None:
     )
     # Rename: ``folder`` may be the one from which the weights were read.
     partial = folder / f".{WEIGHTS_FILE}{folders.TEMPORARY}"
-    write_safetensors(partial, engine.dtype, shapes, tensors)
+    wrapped = wrapped_file(model_dir, shapes, TYPES[engine.dtype]) if engine.shape.wrapper else PLAIN
+    write_safetensors(partial, engine.dtype, shapes, tensors, wrapped.header)
+    with partial.open("ab") as file:
+        file.writelines(wrapped.others())
     os.replace(partial, folder / WEIGHTS_FILE)
 
 
@@ -71,9 +76,9 @@ def write_companions(model_dir: Path, folder: Path, dtype: torch.dtype) -> list[
                 written += [target] if target not in written else []
     config = json.loads((folder / "config.json").read_text())
     # The key depends on the transformers version; a stale value would make a loader convert the weights.
-    for key in ("dtype", "torch_dtype"):
-        if key in config:
-            config[key] = str(dtype).removeprefix("torch.")
+    for section in (config, config.get("text_config") or {}):
+        for key in section.keys() & {"dtype", "torch_dtype"}:
+            section[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return written
 
@@ -81,9 +86,11 @@ def write_companions(model_dir: Path, folder: Path, dtype: torch.dtype) -> list[
 class TensorFiles:
     """Lazy reader of the tensors in a safetensors file or a Hugging Face folder; a context manager."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, wrapper: str = "") -> None:
+        """``wrapper``: the text model's tensors alone are there, under its names."""
         self._stack = ExitStack()
-        self._where: dict[str, Callable[[str], torch.Tensor]] = {}
+        self._where: dict[str, tuple[Any, str, int, int]] = {}
+        """File, name there, and which part of how many."""
         index = path / f"{WEIGHTS_FILE}.index.json"
         if path.is_file():
             files = [path]
@@ -95,7 +102,9 @@ class TensorFiles:
             if not file.is_file():
                 raise FileNotFoundError(f"no weights at {file}")
             handle = self._stack.enter_context(opened(file))
-            self._where.update(dict.fromkeys(handle.keys(), handle.get_tensor))
+            for name in list(handle.keys()):
+                parts = text_parts(name, handle.get_slice(name).get_shape()) if wrapper else (name,)
+                self._where |= {part: (handle, name, i, len(parts)) for i, part in enumerate(parts)}
 
     def __enter__(self) -> TensorFiles:
         return self
@@ -107,12 +116,17 @@ class TensorFiles:
         return list(self._where)
 
     def __call__(self, name: str) -> torch.Tensor:
-        return self._where[name](name)
+        file, stored, number, parts = self._where[name]
+        if parts == 1:
+            return cast(torch.Tensor, file.get_tensor(stored))
+        experts = file.get_slice(stored)
+        each = parts // experts.get_shape()[0]
+        return cast(torch.Tensor, experts[number // each].chunk(each)[number % each])
 
 
 def load_policy(engine: TrainEngine, folder: Path) -> None:
     """Load the weights of a Hugging Face folder: step 0, empty optimizer."""
-    with TensorFiles(folder) as files:
+    with TensorFiles(folder, engine.shape.wrapper) as files:
         _load_weights(engine, files)
     engine.adapters.start(engine.state)
     engine.state.clear_moments()
@@ -123,7 +137,7 @@ def load_untrained(engine: TrainEngine, folder: Path) -> None:
     """Load from the model what no state has, because nothing trains it (`Family.float32`)."""
     own = own_entries(engine.shape, engine.split)
     if untrained := {name: entry for name, entry in own.items() if in_float32(entry.hf[0])}:
-        with TensorFiles(folder) as files:
+        with TensorFiles(folder, engine.shape.wrapper) as files:
             _load_weights(engine, files, untrained)
 
 
@@ -156,7 +170,7 @@ def load_state(engine: TrainEngine, folder: Path) -> None:
         # Saved masters are the exact weights; a float32 checkpoint has none beside its policy.
         exact = files.has("master")
         if not exact:
-            with TensorFiles(folder / folders.POLICY_DIR) as policy:
+            with TensorFiles(folder / folders.POLICY_DIR, engine.shape.wrapper) as policy:
                 _load_weights(engine, policy)
         for name, shard in state.shards.items():
             for kind, tensor in shard.kinds().items():
@@ -174,7 +188,7 @@ class ReferencePolicy:
         """Raises `OSError` when the weights cannot be read; collective over the world."""
         model = PackedModel(read_shape(folder), policy.device, policy.dtype, policy.split)
         parameters = model.named_parameters()
-        with torch.no_grad(), TensorFiles(folder) as files:
+        with torch.no_grad(), TensorFiles(folder, model.shape.wrapper) as files:
             for name, entry in own_entries(model.shape, model.split).items():
                 parameters[name].copy_(from_hf(entry, files, model.shape, model.split))
         self._model, self._shared = model, host_weights(parameters.values())

@@ -207,8 +207,9 @@ def write_peft(checkpoint: Path, shape: Architecture, model: str, out: Path) -> 
         "target_modules": sorted(linears - routed),
         "target_parameters": [f"mlp.experts.{name}" for name in EXPERTS] if routed else None,
     }
+    inside = "model.language_model." if shape.wrapper else "model."
     tensors = {
-        f"{PREFIX}{name}.lora_{one}.weight": tensor
+        f"{PREFIX}{name.replace('model.', inside, 1)}.lora_{one}.weight": tensor
         for name, pair in pairs.items()
         for one, tensor in zip("AB", pair, strict=True)
     }
