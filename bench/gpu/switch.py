@@ -33,7 +33,7 @@ from libra_hpc.models.step_times.lookup import lookup
 from libra_hpc.models.step_times.measured import StepPoint
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generate, UpdateWeights, VersionFiles
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.engine_state import EngineReady
 from libra_hpc.protocol.trainer import Freed, Join, Joined, Standby, StepDone, TrainStep
 from libra_hpc.weights.delta import DENSE, dense, marked
 from libra_hpc.weights.image import Image
@@ -179,7 +179,7 @@ def switch(setting: Setting, figures: Figures) -> None:
             engine.engine.sleep()
             replica = start_replica(setting, folder, Path(scratch))
             try:
-                replica.answer(EngineState)
+                replica.answer(EngineReady)
                 replica.ask(Standby(), Freed)
                 device = SharedDevice(engine, replica, folder, image)
                 # The first switch fills caches, and finds the engine in standby.

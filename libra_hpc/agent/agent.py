@@ -343,6 +343,14 @@ class Agent(NodeAgent):
             return -1
         return self.rollout_node.version if self.rollout_node.version >= 0 else self.train_node.step
 
+    def noted(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.rollout_service is not None:
+            found["drained"] = dict(self.rollout_service.leader.drained)
+        if self.train_leader is not None:
+            found["training"] = self.train_leader.report
+        return found
+
     def _beat(self, **fields: Any) -> None:
         unreachable = self.mesh.unreachable()
         if 0 in unreachable:
@@ -447,6 +455,8 @@ class Agent(NodeAgent):
                 self._beat()
 
     def _on_layout(self, layout: Layout, was: Layout) -> None:
+        # What ended before is no end of what is started now.
+        self._beat_if_changed()
         if self.context is None and layout.start is not None:
             self._enter(layout.start)
         context = self.context
@@ -473,7 +483,7 @@ class Agent(NodeAgent):
             self.mesh.remember(rank)
         drains = row.drain and (row.drain, row.starts) != (known.drain, known.starts)
         if drains and self.rollout_service is not None:
-            self.rollout_service.leader.on_drain(rank, row.drain == "abort")
+            self.rollout_service.leader.on_drain(rank, row.starts, row.drain == "abort")
 
     def _reconcile(self, row: Row) -> None:
         """Make this node's row true."""
@@ -484,16 +494,16 @@ class Agent(NodeAgent):
                 case Reset():
                     self._spawn(self._reset(row.life))
                 case StartEngines() if env is not None:
-                    self._spawn(env.start())
+                    self._spawn(env.start(row.starts))
                 case _ if rollout is not None and train is not None:
-                    self._order(action, rollout, train)
+                    self._order(action, row.starts, rollout, train)
 
-    def _order(self, action: Action, rollout: RolloutNode, train: TrainNode) -> None:
+    def _order(self, action: Action, starts: int, rollout: RolloutNode, train: TrainNode) -> None:
         match action:
             case StartEngines(kind="rollout"):
-                self._spawn(rollout.start())
+                self._spawn(rollout.start(starts))
             case StartEngines(world=world):
-                self._spawn(train.start(world))
+                self._spawn(train.start(starts, world))
             case StandbyEngines(kind=kind):
                 (rollout if kind == "rollout" else train).standby()
             case StopTrainers():

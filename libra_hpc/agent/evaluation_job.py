@@ -28,7 +28,6 @@ from libra_hpc.mesh.folder_meeting import FolderMeeting
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.world import World, meet
 from libra_hpc.protocol import agents as wire
-from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.simulated.dry_run import in_wall_time
 
@@ -99,7 +98,7 @@ class EvaluationNode(NodeAgent):
             config=own,
             run=run,
             attempt=1,
-            send=self._send,
+            send=self.mesh.send,
             resume_point=ResumePoint(step, "", 0, ()),
             private=self.private,
             shared_memory=self.shared_memory,
@@ -153,6 +152,8 @@ class EvaluationNode(NodeAgent):
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
+            if any(one.state == "lost" for one in self._engines.observed.values()):
+                self._spawn(self._engines.start())
             for rank in self.mesh.unreachable():
                 self.mesh.drop(rank)
                 if self._service is None and rank == 0:
@@ -178,12 +179,6 @@ class EvaluationNode(NodeAgent):
         own = {"state": "running", "message": message, "started_at": self._began}
         self._run.write_json(self._run.status, blank | own)
         return len(here) == len(tasks)
-
-    def _send(self, rank: int, message: wire.MeshMessage) -> None:
-        self.mesh.send(rank, message)
-        if isinstance(message, EngineState) and message.state == "lost":
-            # Nobody else orders the next start.
-            self._spawn(self._engines.start())
 
     def _end(self, why: str) -> None:
         self._why = self._why or why

@@ -136,7 +136,7 @@ class GuestAgent(NodeAgent):
             self._engines.standby()
         if row is not None and row.starts > self._starts:
             self._starts = row.starts
-            self._spawn(self._engines.start())
+            self._spawn(self._engines.start(row.starts))
 
     @property
     def version(self) -> int:

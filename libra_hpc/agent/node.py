@@ -33,7 +33,7 @@ from libra_hpc.process.child_environment import clean_own
 from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Publish
-from libra_hpc.protocol.engine_state import EngineState, ObservedEngine
+from libra_hpc.protocol.engine_state import ObservedEngine
 from libra_hpc.train_leader.train_leader import TrainLeader
 
 from .node_carrier import NodeCarrier
@@ -87,18 +87,13 @@ def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, carrier:
 
 def add_train_leader(routes: Routes, leader: TrainLeader) -> None:
     """Rows of the train leader."""
-
-    def lost(engine: EngineState) -> None:
-        if engine.kind == "train" and engine.state == "lost":
-            leader.on_replica_down(engine.rank, engine.reason)
-
     routes.add(wire.FromReplica, lambda answer: leader.on_reply(answer.rank, answer.message))
     routes.add(wire.GroupDone, leader.on_group)
     routes.add(wire.Batch, leader.on_batch)
     routes.add(wire.WeightsOffered, leader.on_offered)
     routes.add(wire.WeightsWanted, leader.weights.on_wanted)
     routes.add(wire.WeightsHere, leader.weights.on_here)
-    routes.add(EngineState, lost)
+    routes.add(wire.Heartbeat, lambda beat: leader.on_engines(beat.rank, beat.engines))
 
 
 def add_rollout_service(routes: Routes, service: RolloutService) -> None:
@@ -135,7 +130,8 @@ class NodeAgent(ABC):
         self.mesh, self.rank, self.component, self._routes = mesh, mesh.rank, component, routes
         self._listeners = listeners
         self._told: dict[str, ObservedEngine] = {}
-        """Engines as they were in the last heartbeat."""
+        self._noted: dict[str, Any] = {}
+        """Engines, and what leaders know, as they were in the last heartbeat."""
         self._beat_at, self._due = 0.0, False
         """When that was, in monotonic seconds, and whether the next one comes for what has changed."""
         self.private, self.shared_memory = make_folders()
@@ -191,7 +187,7 @@ class NodeAgent(ABC):
                 end_strangers(Child.live)
 
     def changed(self) -> None:
-        """An engine may have changed."""
+        """An engine may have changed, or what a leader knows."""
         if not self._due:
             self._due = True
             wait_s = max(0.0, self._beat_at + LEAST_S - time.monotonic())
@@ -199,14 +195,19 @@ class NodeAgent(ABC):
 
     def _beat_if_changed(self) -> None:
         self._due = False
-        if self._observed_engines() != self._told:
+        if (self._observed_engines(), self.noted()) != (self._told, self._noted):
             self._beat()
 
     def _observed_engines(self) -> dict[str, ObservedEngine]:
         return {name: engine for part in self.engines for name, engine in part.observed.items()}
 
+    def noted(self) -> dict[str, Any]:
+        """What a leader here knows, as fields of the heartbeat."""
+        return {}
+
     def _beat(self, **fields: Any) -> None:
         told, self._told, self._beat_at = self._told, self._observed_engines(), time.monotonic()
+        self._noted = self.noted()
         beat = wire.Heartbeat(
             self.rank,
             self.component,
@@ -215,6 +216,7 @@ class NodeAgent(ABC):
             host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             pid=os.getpid(),
             **fields,
+            **self._noted,
         )
         for rank in self._listeners if beat.engines else (0,):
             self.mesh.send(rank, beat)

@@ -38,7 +38,7 @@ from libra_hpc.protocol.engine import (
     refusal,
     to_engine,
 )
-from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats, ObservedEngine, WeightUpdate
+from libra_hpc.protocol.engine_state import EngineCapacity, EngineReady, EngineStats, ObservedEngine, WeightUpdate
 from libra_hpc.protocol.joining import is_guest
 
 from .child_start import child_command, engine_config
@@ -78,7 +78,9 @@ class VllmEngine(Supervised):
 
     def observed(self, kind: str) -> ObservedEngine:
         capacity = self.capacity if self.state == "ready" else None
-        return ObservedEngine(kind, self.state, self.version, self.ends, self.reason, capacity, self.update)
+        return ObservedEngine(
+            kind, self.state, self.version, self.ends, self.reason, capacity, self.update, self.ordered
+        )
 
 
 class RolloutNode(EngineNode[VllmEngine]):
@@ -109,14 +111,14 @@ class RolloutNode(EngineNode[VllmEngine]):
     @property
     def asleep(self) -> bool:
         """Whether no engine has device memory."""
-        return not self._frees and {e.state for e in self._engines.values()} <= {"standby", "lost"}
+        return not self._frees and {e.state for e in self._engines.values()} <= {"standby", "lost", "closed"}
 
     @property
     def serves(self) -> bool:
         """Whether every engine takes turns."""
         return {e.state for e in self._engines.values()} == {"ready"}
 
-    async def start(self) -> None:
+    async def start(self, starts: int = 0) -> None:
         self._wanted, self._ordered_at = True, time.monotonic()
         await self.room()
         async with self._changing:
@@ -128,9 +130,9 @@ class RolloutNode(EngineNode[VllmEngine]):
                     engine.state, engine.version, engine.updating = "loading", -1, -1
                     engine.send(Wake())
                     self._catch_up(engine)
-                elif engine.state == "lost" and not engine.closed:
+                elif engine.state == "lost":
                     await self._spawn(engine)
-            self._maybe_ready()
+            self.acted(starts)
 
     def standby(self) -> None:
         self._wanted = False
@@ -151,7 +153,7 @@ class RolloutNode(EngineNode[VllmEngine]):
             self._wanted, self._outbox = False, []
             for engine in self._engines.values():
                 self.has_freed(engine.name)
-                engine.version, engine.ends = -1, engine.ends + 1
+                engine.version = -1
             await asyncio.gather(*(engine.reset() for engine in self._engines.values()))
 
     async def stalled(self, engine: VllmEngine, stall: Stall) -> None:
@@ -250,7 +252,7 @@ class RolloutNode(EngineNode[VllmEngine]):
                     self._context.changed()
                 elif engine.state == "loading":
                     self._catch_up(engine)
-            case EngineState(version=version, capacity=capacity, seconds=seconds):
+            case EngineReady(version=version, capacity=capacity, seconds=seconds):
                 engine.capacity, engine.start_s, engine.version, engine.state = capacity, seconds, version, "loading"
                 self._catch_up(engine)
             case WeightsRefused(version=version, what=what, absent=absent):
@@ -301,7 +303,6 @@ class RolloutNode(EngineNode[VllmEngine]):
         engine.state, engine.starts, engine.reported = "ready", 0, None
         known = {"rank": self._context.rank, "engine": engine.name}
         self._context.log("engine_ready", **known, version=engine.version, seconds=engine.start_s)
-        self._maybe_ready()
 
     def _update_carrier(self) -> None:
         """Engines that have no weights begin with the image."""
@@ -313,24 +314,19 @@ class RolloutNode(EngineNode[VllmEngine]):
         engine.state, engine.reason, engine.hung = "ending", reason, reason
         engine.kill()
 
-    def _maybe_ready(self) -> None:
-        if self._wanted and all(e.state == "ready" or e.closed for e in self._engines.values()):
-            seconds = time.monotonic() - self._ordered_at
-            self._context.send(0, EngineState(self._context.rank, "rollout", "ready", seconds=seconds))
-
     def exited(self, engine: VllmEngine, child: Child, reason: str) -> None:
-        was, engine.state, engine.version = engine.state, "lost", -1
-        engine.ends, engine.reason = engine.ends + 1, reason
+        was, engine.version = engine.state, -1
+        if child.stopping:
+            engine.state = "lost"
+        else:
+            engine.state, engine.reason, engine.ends = "closed" if engine.closed else "lost", reason, engine.ends + 1
         self.has_freed(engine.name)
         self._update_carrier()
         if child.stopping:
             return
-        lost = EngineState(self._context.rank, "rollout", "lost", engine=engine.name, reason=reason)
-        self._context.report(lost, was=was)
-        if engine.closed:
-            if is_guest(lost.rank):
-                engine.restart_all(f"{engine.title} is closed: {reason}")
-            elif lost.rank not in self._context.layout.vital and all(e.closed for e in self._engines.values()):
-                self._context.send(0, msgspec.structs.replace(lost, state="closed"))
-        elif not engine.ends_too_often(reason, time.monotonic()):
-            self._context.send(0, lost)
+        rank = self._context.rank
+        self._context.log("engine_lost", rank=rank, engine=engine.name, reason=reason, was=was)
+        if engine.closed and is_guest(rank):
+            engine.restart_all(f"{engine.title} is closed: {reason}")
+        elif not engine.closed:
+            engine.ends_too_often(reason, time.monotonic())

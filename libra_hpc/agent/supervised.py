@@ -84,8 +84,8 @@ class Supervised:
         self.name, self.title = name, title or name
         self.children: list[Child] = []
         self._state: StateName = "lost"
-        self.ends, self.reason = 0, ""
-        """See `ObservedEngine`."""
+        self.ends, self.reason, self.ordered, self.world = 0, "", 0, 0
+        """See `ObservedEngine`; ``ordered``: its ``starts``."""
         self.starts = 0
         """Since it was last ready."""
         self.hung = ""
@@ -114,7 +114,9 @@ class Supervised:
         self._context.changed()
 
     def observed(self, kind: str) -> ObservedEngine:
-        return ObservedEngine(kind, self.state, ends=self.ends, reason=self.reason)
+        return ObservedEngine(
+            kind, self.state, ends=self.ends, reason=self.reason, starts=self.ordered, world=self.world
+        )
 
     @property
     def alive(self) -> bool:
@@ -317,7 +319,17 @@ class EngineNode(Supervisor, Generic[E]):
     @property
     def observed(self) -> dict[str, ObservedEngine]:
         """All that were started."""
-        return {name: engine.observed(self.kind) for name, engine in self._engines.items() if engine.children}
+        return {
+            name: engine.observed(self.kind)
+            for name, engine in self._engines.items()
+            if engine.children or engine.ordered
+        }
+
+    def acted(self, starts: int) -> None:
+        """All of them were started, or woken, for this `Row.starts`."""
+        for engine in self._engines.values():
+            engine.ordered = starts
+        self._context.changed()
 
     @property
     def pids(self) -> dict[str, int]:

@@ -33,7 +33,7 @@ from libra_hpc.process.child_environment import engine_environment
 from libra_hpc.process.progress import Stall
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import PolicySaved, SavePolicy
-from libra_hpc.protocol.engine_state import STORAGE, WRITE, Doing, EngineState, StateName
+from libra_hpc.protocol.engine_state import STORAGE, WRITE, Doing, EngineReady
 from libra_hpc.protocol.trainer import (
     Freed,
     FromWorker,
@@ -100,13 +100,13 @@ class TrainNode(EngineNode[Supervised]):
         self._elastic = context.rank not in context.layout.core
         self._leads = context.rank == context.layout.train_leader
         (self._trainer,) = self._engines.values()
-        self._ready: dict[int, EngineState] = {}
+        self._ready: dict[int, EngineReady] = {}
         self._answers: dict[tuple[str, int, int, str], dict[int, FromWorker]] = {}
         """By kind, generation, attempt and folder: answers to an order that was replaced complete no other."""
         self._written: list[Saved | SaveFailed] = []
         """Parts of the checkpoint that was asked for last."""
-        self._begun = self._world = 0
-        """Starts of the processes so far, and the number of the present one among the nodes of its replica."""
+        self._begun = 0
+        """Starts of the processes so far."""
         self._storage_stalls = 0
         """Reads and writes of saved states in a row that were stalled."""
         layout = context.layout
@@ -122,20 +122,21 @@ class TrainNode(EngineNode[Supervised]):
         self._postponed: Join | None = None
         """Waits for the image."""
 
-    async def start(self, world: int = 0) -> None:
-        """Start the processes, or wake them; ``world`` as in `EngineState`."""
-        self._world = world
+    async def start(self, starts: int = 0, world: int = 0) -> None:
+        """Start the processes, or wake them; both as in `ObservedEngine`."""
+        self._trainer.world = world
         self._ordered_at = ordered_at = time.monotonic()
         await self.room()
         if self._ordered_at != ordered_at:
             return
         if self._trainer.state in ("standby", "ready"):
             self._trainer.state = "ready"
-            self._context.send(0, self._engine_state("ready"))
+            self.acted(starts)
             return
         async with self._changing:
             while self._trainer.alive:
                 await asyncio.sleep(0.05)
+            self.acted(starts)
             await self._spawn()
 
     @property
@@ -155,8 +156,6 @@ class TrainNode(EngineNode[Supervised]):
             self._trainer.send(Standby())
             if self._elastic:
                 self.trained, self.step = self.step, -1
-            else:
-                self._context.send(0, self._engine_state("standby"))
 
     async def stop(self) -> None:
         self.keeper.close()
@@ -269,7 +268,7 @@ class TrainNode(EngineNode[Supervised]):
             if point.snapshot and (why := await self.keeper.restore(point.snapshot, point.restore.get(context.rank))):
                 context.log("snapshot_failed", step=point.step, reason=f"the part of node {context.rank}: {why}")
         # May read whole states, which this loop must not wait for.
-        workers = await asyncio.to_thread(worker_configs, context, self._begun, self._world)
+        workers = await asyncio.to_thread(worker_configs, context, self._begun, self._trainer.world)
         self._begun += 1
         environment = engine_environment(
             os.environ, config.slurm.device, first=0, count=len(workers), threads=config.train.threads
@@ -283,12 +282,13 @@ class TrainNode(EngineNode[Supervised]):
         await self._trainer.start(commands)
 
     def received(self, trainer: Supervised, local_rank: int, message: Any) -> None:
-        if isinstance(message, EngineState):
+        if isinstance(message, EngineReady):
             self._ready[local_rank] = message
             if len(self._ready) == len(trainer.children):
                 trainer.state, self.step, trainer.starts = "ready", self._ready[0].version, 0
                 seconds = time.monotonic() - self._ordered_at
-                self._context.report(self._engine_state("ready", seconds=seconds), 0)
+                known = {"rank": self._context.rank, "engine": trainer.name, "version": self.step}
+                self._context.log("engine_ready", **known, seconds=seconds)
             return
         if isinstance(message, Doing):
             if not local_rank and any(phase in STORAGE for phase in message.now):
@@ -340,28 +340,15 @@ class TrainNode(EngineNode[Supervised]):
         self.has_freed(trainer.name)
         if self._stopping or trainer.state == "lost":
             return
-        was, trainer.state, self._postponed = trainer.state, "lost", None
+        was, self._postponed = trainer.state, None
+        trainer.state, trainer.reason, trainer.ends = "lost", reason, trainer.ends + 1
         self._carrier.drop_policy()
         trainer.kill()
-        lost = self._engine_state("lost", reason)
-        context.report(lost, was=was)
+        context.log("engine_lost", rank=context.rank, engine=trainer.name, reason=reason, was=was)
         if was == "starting" and context.resume_point.snapshot and not self._elastic:
             # It may be why they ended: the next start takes the checkpoint.
             self.keeper.discard(context.resume_point.snapshot)
         if not self._elastic and len(context.layout.core) > 1:
             trainer.restart_all(reason, defect=trainer.out_of_memory)
-        elif not trainer.ends_too_often(reason, time.monotonic()):
-            for rank in (0, context.layout.train_leader):
-                context.send(rank, lost)
-
-    def _engine_state(self, state: StateName, reason: str = "", seconds: float = 0.0) -> EngineState:
-        return EngineState(
-            self._context.rank,
-            "train",
-            state,
-            engine=self._trainer.name,
-            reason=reason,
-            version=self.step,
-            seconds=seconds,
-            world=self._world,
-        )
+        else:
+            trainer.ends_too_often(reason, time.monotonic())

@@ -30,7 +30,6 @@ from libra_hpc.policies.learning.guards import GuardDecision
 from libra_hpc.policies.pool import states
 from libra_hpc.process.retry import patiently
 from libra_hpc.protocol import agents as wire
-from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.joining import is_guest
 from libra_hpc.protocol.ranks_stop import RanksStop, Why, start_of
 from libra_hpc.state.attempt import Event, copy_policy, saved_point, source_of
@@ -101,6 +100,8 @@ class Coordinator:
         """What a late step waits for, as a sentence."""
         self._job_id = ""
         self._asked_to_stop = False
+        self._joined: tuple[wire.MemberJoined, ...] = ()
+        """See `TrainReport.joined`, in the last report."""
         self._trained = False
         """Training has ended, and its step is saved."""
         self._last_step = 0
@@ -123,12 +124,11 @@ class Coordinator:
         """A message of a node of the run."""
         node.seen = time.time()
         match message:
-            case wire.Heartbeat(rank=rank):
+            case wire.Heartbeat(rank=rank, training=training):
                 self._nodes.on_beat(rank, message)
                 self._maybe_start()
-            case wire.TurnsDrained(rank=rank) if is_guest(rank):
-                self._nodes.guests.on_drained(rank)
-                self._nodes.publish()
+                if training is not None:
+                    self._on_training(training, node.seen)
             case wire.Log(kind="signal_ignored") if self._ending.saving_for is not None:
                 pass  # rank 0 got it as well
             case wire.Log(kind=kind, t=t, fields=fields):
@@ -141,14 +141,6 @@ class Coordinator:
             case wire.RolloutReport():
                 self._observations.on_rollout(message, self._nodes.receivers, time.time())
                 self._share()
-            case EngineState(kind="env", state="lost"):
-                self._nodes.lose([LostNode(message.rank, message.reason, 0.0)], node.seen)
-            case EngineState(state="closed"):
-                self._nodes.quarantine(LostNode(message.rank, message.reason, 0.0), node.seen)
-            case EngineState() | wire.TurnsDrained():
-                self._nodes.apply(message)
-            case wire.TrainReport():
-                self._on_training(message, node.seen)
             case wire.Fatal():
                 self._on_fatal(message)
 
@@ -162,10 +154,11 @@ class Coordinator:
             for name, one in beat.engines.items()
             if one.update is not None and (name not in known or known[name].update != one.update)
         ]
-        known |= beat.engines
 
     def _on_training(self, report: wire.TrainReport, now: float) -> None:
-        for member in report.joined:
+        joined = report.joined if report.joined != self._joined else ()
+        self._joined = report.joined
+        for member in joined:
             self._event("member_joined", **msgspec.structs.asdict(member))
             self._nodes.apply(states.StateArrived(member.rank))
             self._nodes.apply(states.MemberOf(member.rank, member.generation))

@@ -19,9 +19,10 @@ import msgspec
 
 from libra_hpc.files import read_own
 from libra_hpc.mesh.agent_context import AgentContext
+from libra_hpc.policies.pool import states
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.agents import LenderReport
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.engine_state import ObservedEngine
 from libra_hpc.protocol.joining import GONE_S, RANKS_OF_A_START, JoinWanted, Offer
 from libra_hpc.protocol.layout import Row
 from libra_hpc.protocol.plan import OfferFact
@@ -111,7 +112,7 @@ class Guests:
         contact.seen = now
         match message:
             case wire.Heartbeat(host=host, pid=pid, leaving=reason):
-                contact.beat = message
+                before = contact.take(message)
                 if not contact.host:
                     contact.host, contact.pid = host, pid
                     self._event("guest_joined", rank=rank, host=host, pid=pid)
@@ -119,16 +120,11 @@ class Guests:
                     if not reason:
                         self._take(rank, "starting", drain="", active="rollout", starts=self.rows[rank].starts + 1)
                     elif not message.returns:
-                        self.on_drained(rank)
+                        self._left(rank)
                 elif reason and self.states[rank] != "leaving":
                     self._take(rank, "leaving", drain="abort")
                     self._event("guest_leaves", rank=rank, reason=reason)
-            case EngineState(state="ready", seconds=seconds) if self.states[rank] == "starting":
-                self._take(rank, "serving")
-                self.start_s = self.start_s if self.rows[rank].starts else seconds
-                self._event("guest_serves", rank=rank, seconds=seconds)
-            case EngineState(state="lost") if self.states[rank] not in ("leaving", "standby"):
-                self._take(rank, "starting", starts=self.rows[rank].starts + 1)
+                self._on_engines(rank, contact, before, now)
             case wire.Fatal(reason=reason):
                 self._lose(rank, reason, now)
 
@@ -136,14 +132,32 @@ class Guests:
         self.states[rank] = state
         self.rows[rank] = msgspec.structs.replace(self.rows[rank], state=state, **changes)
 
-    def on_drained(self, rank: int) -> None:
-        """No turn of it is in flight any more."""
-        if rank in self.contacts and (beat := self.contacts[rank].beat) is not None and beat.returns:
+    def _on_engines(self, rank: int, contact: NodeContact, before: Mapping[str, ObservedEngine], now: float) -> None:
+        state, row = self.states.get(rank), self.rows.get(rank)
+        if row is None or state in ("leaving", "standby"):
+            return
+        if states.ended(before, contact.engines, "rollout"):
+            self._take(rank, "starting", starts=row.starts + 1)
+        elif state == "starting" and states.at_work(contact.engines, "rollout", row.starts):
+            seconds = now - contact.since
+            self._take(rank, "serving")
+            self.start_s = self.start_s if row.starts else seconds
+            self._event("guest_serves", rank=rank, seconds=seconds)
+
+    def on_drained(self, rank: int, starts: int) -> None:
+        """No turn of it is in flight any more, since it was to drain."""
+        if self.states.get(rank) != "leaving" or self.rows[rank].starts != starts:
+            return
+        beat = self.contacts[rank].beat
+        if beat is not None and beat.returns:
             self._take(rank, "standby", active=None)
             self._event("guest_sleeps", rank=rank)
-        elif rank in self.contacts:
-            self._event("guest_left", rank=rank)
-            self._stop(rank, "it left")
+        else:
+            self._left(rank)
+
+    def _left(self, rank: int) -> None:
+        self._event("guest_left", rank=rank)
+        self._stop(rank, "it left")
 
     def check(self, unreachable: set[int], now: float) -> None:
         """Lose silent guests and those in ``unreachable``."""

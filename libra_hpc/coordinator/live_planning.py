@@ -24,8 +24,8 @@ from libra_hpc.policies.control.borrow_choice import fitting
 from libra_hpc.policies.control.move_choice import SWITCHES
 from libra_hpc.policies.control.plays import BOTH
 from libra_hpc.policies.control.within_step import TAIL, Rest, moves_within_step
-from libra_hpc.policies.pool.states import Node, NodeState
-from libra_hpc.protocol.agents import RolloutReport, TurnsDrained
+from libra_hpc.policies.pool.states import Node, NodeState, TurnsDrained
+from libra_hpc.protocol.agents import RolloutReport
 from libra_hpc.protocol.engine_state import EngineKind
 from libra_hpc.protocol.plan import BorrowFact, NodeFact, OfferFact, PlanDecision
 

@@ -55,6 +55,12 @@ class NodeContact:
         self.since = now
         """When it took its present state."""
 
+    def take(self, beat: Heartbeat) -> dict[str, ObservedEngine]:
+        """Note a heartbeat; returns the engines as they were before."""
+        before, self.beat = self.engines, beat
+        self.engines = before | beat.engines
+        return before
+
 
 class LostNode(NamedTuple):
     rank: int

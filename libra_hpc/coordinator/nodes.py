@@ -16,6 +16,7 @@ from libra_hpc.policies.pool import states
 from libra_hpc.policies.pool.readmission import Readmission
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import EngineKind
+from libra_hpc.protocol.joining import is_guest
 from libra_hpc.protocol.layout import Layout, StopTraining
 
 from .guests import Guests
@@ -124,14 +125,13 @@ class NodePool:
     def request_reset(self, rank: int) -> None:
         """Have a node that was declared lost, and sends again, begin as a new one."""
         self.contacts[rank].seen, self.contacts[rank].beat = time.time(), None
-        self.contacts[rank].engines.clear()
         self._returning.add(rank)
         self.publish(again=True)
 
     def on_beat(self, rank: int, beat: wire.Heartbeat) -> None:
         """Note a node's heartbeat; return it to the pool if it was lost, and has ended what it had."""
         contact, context = self.contacts[rank], self._context
-        contact.beat = beat
+        before = contact.take(beat)
         if context.publisher is not None:
             context.publisher.on_beat(rank, beat)
         node = self.pool.nodes.get(rank) if self.pool is not None else None
@@ -143,6 +143,28 @@ class NodePool:
             self._returning.discard(rank)
             self._event("node_returned", rank=rank)
             self.apply(states.RankBack(rank))
+        elif node is not None:
+            self.apply(*states.observed(node, before, contact.engines))
+            self._find_closed(rank, contact)
+        for other, starts in beat.drained.items():
+            if is_guest(other):
+                self.guests.on_drained(other, starts)
+                self.publish()
+            elif self.pool is not None and self.pool.nodes[other].drain and self.pool.nodes[other].starts == starts:
+                self.apply(states.TurnsDrained(other))
+
+    def _find_closed(self, rank: int, contact: NodeContact) -> None:
+        """Give up a node that cannot go on: an environment node, or one whose engines all compute wrongly."""
+        assert self.pool is not None
+        engines = contact.engines.values()
+        closed = [one for one in engines if one.state == "closed"]
+        if not closed or self.pool.nodes[rank].state is states.NodeState.LOST:
+            return
+        node, kind = LostNode(rank, closed[0].reason, 0.0), closed[0].kind
+        if kind == "env":
+            self.lose([node], contact.seen)
+        elif len(closed) == sum(one.kind == kind for one in engines) and rank not in self._context.layout.vital:
+            self.quarantine(node, contact.seen)
 
     def await_members(self, ranks: tuple[int, ...], limit_s: float) -> None:
         """Have the train leader begin no step without these nodes, within the limit."""

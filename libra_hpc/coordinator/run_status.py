@@ -132,7 +132,7 @@ def _status(rank: int, component: str, role: str, facts: NodeContact, *, now: fl
         facts.host,
         component,
         role,
-        engines={name: one.state for name, one in facts.engines.items()},
+        engines={name: one.state for name, one in facts.engines.items()} if beat else {},
         version=beat.version if beat else -1,
         heartbeat_age_s=max(0.0, now - facts.seen),
     )

@@ -31,7 +31,7 @@ from libra_hpc.gate.gated_steps import GatedSteps
 from libra_hpc.models.architecture import predicts_ahead, read_shape
 from libra_hpc.models.published import text_shapes
 from libra_hpc.protocol.engine import Generate, Generated, UpdateWeights, WeightsApplied, refusal
-from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
+from libra_hpc.protocol.engine_state import EngineCapacity, EngineReady, EngineStats
 from libra_hpc.weights.weightfile import WeightFileError, folder_shapes
 
 from .expert_table import ExpertTable
@@ -149,7 +149,7 @@ class RolloutEngine:
         """Whether the users of its device leave room for a step now."""
         return self._gate is None or self._gate.may_step(self.busy)
 
-    def warm_up(self, before_step: Callable[[RolloutEngine], None] = lambda _: None) -> EngineState:
+    def warm_up(self, before_step: Callable[[RolloutEngine], None] = lambda _: None) -> EngineReady:
         """Measure the warm-up profile before any turn; returns the first message to the agent."""
 
         def step() -> list[Generated]:
@@ -165,7 +165,7 @@ class RolloutEngine:
         self._counters = EngineCounters()
         self.capacity = msgspec.structs.replace(self.capacity, warm_up=reports)
         self.start_s += time.monotonic() - started
-        return EngineState(-1, "rollout", "ready", version=self._version, seconds=self.start_s, capacity=self.capacity)
+        return EngineReady(version=self._version, seconds=self.start_s, capacity=self.capacity)
 
     def submit(self, request: Generate) -> Generated | None:
         """Accept a request (None), or answer it at once with finish reason ``error``.

@@ -21,7 +21,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.process.lease import Fence
 from libra_hpc.protocol.agents import Log, MeshMessage
-from libra_hpc.protocol.engine_state import EngineState, LenderKind
+from libra_hpc.protocol.engine_state import LenderKind
 from libra_hpc.protocol.layout import ResumePoint
 
 from .layout_publisher import Publisher
@@ -173,13 +173,6 @@ class AgentContext:
     def orders(self) -> str:
         """How Layouts reach the nodes, as in `Status.orders`."""
         return self.publisher.summary if self.publisher is not None else ""
-
-    def report(self, state: EngineState, *ranks: int, **fields: Any) -> None:
-        """Send an engine's state to these ranks, and log it as event ``engine_ready`` or ``engine_lost``."""
-        outcome = {"reason": state.reason} if state.reason else {"version": state.version, "seconds": state.seconds}
-        self.log(f"engine_{state.state}", rank=state.rank, engine=state.engine, **outcome, **fields)
-        for rank in ranks:
-            self.send(rank, state)
 
     def send_to_rollout_leader(self, message: MeshMessage) -> None:
         self.send(self.layout.rollout_leader, message)

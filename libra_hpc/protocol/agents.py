@@ -13,7 +13,7 @@ import msgspec
 from .carriers import Peer, Publish
 from .codec import Codec
 from .engine import Abort, Generate, Generated
-from .engine_state import EngineState, EngineStats, LenderKind, ObservedEngine, StepCosts
+from .engine_state import EngineStats, LenderKind, ObservedEngine, StepCosts
 from .env import FromHost, ToHost
 from .layout import LayoutChange
 from .plan import GroupFact, TrajectoryFact
@@ -40,6 +40,33 @@ class MpiBarrier(msgspec.Struct, tag=True, frozen=True):
     """The agent's, in what it sends."""
 
 
+class MemberJoined(msgspec.Struct, array_like=True, frozen=True):
+    """The rank is a member of the generation and has the weights of ``step``."""
+
+    rank: int
+    generation: int
+    step: int
+    received_bytes: int
+    seconds: float
+    source: str = ""
+    """See `Joined.source`."""
+
+
+class TrainReport(msgspec.Struct, frozen=True):
+    """What the train leader does beside its steps."""
+
+    saving: bool = False
+    """Whether a checkpoint is being written."""
+    save_s: float = 0.0
+    """Seconds of the newest complete checkpoint; 0: this start has none."""
+    core_wanted: bool = False
+    """Whether there is something to do for the core, whose trainers are in standby."""
+    done: int | None = None
+    """The last step, once it is committed and saved."""
+    joined: tuple[MemberJoined, ...] = ()
+    """Members of the newest generation that was formed."""
+
+
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Agent -> coordinator, once a second, and at once for a new row or where an engine has changed.
 
@@ -63,6 +90,10 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
     """Whether MPI brought that."""
     ended_world: int = -1
     """The newest world of MPI processes of which its own has ended."""
+    drained: dict[int, int] = {}
+    """The rollout leader's: nodes without a turn in flight -> `Row.starts` with which they were to drain."""
+    training: TrainReport | None = None
+    """The train leader's."""
     lender: tuple[str, LenderKind] = ("", "idle")
     """Whose a guest's engines are."""
     leaving: str = ""
@@ -126,33 +157,6 @@ class SnapshotPart(msgspec.Struct, tag=True, frozen=True):
     """None: the node lost it, and asks the one that has a copy."""
 
 
-class MemberJoined(msgspec.Struct, frozen=True):
-    """The rank is a member of the generation and has the weights of ``step``."""
-
-    rank: int
-    generation: int
-    step: int
-    received_bytes: int
-    seconds: float
-    source: str = ""
-    """See `Joined.source`."""
-
-
-class TrainReport(msgspec.Struct, tag=True, frozen=True):
-    """Train leader -> coordinator, at every change: what it does beside its steps."""
-
-    saving: bool = False
-    """Whether a checkpoint is being written."""
-    save_s: float = 0.0
-    """Seconds of the newest complete checkpoint; 0: this start has none."""
-    core_wanted: bool = False
-    """Whether there is something to do for the core, whose trainers are in standby."""
-    done: int | None = None
-    """The last step, once it is committed and saved."""
-    joined: tuple[MemberJoined, ...] = ()
-    """Members of a generation that forms now."""
-
-
 class StepReport(msgspec.Struct, tag=True, frozen=True):
     """Train leader -> coordinator: one committed step."""
 
@@ -205,12 +209,6 @@ class Committed(msgspec.Struct, tag=True, frozen=True):
 
 
 # --- rollout ---
-
-
-class TurnsDrained(msgspec.Struct, tag=True, frozen=True):
-    """Rollout leader -> coordinator: no turn of this rank's engines is in flight."""
-
-    rank: int
 
 
 class Turns(msgspec.Struct, tag=True, frozen=True):
@@ -376,19 +374,16 @@ MeshMessage = Union[
     MpiBarrier,
     Heartbeat,
     LayoutChange,
-    EngineState,
     Log,
     StopAgent,
     Fatal,
     ToReplica,
     FromReplica,
     SnapshotPart,
-    TrainReport,
     StepReport,
     GroupDone,
     Batch,
     Committed,
-    TurnsDrained,
     Turns,
     WrongEngine,
     TurnsDone,

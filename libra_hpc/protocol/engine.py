@@ -12,7 +12,7 @@ from typing import NamedTuple, Union
 import msgspec
 
 from .codec import Codec
-from .engine_state import Doing, EngineState, EngineStats
+from .engine_state import Doing, EngineReady, EngineStats
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
@@ -134,7 +134,7 @@ class WeightsRefused(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Union[Generate, Abort, UpdateWeights, Sleep, Wake]
-FromEngine = Union[EngineState, Generated, EngineStats, WeightsApplied, WeightsRefused, EngineFailed, Doing]
+FromEngine = Union[EngineReady, Generated, EngineStats, WeightsApplied, WeightsRefused, EngineFailed, Doing]
 
 to_engine: Codec[ToEngine] = Codec(ToEngine)
 from_engine: Codec[FromEngine] = Codec(FromEngine)

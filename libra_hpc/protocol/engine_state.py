@@ -120,36 +120,25 @@ class ObservedEngine(msgspec.Struct, array_like=True, frozen=True):
     version: int = -1
     """Version of its weights."""
     ends: int = 0
-    """How often its processes ended so far."""
+    """How often its processes ended unasked so far."""
     reason: str = ""
     """Why it does not work, or did not before."""
     capacity: EngineCapacity | None = None
     """What a rollout engine that is ready has room for, where that is news."""
     update: WeightUpdate | None = None
     """The newest that it got while it served."""
-
-
-class EngineState(msgspec.Struct, tag=True, frozen=True):
-    """An engine took this state.
-
-    - ready -> its process to its agent; once all have the newest weights, their agent to the coordinator.
-    - lost -> its agent to the coordinator, which orders the next start; of trainers to their leader too.
-    - standby of trainers of the core -> the coordinator, which orders the start of its rollout engines.
-    - closed -> the coordinator, which quarantines the node; those that the run cannot do without stay, without engines.
-    """
-
-    rank: int
-    """Its node; -1 in a message of the process, which its agent completes."""
-    kind: EngineKind
-    state: StateName
-    engine: str = ""
-    """Its name; empty: all engines of the kind on the node."""
-    reason: str = ""
-    version: int = -1
-    """Version of its weights; of a trainer its step. -1: it has none."""
-    seconds: float = 0.0
-    """Since its start was ordered; in a message of a rollout engine since its process began."""
+    starts: int = 0
+    """`Row.starts` for which it was started, or woken."""
     world: int = 0
-    """Number of the common start of a training engine of several nodes."""
+    """Number of the common start of trainers of several nodes."""
+
+
+class EngineReady(msgspec.Struct, tag=True, frozen=True):
+    """Process of an engine -> its agent: it has started."""
+
+    version: int
+    """Version of its weights; of a trainer its step."""
+    seconds: float = 0.0
+    """Since a rollout engine's process began."""
     capacity: EngineCapacity | None = None
-    """Capacity of a rollout engine that is ready."""
+    """Capacity of a rollout engine."""

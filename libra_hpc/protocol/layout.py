@@ -36,7 +36,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     starts: int = 0
     """Starts of engines ordered so far: one that ended starts again when this grows."""
     world: int = 0
-    """See `EngineState.world`; trainers of an earlier one end."""
+    """See `ObservedEngine.world`; trainers of an earlier one end."""
     drain: Drain = ""
     life: int = 0
     """How often it was declared lost: it drops all that it had before."""

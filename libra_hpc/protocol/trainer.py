@@ -13,7 +13,7 @@ from typing import Literal, Union
 import msgspec
 
 from .codec import Codec
-from .engine_state import Doing, EngineState
+from .engine_state import Doing, EngineReady
 
 ENGINES = 256
 """Numbers of engines in a loss mask; 0: the policy has not generated the token, 1: an engine without a number."""
@@ -263,7 +263,7 @@ class WorkerFailed(msgspec.Struct, tag=True, frozen=True):
 
 ToWorker = Union[Join, TrainPortion, TrainStep, OfferWeights, SaveState, KeepState, Standby]
 FromWorker = Union[
-    EngineState,
+    EngineReady,
     Joined,
     Freed,
     PortionDone,

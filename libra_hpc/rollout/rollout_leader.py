@@ -289,15 +289,19 @@ class RolloutLeader:
 
     def on_rank_lost(self, rank: int) -> None:
         reason = f"node {rank} lost"
-        for name in self._turns.engines.of(rank):
-            self._turns.engine_lost(name, reason)
+        self._turns.rank_lost(rank, reason)
         self._environments.on_rank_lost(rank, reason)
         self._applied()
         self.schedule_pass()
 
-    def on_drain(self, rank: int, abort: bool = False) -> None:
+    @property
+    def drained(self) -> dict[int, int]:
+        """See `Heartbeat.drained`."""
+        return self._turns.drained
+
+    def on_drain(self, rank: int, starts: int, abort: bool = False) -> None:
         """Send no more turns to a node that leaves the rollout stage, or the job."""
-        self._turns.drain(rank, abort)
+        self._turns.drain(rank, starts, abort)
 
     def _applied(self) -> None:
         joint = self._turns.engines.joint_version

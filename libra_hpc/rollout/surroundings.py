@@ -37,6 +37,9 @@ class Surroundings(Protocol):
     def routed(self, routed: Routed) -> None:
         """Record a turn that was sent to an engine."""
 
+    def changed(self) -> None:
+        """Send what the leader knows of nodes."""
+
     def log(self, kind: str, **fields: Any) -> None:
         """Write an event."""
 

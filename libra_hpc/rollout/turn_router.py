@@ -4,7 +4,7 @@
 - Engine lost, or turn answered with an error -> send the turn again; `MAX_ERRORS` errors -> the attempt fails.
 - Turn overdue -> abort it; `MAX_OVERDUE` times with nothing generated -> the attempt fails.
 - An engine stands still beside the users of its device -> no more turns for it, and those it has are aborted.
-- Node drains -> no more turns for it; `TurnsDrained` after its last one, which may be aborted for that.
+- Node drains -> no more turns for it; it is in `drained` after its last one, which may be aborted for that.
 
 Dispatcher, board and policy are those that the simulator drives.
 """
@@ -20,7 +20,7 @@ from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
 from libra_hpc.policies.scheduling.protocol import Finished, Policy, TurnView
 from libra_hpc.process.progress import TURN
-from libra_hpc.protocol.agents import Turns, TurnsDrained, WrongEngine
+from libra_hpc.protocol.agents import Turns, WrongEngine
 from libra_hpc.protocol.engine import Abort, Generate, Generated
 from libra_hpc.protocol.engine_state import EngineStats, LenderKind, ObservedEngine
 
@@ -53,9 +53,11 @@ class TurnRouter:
         board = Board(config.rollout.most_inflight)
         self.engines = EngineRegistry(board, config.deadlines, self._clock)
         self._queue = Dispatcher(policy, board)
-        self._draining: set[int] = set()
-        self._off: dict[str, int] = {}
-        """Engines that compute wrongly -> their ends until then."""
+        self._draining: dict[int, int] = {}
+        self.drained: dict[int, int] = {}
+        """Nodes with and without turns -> `Row.starts` with which they were to drain."""
+        self._off: set[str] = set()
+        """Engines that compute wrongly, until their nodes end them."""
         self._serial = 0
         self.resubmitted = 0
         """Turns and trajectories that had to be sent or sampled again since the start."""
@@ -210,20 +212,23 @@ class TurnRouter:
         rank = self.engines.engines[off.engine].rank
         self._around.log("engine_off", rank=rank, engine=off.engine, action=off.action, reason=off.reason)
         self._around.send(rank, WrongEngine(off.engine, off.reason, closed=off.action == "close"))
-        self._off[off.engine] = self.engines.engines[off.engine].ends
+        self._off.add(off.engine)
         self.engine_lost(off.engine, off.reason)
 
     def observe(self, rank: int, name: str, engine: ObservedEngine, lender: tuple[str, LenderKind]) -> bool:
         """An engine as its node has it now; returns whether something has changed."""
+        if engine.state != "ready":
+            self._off.discard(name)
         known, serves = self.engines.engines.get(name), engine.state == "ready" and engine.kind == "rollout"
-        serves &= engine.ends > self._off.get(name, -1)
+        serves &= name not in self._off
         lost = known is not None and not (serves and known.ends == engine.ends)
         if lost:
             self.engine_lost(name, engine.reason)
         if known is not None and not lost:
             return self.engines.applied(name, engine.version)
         if serves and engine.capacity is not None:
-            self._draining.discard(rank)
+            self._draining.pop(rank, None)
+            self.drained.pop(rank, None)
             self.engines.ready(rank, name, engine, engine.capacity, lender)
             return True
         return lost
@@ -236,9 +241,15 @@ class TurnRouter:
                 self._resubmit(sent.trajectory, reason)
             self._maybe_drained(lost.rank)
 
-    def drain(self, rank: int, abort: bool) -> None:
+    def rank_lost(self, rank: int, reason: str) -> None:
+        for name in self.engines.of(rank):
+            self.engine_lost(name, reason)
+        self._draining.pop(rank, None)
+        self.drained.pop(rank, None)
+
+    def drain(self, rank: int, starts: int, abort: bool) -> None:
         """Send no more turns to a node, and report when its last one is back."""
-        self._draining.add(rank)
+        self._draining[rank] = starts
         self.engines.drain(rank)
         for name in self.engines.of(rank) if abort else ():
             for rid in self.engines.engines[name].inflight:
@@ -247,5 +258,5 @@ class TurnRouter:
 
     def _maybe_drained(self, rank: int) -> None:
         if rank in self._draining and self.engines.empty(rank):
-            self._draining.discard(rank)
-            self._around.send(0, TurnsDrained(rank))
+            self.drained[rank] = self._draining.pop(rank)
+            self._around.changed()

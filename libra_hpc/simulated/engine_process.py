@@ -46,7 +46,7 @@ from libra_hpc.protocol.engine import (
     refusal,
     to_engine,
 )
-from libra_hpc.protocol.engine_state import EngineCapacity, EngineState, EngineStats
+from libra_hpc.protocol.engine_state import EngineCapacity, EngineReady, EngineStats
 from libra_hpc.simulator.engine.simulated_engine import IDLE, Engine
 from libra_hpc.simulator.engine.simulated_request import SimulatedRequest
 from libra_hpc.simulator.settings import run_settings
@@ -98,7 +98,7 @@ class SimulatedEngine:
         """Time of the next event for `run_until`; `IDLE` (infinity) without one."""
         return self._engine.next_at
 
-    def ready(self, start_s: float) -> EngineState:
+    def ready(self, start_s: float) -> EngineReady:
         """The first message to the agent; ``start_s`` in wall seconds."""
         capacity = EngineCapacity(
             tp=self._config.tp,
@@ -106,7 +106,7 @@ class SimulatedEngine:
             kv_tokens=self._kv_tokens,
             warm_up=self._warm_up(),
         )
-        return EngineState(-1, "rollout", "ready", version=self._config.version, seconds=start_s, capacity=capacity)
+        return EngineReady(version=self._config.version, seconds=start_s, capacity=capacity)
 
     def _warm_up(self) -> tuple[EngineStats, ...]:
         """The warm-up profile of `libra_hpc.engine.warm_up`, from the modelled step times."""

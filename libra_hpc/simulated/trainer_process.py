@@ -31,7 +31,7 @@ from libra_hpc.models.train_seconds import HybridWorlds, TrainCost, work_of
 from libra_hpc.process.entry import run
 from libra_hpc.process.progress import Pulse
 from libra_hpc.process.retry import patiently
-from libra_hpc.protocol.engine_state import LOAD, EngineState
+from libra_hpc.protocol.engine_state import LOAD, EngineReady
 from libra_hpc.protocol.trainer import (
     FromWorker,
     Join,
@@ -89,7 +89,7 @@ class Trainer(WorkerLoop):
         """The version that was offered last; as a real trainer, it knows what changed since, and no more."""
         self._take(self._simulated.start_s, begin)
         self.pulse.end()
-        socket.send(EngineState(-1, "train", "ready", version=self.step))
+        socket.send(EngineReady(version=self.step))
 
     @property
     def step(self) -> int:

@@ -17,8 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.process.lease import Fence
@@ -32,7 +35,7 @@ from libra_hpc.protocol.agents import (
     TrainReport,
     WeightsOffered,
 )
-from libra_hpc.protocol.engine_state import Doing
+from libra_hpc.protocol.engine_state import Doing, ObservedEngine
 from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.trainer import (
     FromWorker,
@@ -60,8 +63,6 @@ from .step_requests import StepRequests
 
 LAST_RETRIES, LAST_PAUSE_S = 3, 3.0
 """Retries and pause in seconds of the last checkpoint of a run that was stopped: it has only seconds."""
-ASK_AGAIN_S = 1.0
-"""Between two requests for the core: a node that changes its stage ends that first."""
 MOST_RETAINED = 4
 """Times `TrainLeader.retain`, for which batches stay while no newer state is complete."""
 
@@ -88,6 +89,11 @@ class TrainLeader(StepRequests):
         """``begins``: tier of the state with which the trainers begin; None: there is none."""
         super().__init__(config, core, send, clock, step=step, order=order, rendezvous=rendezvous)
         self._steps = config.run.steps
+        self.report = TrainReport()
+        self.changed: Callable[[], None] = lambda: None
+        """Called where `report` has changed."""
+        self._ends: dict[int, int] = {}
+        """Ends of the trainers of each node."""
         every = {"checkpoint": config.checkpoint.every, "snapshot": config.train.snapshot_every}
         self._storage_s = config.deadlines.storage_s
         whole = config.run.engine == "simulated" or config.model.dtype == "float32"
@@ -196,6 +202,13 @@ class TrainLeader(StepRequests):
             self._failed = self._failed or f"replica {rank}: {message.what}"
             self._replies[rank] = message
 
+    def on_engines(self, rank: int, observed: Mapping[str, ObservedEngine]) -> None:
+        """Engines of a node as they are now: its trainers may have ended."""
+        for engine in observed.values():
+            if engine.kind == "train" and engine.ends > self._ends.get(rank, 0):
+                self._ends[rank] = engine.ends
+                self.on_replica_down(rank, engine.reason)
+
     def on_replica_down(self, rank: int, reason: str) -> None:
         super().on_replica_down(rank, reason)
         if rank in self._core:
@@ -291,7 +304,8 @@ class TrainLeader(StepRequests):
                 self.on_generation(max(self.generation, self._ordered[0]) + 1, self._core)
             if not self._ordered_newer():
                 self._report(core_wanted=True)
-                await self._until(self._ordered_newer, ASK_AGAIN_S)
+                await self._until(self._ordered_newer)
+                self._report(core_wanted=False)
         self._rests = False
         return await super()._order_or_retry()
 
@@ -417,16 +431,15 @@ class TrainLeader(StepRequests):
 
     def _ask_to_save(self) -> None:
         self._to_core(self._saves.ask(self.step, self.order, self._reports))
-        self._report()
+        self._report(saving=True)
 
     def _saves_changed(self) -> None:
         self._wake.set()
-        self._report()
+        self._report(saving=self._saves.writing, save_s=self._saves.save_s)
 
-    def _report(
-        self, core_wanted: bool = False, done: int | None = None, joined: tuple[MemberJoined, ...] = ()
-    ) -> None:
-        self._send(0, TrainReport(self._saves.writing, self._saves.save_s, core_wanted, done, joined))
+    def _report(self, **changes: Any) -> None:
+        self.report = msgspec.structs.replace(self.report, **changes)
+        self.changed()
 
     async def _save(self) -> str | None:
         """Save this step, again when the core dies and is rebuilt; "" saved, None the run cannot go on, else why not.

@@ -88,7 +88,7 @@ def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
     """The train leader of this start, which completes checkpoints in the run directory."""
     config, point, run = context.config, context.resume_point, context.run
     run.checkpoints.mkdir(exist_ok=True)
-    return TrainLeader(
+    leader = TrainLeader(
         config,
         context.layout.core,
         point.step,
@@ -101,3 +101,5 @@ def make_train_leader(context: AgentContext, rendezvous: Path) -> TrainLeader:
         begins="snapshot" if point.snapshot else "checkpoint" if point.checkpoint else None,
         fence=context.fence,
     )
+    leader.changed = context.changed
+    return leader

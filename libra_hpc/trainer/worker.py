@@ -26,7 +26,7 @@ from libra_hpc.models.adapters import with_adapters
 from libra_hpc.models.architecture import read_shape
 from libra_hpc.process.entry import leave, run
 from libra_hpc.process.progress import Pulse
-from libra_hpc.protocol.engine_state import LOAD, EngineState
+from libra_hpc.protocol.engine_state import LOAD, EngineReady
 from libra_hpc.protocol.trainer import Join, PortionDone, StepDone, Tier, TrainPortion, TrainStep, WorkerFailed
 from libra_hpc.trainer.saved.state_writer import StateWriter
 from libra_hpc.weights.image import reading
@@ -98,7 +98,7 @@ class Worker(WorkerLoop):
         self._offers = WeightOffers(self._engine, config.rank)
         self._writer = StateWriter(self._engine, model_dir, self.written)
         pulse.end()
-        socket.send(EngineState(-1, "train", "ready", version=self._engine.state.step))
+        socket.send(EngineReady(version=self._engine.state.step))
 
     def _load(self, model_dir: Path, start_dir: str, rank: int) -> None:
         engine = self._engine

@@ -17,7 +17,7 @@ from libra_hpc.agent.hosting.hosts import EnvNode, Hosts
 from libra_hpc.config.load import validate
 from libra_hpc.mesh.agent_context import RankLayout
 from libra_hpc.protocol.agents import EnvHostLost, Fatal, FromEnvHost
-from libra_hpc.protocol.engine_state import SERVING, Doing, EngineState
+from libra_hpc.protocol.engine_state import SERVING, Doing, ObservedEngine
 from libra_hpc.protocol.env import ChatChoice, CloseEpisode, HostReady
 from tests.stage.node_parts import Outbox
 from tests.stage.waiting import until
@@ -178,24 +178,21 @@ async def test_hosts_that_keep_ending_fail_the_run_and_single_ends_never_do(scen
 async def test_an_environment_node_whose_hosts_keep_ending_is_given_up_alone(scene: Scene) -> None:
     layout = RankLayout(("planner", "train", "rollout", "env"))
     scene.hosts = node = EnvNode(replace(scene.hosts._context, rank=3, layout=layout))
-    await node.start()
+    await node.start(1)
     for number in range(6):
         scene.reports(HostReady("toy"), float(number))
+        assert node.observed == {"e3.0": ObservedEngine("env", "ready", starts=1)}
         scene.child.exited(scene.child, 1)
-        await until(lambda number=number: len(scene.of(EnvHostLost)) > number or len(scene.of(EngineState)) > 1)
-    ready, lost = scene.of(EngineState)
-    assert (ready.rank, ready.kind, ready.state, lost.rank, lost.kind, lost.state) == (
-        3,
-        "env",
-        "ready",
-        3,
-        "env",
-        "lost",
+        await until(
+            lambda number=number: len(scene.of(EnvHostLost)) > number or node.observed["e3.0"].state == "closed"
+        )
+    assert node.observed["e3.0"].reason.startswith(
+        "e3.0 ended 6 times in 300 s, the last time because process e3.0 ended with 1"
     )
-    assert lost.reason.startswith("e3.0 ended 6 times in 300 s, the last time because process e3.0 ended with 1")
     assert (scene.failed, [m.rank for m in scene.of(EnvHostLost)]) == ([], [3] * 5)
     assert FromEnvHost(3, 0, HostReady("toy")) in scene.of(FromEnvHost)
     await node.reset()
-    await node.start()
+    assert node.observed["e3.0"].state == "lost"
+    await node.start(2)
     scene.reports(HostReady("toy"), 10.0)
-    assert scene.of(EngineState)[-1].state == "ready"
+    assert node.observed["e3.0"].state == "ready"

@@ -46,6 +46,7 @@ class Scene:
             setattr(agent, name, Part(name.partition("_")[0] if name == "carrier" else name, self.calls))
         agent._spawn = lambda work: self.work.append(work)  # type: ignore[method-assign]
         agent._beat = lambda: self.calls.append(("beat", agent._life))  # type: ignore[method-assign]
+        agent._beat_if_changed = lambda: None  # type: ignore[method-assign]
         self.agent, self.work = agent, list[Any]()
 
     def takes(self, number: int, rows: dict[int, Row], by_mpi: bool = False, **fields: Any) -> list[tuple[Any, ...]]:
@@ -69,19 +70,19 @@ WORKS = Row("rollout", "rollout", starts=1)
 
 def test_a_node_moves_once_and_frames_that_are_out_of_date_change_nothing() -> None:
     scene = Scene()
-    assert scene.takes(1, {2: WORKS}) == [("rollout_node.start",)]
+    assert scene.takes(1, {2: WORKS}) == [("rollout_node.start", 1)]
     drains = Row("to_train", "rollout", starts=1, drain="wait")
-    assert scene.takes(2, {2: drains}, good_step=4) == [("rollout_service.leader.on_drain", 2, False)]
+    assert scene.takes(2, {2: drains}, good_step=4) == [("rollout_service.leader.on_drain", 2, 1, False)]
     assert scene.agent.context.good_step == 4
     assert scene.takes(3, {2: drains}, recorded=7) == [], "once"
     moved = Row("to_train", "train", starts=2)
-    assert scene.takes(4, {2: moved}) == [("rollout_node.standby",), ("train_node.start", 0)]
+    assert scene.takes(4, {2: moved}) == [("rollout_node.standby",), ("train_node.start", 2, 0)]
     assert scene.takes(4, {2: moved}) == scene.takes(1, {2: WORKS}) == scene.calls == []
     assert not scene.agent._by_mpi
     scene.takes(4, {2: moved}, by_mpi=True)
     assert scene.agent._by_mpi, "rank 0 sees that MPI brings it again"
     again = Row("starting", "train", starts=3, world=1)
-    assert scene.takes(5, {2: again}) == [("train_node.reset",), ("train_node.start", 1)]
+    assert scene.takes(5, {2: again}) == [("train_node.reset",), ("train_node.start", 3, 1)]
 
 
 def test_a_node_that_was_lost_ends_all_and_its_heartbeat_shows_that() -> None:
@@ -91,7 +92,7 @@ def test_a_node_that_was_lost_ends_all_and_its_heartbeat_shows_that() -> None:
     assert {("rollout_node.reset",), ("train_node.reset",), ("carrier.reset",)} <= set(calls)
     assert calls[-2:] == [("mesh.remember", 0), ("mesh.remember", 3)]
     assert scene.calls[-1] == ("beat", 1)
-    assert scene.takes(6, {2: Row("starting", "rollout", starts=2, life=1)})[-1] == ("rollout_node.start",)
+    assert scene.takes(6, {2: Row("starting", "rollout", starts=2, life=1)})[-1] == ("rollout_node.start", 2)
 
 
 @pytest.mark.parametrize("missed", [False, True])

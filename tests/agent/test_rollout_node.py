@@ -27,11 +27,11 @@ from libra_hpc.process.entry import DUMP_SIGNAL
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generate, WeightsRefused
-from libra_hpc.protocol.engine_state import EngineState, ObservedEngine
+from libra_hpc.protocol.engine_state import ObservedEngine
 from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.simulated import tokens
 from tests.agent.weights_here import WrittenImage
-from tests.stage.node_parts import Outbox
+from tests.stage.node_parts import Watched
 from tests.stage.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ FLOOR_S = 4.0
 NODE = 2
 
 
-class Scene(Outbox):
+class Scene(Watched):
     """A node, a training side that has nothing newer unless set, and everything that was sent."""
 
     def __init__(self, folder: Path, engines: int, **sections: dict[str, Any]) -> None:
@@ -63,8 +63,6 @@ class Scene(Outbox):
         self.newest = 0
         places = dict(zip(("private", "shared_memory"), self.folders, strict=True))
         self.context = self.context_of(folder, NODE, config=config, changed=self.changed, **places)
-        self.seen: list[tuple[str, ObservedEngine]] = []
-        """States that engines took."""
         self.weights = WrittenImage(self.folders[1])
         self.node = RolloutNode(self.context, cast(NodeCarrier, self.weights))
 
@@ -77,18 +75,8 @@ class Scene(Outbox):
         if isinstance(message, wire.WeightsWanted) and message.have >= self.newest:
             asyncio.get_running_loop().call_soon(self.node.on_current, wire.WeightsCurrent(message.have))
 
-    def changed(self) -> None:
-        asyncio.get_running_loop().call_soon(self._note)
-
-    def _note(self) -> None:
-        known = {name: engine.state for name, engine in self.seen}
-        self.seen += [(name, one) for name, one in self.node.observed.items() if one.state != known.get(name)]
-
-    def states(self, *names: str) -> list[EngineState]:
-        return [message for message in self.of(EngineState) if message.state in names]
-
     def served(self) -> list[ObservedEngine]:
-        return [engine for _, engine in self.seen if engine.state == "ready"]
+        return self.states("ready")
 
     def gone(self) -> list[tuple[str, str]]:
         return [(name, engine.state) for name, engine in self.seen if engine.state in ("standby", "ending", "lost")]
@@ -288,7 +276,6 @@ async def test_an_engine_that_ends_more_often_than_the_run_file_allows_ends_the_
             os.kill(made.pid(), signal.SIGKILL)
             await until(lambda count=count: len(made.gone()) == count)
         await until(lambda: made.of(wire.Fatal))
-        assert len(made.states("lost")) == 1
         log = made.context.logs / "r2.0.log"
         expected = (
             f"engine r2.0 ended 2 times in 300 s, the last time because process r2.0 was killed by signal 9; see {log}"

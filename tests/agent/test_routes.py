@@ -13,7 +13,6 @@ from libra_hpc.agent.rollout_node import RolloutNode
 from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Peer, Publish
-from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import LayoutChange
 from libra_hpc.protocol.trainer import OfferWeights, StepDone
 from libra_hpc.train_leader.train_leader import TrainLeader
@@ -67,21 +66,12 @@ BEAT = wire.Heartbeat(4, "rollout", {}, 0)
         (HERE, [("leader.weights.on_here", HERE)]),
         (OFFERED, [("leader.on_offered", OFFERED)]),
         (wire.ToReplica(OFFER), [("train.on_message", OFFER)]),
-        (BEAT, [("service.on_message", BEAT)]),
+        (BEAT, [("leader.on_engines", 4, {}), ("service.on_message", BEAT)]),
         (DONE, [("service.on_message", DONE)]),
     ],
 )
 def test_a_message_reaches_its_part(message: wire.MeshMessage, calls: list[tuple[Any, ...]]) -> None:
     assert Scene().deliver(message) == calls
-
-
-def test_the_train_leader_hears_of_lost_trainers() -> None:
-    calls: list[tuple[Any, ...]] = []
-    routes = Routes()
-    add_train_leader(routes, cast(TrainLeader, Part("leader", calls)))
-    assert routes.deliver(EngineState(4, "train", "ready"))
-    assert routes.deliver(EngineState(4, "train", "lost", reason="why"))
-    assert calls == [("leader.on_replica_down", 4, "why")]
 
 
 def test_an_answer_of_a_replica_comes_with_its_rank() -> None:
@@ -97,7 +87,6 @@ def test_every_message_is_for_somebody() -> None:
     """A new message type must be given to a part, or be added to what the agent or the coordinator takes itself."""
     agents = {LayoutChange, wire.StopAgent, wire.MpiStart, wire.MpiBarrier, wire.ToEnvHost}
     coordinators = {wire.Log, wire.Fatal, wire.StepReport, wire.RolloutReport}
-    coordinators |= {wire.TrainReport, wire.TurnsDrained}
     rows = {kind for routes in Scene().routes for kind in routes._rows}
     assert rows | agents | coordinators == set(get_args(wire.MeshMessage))
     assert not rows & agents

@@ -11,13 +11,12 @@ from libra_hpc.agent.train_node import TrainNode
 from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.protocol.agents import FromReplica
-from libra_hpc.protocol.engine_state import EngineState
 from tests.agent.weights_here import WrittenImage
-from tests.stage.node_parts import Outbox
+from tests.stage.node_parts import Watched
 from tests.stage.waiting import until
 
 
-class Scene(Outbox):
+class Scene(Watched):
     """A training node of a dry run, with ``tp`` processes: the whole core unless told otherwise."""
 
     def __init__(
@@ -41,12 +40,9 @@ class Scene(Outbox):
         self.run = RunDir(folder / "run")
         self.run.path.mkdir(exist_ok=True)
         folders = {"run": self.run, "shared_memory": self.shm}
-        context = self.context_of(folder, rank, "planner", *components, config=config, **folders)
+        context = self.context_of(folder, rank, "planner", *components, config=config, changed=self.changed, **folders)
         self.weights = WrittenImage(self.shm)
         self.node = TrainNode(context, cast(NodeCarrier, self.weights))
-
-    def states(self, name: str) -> list[EngineState]:
-        return [state for state in self.of(EngineState) if state.state == name]
 
     def answers(self, kind: type) -> list[Any]:
         return [message.message for message in self.of(FromReplica) if isinstance(message.message, kind)]

@@ -20,7 +20,7 @@ from libra_hpc.coordinator.coordinator import Coordinator
 from libra_hpc.facts.rundir import RunDir, read_lines
 from libra_hpc.facts.status import Status, decode_status
 from libra_hpc.protocol.agents import Fatal, Heartbeat, Log, MemberJoined, RolloutReport, StopAgent, TrainReport
-from libra_hpc.protocol.engine_state import EngineState, ObservedEngine, WeightUpdate
+from libra_hpc.protocol.engine_state import ObservedEngine, StateName, WeightUpdate
 from libra_hpc.protocol.layout import Layout, ResumePoint, StopTraining
 from libra_hpc.protocol.plan import PlanDecision
 from libra_hpc.protocol.ranks_stop import RanksStop
@@ -32,6 +32,11 @@ from tests.stage.waiting import until
 
 def first_beat(rank: int, component: str, life: int = 0) -> Heartbeat:
     return Heartbeat(rank, component, {}, -1, host="h", pid=1, life=life)
+
+
+def trains(**report: Any) -> Heartbeat:
+    """A heartbeat of the train leader."""
+    return Heartbeat(1, "train", {}, -1, training=TrainReport(**report))
 
 
 class Scene(Outbox):
@@ -56,6 +61,16 @@ class Scene(Outbox):
     def deliver(self, *messages: tuple[int, Any]) -> None:
         for source, message in messages:
             self.coordinator.on_message(source, message)
+
+    def engines(self, rank: int, kind: str, state: StateName = "ready", **fields: Any) -> None:
+        """A node's engines of a kind are so, since the start that its row asks for."""
+        one = ObservedEngine(kind, state, starts=self.coordinator.nodes.layout.rows[rank].starts, **fields)
+        self.deliver((rank, Heartbeat(rank, "", {f"{kind}{rank}": one}, -1)))
+
+    def drained(self, rank: int) -> None:
+        """No turn of a node is in flight, as the rollout leader has it."""
+        starts = self.coordinator.nodes.layout.rows[rank].starts
+        self.deliver((3, Heartbeat(3, "rollout", {}, -1, drained={rank: starts})))
 
     @property
     def end(self) -> RanksStop:
@@ -85,7 +100,7 @@ class Scene(Outbox):
 
     def clear(self) -> None:
         """Begin to note what is sent."""
-        self.known = self.published.layout
+        self.known = self.layouts.layout
         self.sent.clear()
 
 
@@ -95,11 +110,10 @@ def test_engines_start_once_all_nodes_are_there_and_the_core_forms_the_first_gen
     assert not scene.asked(StartEngine)
     scene.hello()
     assert [(m.rank, m.kind) for m in scene.asked(StartEngine)] == [(1, "train"), (2, "rollout"), (3, "rollout")]
-    scene.deliver((1, EngineState(1, "train", "ready", seconds=1.0)))
+    scene.engines(1, "train")
     assert [m.ranks for m in scene.asked(FormGeneration)] == [(1,)]
-    scene.deliver(
-        (1, TrainReport(joined=(MemberJoined(1, 1, 0, 0, 0.1),))), (3, EngineState(3, "rollout", "ready", seconds=1.0))
-    )
+    scene.deliver((1, trains(joined=(MemberJoined(1, 1, 0, 0, 0.1),))))
+    scene.engines(3, "rollout")
     newest = scene.orders(Layout)[-1][1]
     assert [row.state for row in newest.rows.values()] == ["train", "starting", "rollout"]
     assert newest.receivers == (3,)
@@ -109,7 +123,7 @@ def test_engines_start_once_all_nodes_are_there_and_the_core_forms_the_first_gen
 def run_until_over(scene: Scene, done: int = -1) -> None:
     """``done``: the last step that was trained, if training ends it."""
     if done >= 0:
-        scene.deliver((1, TrainReport(done=done)))
+        scene.deliver((1, trains(done=done)))
     asyncio.run(asyncio.wait_for(scene.coordinator.run(), 30))
 
 
@@ -117,7 +131,7 @@ def test_a_finished_run_leaves_its_end_and_stops_everyone(tmp_path: Path) -> Non
     scene = Scene(tmp_path, config=validate({"run": {"steps": 1}}))
     scene.deliver(
         (1, step_report(1, reward=0.5, trained_tokens=10, loss_tokens=5, train_nodes=1, train_s=0.1)),
-        (1, TrainReport(done=1)),
+        (1, trains(done=1)),
     )
     run_until_over(scene)
     assert scene.end == RanksStop("completed", "step 1 is saved", 1)
@@ -147,7 +161,7 @@ async def test_a_request_to_stop_saves_first_and_has_time_for_it(scene: Scene) -
     async with running(scene):
         scene.run.stop.write_text("{}")
         await until(lambda: scene.stop)
-        scene.deliver((1, TrainReport(done=7)))
+        scene.deliver((1, trains(done=7)))
     assert scene.end == RanksStop("cancelled", "step 7 is saved", 7)
 
 
@@ -156,7 +170,7 @@ async def test_a_run_ends_once_its_last_step_is_evaluated(tmp_path: Path, how: s
     sections = {"run": {"steps": 1}, "task": {"eval": [{"name": "held"}]}}
     limits = {"floor_s": 0.1, "first_s": 0.1} if how == "hangs" else {}
     scene = Scene(tmp_path, config=validate(sections | {"deadlines": limits}))
-    scene.deliver((3, RolloutReport(evaluates=True)), (1, TrainReport(done=1)))
+    scene.deliver((3, RolloutReport(evaluates=True)), (1, trains(done=1)))
     assert scene.coordinator._ending.message == "step 1 is saved; it is evaluated now"
     async with running(scene):
         await asyncio.sleep(0.1)
@@ -195,7 +209,7 @@ async def test_a_run_near_its_time_limit_finishes_its_step_and_stops(
     async with running(scene):
         await until(lambda: scene.stop)
         scene.coordinator.on_signal("SIGUSR1")
-        scene.deliver((1, TrainReport(done=2)))
+        scene.deliver((1, trains(done=2)))
     assert scene.stop is not None
     assert scene.stop.after == 2
     assert scene.end.why == "time_limit"
@@ -259,7 +273,7 @@ async def after_a_repartition(
     scene = Scene(tmp_path, config=config)
     async with running(scene):
         await until(lambda: any(e["kind"] == "decision" for e in read_lines(scene.run.events)))
-        scene.deliver((1, TrainReport(done=reached)))
+        scene.deliver((1, trains(done=reached)))
     return scene
 
 
@@ -310,7 +324,8 @@ async def test_nothing_is_written_to_a_descriptor_that_the_launcher_did_not_open
 
 def test_new_weights_are_an_event_a_version_with_the_nodes_that_lack_it(tmp_path: Path) -> None:
     scene = Scene(tmp_path, components=("planner", "train", *["rollout"] * 30))
-    scene.deliver(*((rank, EngineState(rank, "rollout", "ready", seconds=1.0)) for rank in range(2, 32)))
+    for rank in range(2, 32):
+        scene.engines(rank, "rollout")
     for step, rest in ((1, ()), (2, (7, 9)), (3, ())):
         update = WeightUpdate(step, wire_s=0.5, recomputed=3)
         engine = ObservedEngine("rollout", "ready", step, update=update)

@@ -11,22 +11,19 @@ from libra_hpc.config.load import validate
 from libra_hpc.coordinator.records import NOTICE_S, NOTICES, Notices
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import StageEstimate, StepAccuracy, decode_status
-from libra_hpc.protocol.agents import Fatal, MemberJoined, RolloutReport, TrainReport
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.agents import Fatal, MemberJoined, RolloutReport
 from libra_hpc.protocol.plan import PlanDecision
 from tests.protocol.step_reports import step_report
 
-from .test_coordinator import Scene, run_until_over
+from .test_coordinator import Scene, run_until_over, trains
 
 
 def test_every_step_is_written_with_the_estimate_of_its_split_and_the_status_shows_both(tmp_path: Path) -> None:
     scene = Scene(tmp_path, config=validate({"run": {"steps": 6}}))
-    scene.deliver(
-        (1, EngineState(1, "train", "ready", seconds=1.0)),
-        (1, TrainReport(joined=(MemberJoined(1, 1, 0, 0, 0.1),))),
-        (2, EngineState(2, "rollout", "ready", seconds=1.0)),
-        (3, EngineState(3, "rollout", "ready", seconds=1.0)),
-    )
+    scene.engines(1, "train")
+    scene.deliver((1, trains(joined=(MemberJoined(1, 1, 0, 0, 0.1),))))
+    for rank in (2, 3):
+        scene.engines(rank, "rollout")
     # One trainer and two rollout nodes; then an estimate of a split that is no longer the present one, as after a move.
     for step in range(1, 7):
         split = (1, 2) if step < 5 else (2, 1)

@@ -10,8 +10,8 @@ import pytest
 
 from libra_hpc.config.load import validate
 from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S
-from libra_hpc.protocol.agents import Fatal, Heartbeat, LenderReport, RolloutReport, StopAgent, TurnsDrained
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.agents import Fatal, Heartbeat, LenderReport, RolloutReport, StopAgent
+from libra_hpc.protocol.engine_state import ObservedEngine
 from libra_hpc.protocol.joining import FIRST_GUEST, GONE_S, RANKS_OF_A_START, JoinWanted
 from libra_hpc.protocol.layout import Layout
 from tests.policies.pool.layout_orders import DrainTurns, RankLost, StartEngine
@@ -25,7 +25,7 @@ HERE = JoinWanted("g", ("10.0.0.9",), 7)
 def opened(tmp_path: Path) -> Scene:
     """A run in which own engines serve, and whose door is open."""
     scene = Scene(tmp_path)
-    scene.deliver((3, EngineState(3, "rollout", "ready")))
+    scene.engines(3, "rollout")
     scene.coordinator.nodes.guests.open(FIRST_GUEST + RANKS_OF_A_START)
     return scene
 
@@ -34,9 +34,9 @@ def with_guest(tmp_path: Path) -> Scene:
     """... and a guest that serves."""
     scene = opened(tmp_path)
     assert scene.coordinator.nodes.guests.admit(HERE, 0.0) == GUEST
-    scene.deliver(
-        (GUEST, Heartbeat(GUEST, "guest", {}, -1, host="g", pid=9)), (GUEST, EngineState(GUEST, "rollout", "ready"))
-    )
+    scene.coordinator.nodes.publish()
+    scene.deliver((GUEST, Heartbeat(GUEST, "guest", {}, -1, host="g", pid=9)))
+    scene.engines(GUEST, "rollout")
     return scene
 
 
@@ -60,10 +60,10 @@ def test_a_guest_that_leaves_hands_its_turns_on_first_and_its_rank_is_not_used_a
     scene.deliver((GUEST, leaving("it got SIGTERM")), (GUEST, leaving("again")))
     assert scene.asked(DrainTurns) == [DrainTurns(GUEST, abort=True)]
     assert not scene.orders(StopAgent)
-    scene.deliver((3, TurnsDrained(GUEST)))
+    scene.drained(GUEST)
     assert [rank for rank, _ in scene.orders(StopAgent)] == [GUEST]
     assert scene.asked(RankLost) == [RankLost(GUEST)]
-    scene.deliver((3, TurnsDrained(GUEST)), (GUEST, Heartbeat(GUEST, "guest", {}, 0)))
+    scene.deliver((3, Heartbeat(3, "rollout", {}, -1, drained={GUEST: 0})), (GUEST, Heartbeat(GUEST, "guest", {}, 0)))
     assert scene.coordinator.nodes.guests.admit(HERE, 0.0) == GUEST + 1
 
 
@@ -71,16 +71,19 @@ def test_a_guest_that_returns_sleeps_without_weights_and_starts_again_or_is_stop
     scene = with_guest(tmp_path)
     guests = scene.coordinator.nodes.guests
     taken_back = msgspec.structs.replace(leaving("its owner takes it back"), returns=True)
-    scene.deliver((GUEST, taken_back), (3, TurnsDrained(GUEST)))
+    scene.deliver((GUEST, taken_back))
+    scene.drained(GUEST)
     assert (guests.states[GUEST], guests.rows[GUEST].active, guests.serving) == ("standby", None, ())
-    scene.deliver((GUEST, EngineState(GUEST, "rollout", "lost", engine="r10000.0", reason="killed")))
+    ended = {f"rollout{GUEST}": ObservedEngine("rollout", "lost", ends=1)}
+    scene.deliver((GUEST, msgspec.structs.replace(taken_back, engines=ended)))
     assert guests.rows[GUEST].active is None, "nothing starts on a device that was taken back"
     scene.deliver((GUEST, Heartbeat(GUEST, "guest", {}, 0)))
     row = guests.rows[GUEST]
     assert (guests.states[GUEST], row.active, row.starts, row.drain) == ("starting", "rollout", 1, "")
-    scene.deliver((GUEST, EngineState(GUEST, "rollout", "ready")))
+    scene.engines(GUEST, "rollout")
     assert guests.serving == (GUEST,)
-    scene.deliver((GUEST, taken_back), (3, TurnsDrained(GUEST)))
+    scene.deliver((GUEST, taken_back))
+    scene.drained(GUEST)
     assert not scene.orders(StopAgent)
     scene.deliver((GUEST, leaving("it got SIGTERM")))
     assert [rank for rank, _ in scene.orders(StopAgent)] == [GUEST]
@@ -109,7 +112,7 @@ def test_the_loss_of_a_guest_is_an_event_and_no_failure_of_the_run(tmp_path: Pat
 
 def test_a_lost_engine_of_a_guest_is_started_again(tmp_path: Path) -> None:
     scene = with_guest(tmp_path)
-    scene.deliver((GUEST, EngineState(GUEST, "rollout", "lost", engine="r10000.0", reason="killed")))
+    scene.engines(GUEST, "rollout", "lost", ends=1)
     assert scene.asked(StartEngine)[-1] == StartEngine(GUEST, "rollout")
     assert scene.coordinator.nodes.guests.serving == ()
 
@@ -131,7 +134,8 @@ def test_windows_of_the_planner_count_while_guests_come_and_go(tmp_path: Path) -
     for second in range(4):
         if second == 2:
             assert scene.coordinator.nodes.guests.admit(HERE, 0.0) == GUEST
-            scene.deliver((GUEST, EngineState(GUEST, "rollout", "ready")))
+            scene.coordinator.nodes.publish()
+            scene.engines(GUEST, "rollout")
         assert scene.coordinator.nodes.receivers == nodes
         report = RolloutReport(generated_tokens=100 * second, guest_tokens=1000 * second, buckets=((1, 1, 0, 0, 0.0),))
         seen.on_rollout(report, nodes, 10.0 + second)

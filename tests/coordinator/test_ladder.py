@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from libra_hpc.config.job import DeadlinesSection
 from libra_hpc.coordinator.liveness import Ladder, Movement, Rung
-from libra_hpc.protocol.agents import Heartbeat, MemberJoined, RolloutReport, TrainReport
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.agents import Heartbeat, MemberJoined, RolloutReport
 from tests.policies.pool.layout_orders import RankLost
 from tests.protocol.step_reports import step_report
 
-from .test_coordinator import Scene, run_until_over
+from .test_coordinator import Scene, run_until_over, trains
 
 IDLE = RolloutReport()
 SETTINGS = DeadlinesSection(floor_s=60.0, first_s=900.0, factor=10.0)
@@ -93,8 +92,10 @@ def standing(folder: Path, version: int) -> Scene:
     """A run after step 9, whose hybrid node rolls out with the weights of ``version``."""
     scene = Scene(folder)
     scene.coordinator._step = 7
-    scene.deliver((1, EngineState(1, "train", "ready")), (1, TrainReport(joined=(MemberJoined(1, 1, 0, 0, 0.1),))))
-    scene.deliver(*((rank, EngineState(rank, "rollout", "ready")) for rank in (2, 3)))
+    scene.engines(1, "train")
+    scene.deliver((1, trains(joined=(MemberJoined(1, 1, 0, 0, 0.1),))))
+    for rank in (2, 3):
+        scene.engines(rank, "rollout")
     scene.deliver(
         (1, step_report(8, step_s=500.0)), (1, step_report(9, step_s=5.0)), (2, Heartbeat(2, "hybrid", {}, version))
     )

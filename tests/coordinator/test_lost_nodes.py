@@ -15,13 +15,13 @@ from libra_hpc.config.load import validate
 from libra_hpc.coordinator.liveness import HEARTBEAT_LOST_S, LEADER_LOST_S, NodeContact, discount, lost_nodes
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.facts.status import decode_status
-from libra_hpc.protocol.agents import Fatal, Heartbeat, Log, StopAgent, TrainReport
-from libra_hpc.protocol.engine_state import EngineKind, EngineState, StateName
+from libra_hpc.protocol.agents import Fatal, Heartbeat, Log, StopAgent
+from libra_hpc.protocol.engine_state import EngineKind
 from libra_hpc.protocol.layout import Layout, StopTraining
 from libra_hpc.protocol.ranks_stop import RanksStop
 from tests.policies.pool.layout_orders import RankBack, RankLost, StartEngine
 
-from .test_coordinator import Scene, first_beat, run_until_over
+from .test_coordinator import Scene, first_beat, run_until_over, trains
 
 
 def silence(scene: Scene, rank: int, now: list[float], seconds: float) -> None:
@@ -31,11 +31,11 @@ def silence(scene: Scene, rank: int, now: list[float], seconds: float) -> None:
     scene.coordinator._check(now[0])
 
 
-@pytest.mark.parametrize(("kind", "state", "returns"), [("env", "lost", True), ("rollout", "closed", False)])
+@pytest.mark.parametrize(("kind", "returns"), [("env", True), ("rollout", False)])
 def test_a_node_whose_hosts_end_too_often_is_lost_alone_and_for_good_if_its_engines_are_closed(
-    now: list[float], scene: Scene, kind: EngineKind, state: StateName, returns: bool
+    now: list[float], scene: Scene, kind: EngineKind, returns: bool
 ) -> None:
-    scene.deliver((2, EngineState(2, kind, state, reason="2.0 ended 6 times in 300 s")))
+    scene.engines(2, kind, "closed", reason="2.0 ended 6 times in 300 s")
     assert (scene.coordinator.state, scene.asked(RankLost)) == ("running", [RankLost(2)])
     assert scene.coordinator.nodes.takes_back(2) is returns
 
@@ -131,7 +131,7 @@ def test_all_ranks_end_when_a_leader_is_lost(now: list[float], scene: Scene, lea
     silence(scene, leader, now, LEADER_LOST_S)
     if leader == 3:
         assert scene.stop == StopTraining("recovery"), "no step is lost where training can save"
-        scene.deliver((1, TrainReport(done=7)))
+        scene.deliver((1, trains(done=7)))
     run_until_over(scene)
     assert scene.end.why == "lost"
     assert scene.end.sentence.startswith(f"node {leader}, which leads {stage}, was lost (no heartbeat for")
@@ -217,7 +217,8 @@ def test_a_replica_goes_before_trainers_of_the_core_that_wait_for_peers(
     tmp_path: Path, now: list[float], waits: bool, rank: int, lost: bool
 ) -> None:
     scene = Scene(tmp_path, config=validate({"planner": {"hybrid_start": "train"}}))
-    scene.deliver(*((one, EngineState(one, "train", "ready")) for one in (1, 2)))
+    for one in (1, 2):
+        scene.engines(one, "train")
     reason = f"t{rank}.0: join has not ended after 90 s (limit 180 s); it waits for peers"
     for _ in range(2):  # each process reports it
         scene.deliver((rank, Log("slow", 1.0, {"rank": rank, "part": "t1", "reason": reason, "waits": waits})))

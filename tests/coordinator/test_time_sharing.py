@@ -12,7 +12,6 @@ from libra_hpc.coordinator.nodes import NodePool
 from libra_hpc.coordinator.observations import Observations
 from libra_hpc.policies.pool import states
 from libra_hpc.protocol import agents as wire
-from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import Layout
 from tests.policies.pool.layout_orders import AwaitMembers, DrainTurns, RestCore, StandbyEngine, StartEngine, all_orders
 from tests.stage.node_parts import Outbox
@@ -37,7 +36,7 @@ class Scene(Outbox):
         self.nodes = NodePool(context, lambda kind, **fields: None, self.seen.on_switch, lambda: 0)
         self.nodes.start("rollout")
         for rank in range(1, len(components)):
-            self.nodes.apply(EngineState(rank, "train" if rank == 1 else "rollout", "ready", seconds=1.0))
+            self.nodes.apply(states.EnginesAre(rank, "train" if rank == 1 else "rollout", "ready"))
         self.member(1, 1)
         self.sharing = StepSharing(context, self.nodes, self.seen)
         self.sharing.active |= "rollout" in components
@@ -63,13 +62,13 @@ class Scene(Outbox):
     def trains(self, *ranks: int) -> None:
         """They were drained, and their trainers are ready."""
         for rank in ranks:
-            self.nodes.apply(wire.TurnsDrained(rank))
-            self.nodes.apply(EngineState(rank, "train", "ready", seconds=1.0))
+            self.nodes.apply(states.TurnsDrained(rank))
+            self.nodes.apply(states.EnginesAre(rank, "train", "ready"))
 
     def core_rolls(self) -> None:
         """The trainers of node 1 are in standby, and its engines ready."""
-        self.nodes.apply(EngineState(1, "train", "standby"))
-        self.nodes.apply(EngineState(1, "rollout", "ready", seconds=1.0))
+        self.nodes.apply(states.EnginesAre(1, "train", "standby"))
+        self.nodes.apply(states.EnginesAre(1, "rollout", "ready"))
 
     def orders(self, kind: type) -> list[Any]:
         """New orders of a kind in the Layouts that node 1 got."""
@@ -108,8 +107,8 @@ def test_hybrid_nodes_go_to_training_as_the_batch_ends_and_back_after_its_step(t
     scene.sharing.evaluate(1, time.time())
     assert scene.states == "train to_rollout to_rollout rollout"
     scene.member(5, 1)
-    scene.nodes.apply(EngineState(2, "rollout", "ready", seconds=1.0))
-    scene.nodes.apply(EngineState(3, "rollout", "ready", seconds=1.0))
+    scene.nodes.apply(states.EnginesAre(2, "rollout", "ready"))
+    scene.nodes.apply(states.EnginesAre(3, "rollout", "ready"))
     scene.report(99, composed=1, r2=30, r3=30, r4=30)
     assert scene.states == "train rollout rollout rollout"
     assert [s.direction for s in scene.seen.switches] == ["to_train"] * 2 + ["to_rollout"] * 2, "each was measured"
@@ -134,7 +133,7 @@ def test_with_a_staleness_bound_nodes_train_a_complete_batch_while_others_roll_o
     assert scene.orders(AwaitMembers)[-1].ranks == (2, 3), "they turn round for a batch that is complete already"
     scene.member(5, 1)
     for rank in (2, 3):
-        scene.nodes.apply(EngineState(rank, "rollout", "ready", seconds=1.0))
+        scene.nodes.apply(states.EnginesAre(rank, "rollout", "ready"))
         scene.report(30, composed=3, beside=2, r4=30)
     assert [order.rank for order in scene.orders(DrainTurns)] == [2, 3]
 
@@ -146,7 +145,7 @@ def test_a_node_that_is_lost_or_too_late_is_not_waited_for(tmp_path: Path) -> No
     scene.report(0, composed=1)
     assert [sorted(m.ranks) for m in scene.orders(AwaitMembers)] == [[2, 3], [3]]
     scene.nodes.apply(states.RankBack(2))
-    scene.nodes.apply(EngineState(2, "rollout", "ready", seconds=1.0))
+    scene.nodes.apply(states.EnginesAre(2, "rollout", "ready"))
     scene.report(0, composed=1)
     assert scene.states == "train rollout to_train rollout", "the step has begun, or will without it"
     assert not scene.orders(AwaitMembers)
@@ -187,10 +186,10 @@ def test_a_core_that_rolls_out_goes_after_the_commit_and_is_back_before_the_batc
     assert not scene.orders(DrainTurns), "it trains"
     scene.step = 1
     scene.report(99, composed=1, r2=30, r3=30, r4=30)
-    scene.nodes.apply(EngineState(1, "train", "standby"))
+    scene.nodes.apply(states.EnginesAre(1, "train", "standby"))
     scene.sharing.core_to_train(time.time(), at_once=False)
     assert not scene.orders(DrainTurns), "its engines are not there yet"
-    scene.nodes.apply(EngineState(1, "rollout", "ready", seconds=1.0))
+    scene.nodes.apply(states.EnginesAre(1, "rollout", "ready"))
     scene.sharing.core_to_train(time.time(), at_once=False)
     assert scene.orders(DrainTurns) == [DrainTurns(1, abort=True)]
     # The rollout leader, which would answer, may be lost.

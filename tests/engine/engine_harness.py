@@ -37,7 +37,7 @@ from libra_hpc.protocol.engine import (
     from_engine,
     to_engine,
 )
-from libra_hpc.protocol.engine_state import Doing, EngineState, EngineStats
+from libra_hpc.protocol.engine_state import Doing, EngineReady, EngineStats
 from libra_hpc.trainer.saved.checkpoint import TensorFiles
 from libra_hpc.weights.image import Image
 from libra_hpc.weights.pieces import WHOLE, Encoded, TensorBlock, offer_path, payload_path, write_offer
@@ -229,8 +229,8 @@ class EngineUnderTest:
         self.reported = 0
         """Reports that came before the message received last."""
 
-    def ready(self) -> EngineState:
-        return self.expect(EngineState)
+    def ready(self) -> EngineReady:
+        return self.expect(EngineReady)
 
     def send(self, *messages: ToEngine) -> None:
         self._turns += [message.rid for message in messages if isinstance(message, Generate)]

@@ -23,7 +23,7 @@ from libra_hpc.models.published import WRAPPERS
 from libra_hpc.models.shapes import model_shape
 from libra_hpc.protocol.codec import pack_f32, pack_i32
 from libra_hpc.protocol.engine import Generated
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.protocol.engine_state import EngineReady
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.packing import Pack, decode, pack
@@ -171,7 +171,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         config = engine_config(other, tp=tp, version=7, weights=str(image.path))
     engine = EngineUnderTest(folder / "e", config)
     try:
-        ready: EngineState = engine.ready()
+        ready: EngineReady = engine.ready()
         assert (ready.version, ready.capacity.tp) == (7, tp)
         counted = model_shape(model.folder).with_kv("auto", LONGEST).kv_bytes_per_device(tp, CPU_STEP_TOKENS)
         assert ready.capacity.kv_tokens == pytest.approx(16 * MIB // counted, rel=0.01)

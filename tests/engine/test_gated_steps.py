@@ -22,7 +22,7 @@ from libra_hpc.policies.serving.serving_view import ServingView
 from libra_hpc.policies.serving.step_cost import GROWTH
 from libra_hpc.policies.serving.step_gate import SILENT_S
 from libra_hpc.protocol.engine import Abort, Generate, Generated, WeightsApplied
-from libra_hpc.protocol.engine_state import PAUSED, EngineState, EngineStats
+from libra_hpc.protocol.engine_state import PAUSED, EngineReady, EngineStats
 from tests.gate.page_writer import PageWriter
 
 from .engine_harness import EngineUnderTest, Model, bring, engine_config, logprobs_of, tokens_of, turn, versions
@@ -86,7 +86,7 @@ def gated(old: Model, server: Server, tmp_path_factory: pytest.TempPathFactory) 
         one.wait_phase(PAUSED)
         assert one.stats == [], "nothing is loaded"
         server.serve(0)
-        one.expect(EngineState)
+        one.expect(EngineReady)
         yield one
     finally:
         one.close()

@@ -22,8 +22,7 @@ from libra_hpc.facts.status import decode_status
 from libra_hpc.facts.summary import render_summary, summarise
 from libra_hpc.facts.view import status_screen
 from libra_hpc.pictures.report_page import Standing, page
-from libra_hpc.protocol.agents import TrainReport
-from tests.coordinator.test_coordinator import Scene, run_until_over
+from tests.coordinator.test_coordinator import Scene, run_until_over, trains
 from tests.docs import columns_page
 from tests.protocol.step_reports import step_report
 
@@ -59,7 +58,7 @@ def test_a_declared_column_is_shown_everywhere(tmp_path: Path, monkeypatch: pyte
     scene = Scene(tmp_path)
     for step, value in ((1, 2.0), (2, 5.0)):
         scene.deliver((1, step_report(step, probe=value, step_s=1.0)))
-    scene.deliver((1, TrainReport(done=2)))
+    scene.deliver((1, trains(done=2)))
     run_until_over(scene)
     run = scene.run
     run.write_json(run.config, RunConfig().as_data())

@@ -22,7 +22,7 @@ from libra_hpc.mesh.door import ask_config, ask_to_join, check_record, close_doo
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.world import Endpoint, World
 from libra_hpc.process.addresses import PORTS
-from libra_hpc.protocol.agents import TurnsDrained
+from libra_hpc.protocol.agents import Fatal
 from libra_hpc.protocol.joining import (
     FIRST_GUEST,
     RANKS_OF_A_START,
@@ -65,15 +65,15 @@ async def test_a_guest_that_was_admitted_talks_with_every_rank_that_it_was_annou
         guest = Mesh(world, lambda source, message: got.append((source, message)))
         task = asyncio.create_task(guest.run())
         for rank in (0, 1):
-            guest.send(rank, TurnsDrained(rank))
+            guest.send(rank, Fatal(rank, ""))
         await until(lambda: len(received) == 2)
         assert sorted((source, message.rank) for source, message in received) == [(FIRST_GUEST, 0), (FIRST_GUEST, 1)]
         # What is sent before the announcement waits for it.
-        meshes[1].send(FIRST_GUEST, TurnsDrained(1))
+        meshes[1].send(FIRST_GUEST, Fatal(1, ""))
         meshes[0].add_guest(FIRST_GUEST, Endpoint("g", addresses, world.listener.getsockname()[1]))
-        meshes[0].send(FIRST_GUEST, TurnsDrained(0))
+        meshes[0].send(FIRST_GUEST, Fatal(0, ""))
         await until(lambda: got)
-        assert got == [(0, TurnsDrained(0))]
+        assert got == [(0, Fatal(0, ""))]
         meshes[1].add_guest(FIRST_GUEST, Endpoint("g", addresses, world.listener.getsockname()[1]))
         await until(lambda: len(got) == 2)
         task.cancel()
@@ -84,7 +84,7 @@ async def test_a_guest_cannot_pose_as_a_rank_of_the_run(tmp_path: Path) -> None:
         world, _ = await ask_to_join(RunDir(tmp_path), record, "")
         posing = msgspec.structs.replace(world, rank=1)
         mesh = Mesh(posing, lambda source, message: None)
-        mesh.send(0, TurnsDrained(0))
+        mesh.send(0, Fatal(0, ""))
         await until(lambda: mesh._links[0].broken)
         assert not received
 

@@ -16,7 +16,7 @@ from libra_hpc.mesh import mesh as mesh_module
 from libra_hpc.mesh.links import HEADER, MAX_FRAME_BYTES, Outgoing, accept
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.world import Endpoint, World
-from libra_hpc.protocol.agents import TurnsDrained
+from libra_hpc.protocol.agents import StopAgent
 from libra_hpc.protocol.agents import mesh as codec
 from libra_hpc.protocol.callers import NONCE_BYTES, PROOF_BYTES, PROVE_S
 from tests.stage.waiting import until
@@ -191,17 +191,17 @@ async def test_a_rank_stays_unreachable_after_it_is_tried_again_until_it_is_reme
 
     async with serving() as (ranks, received):
         mesh = Mesh(ranks[0], lambda *_: None)
-        mesh.send(1, TurnsDrained(1))
+        mesh.send(1, StopAgent(str(1)))
         await until(lambda: received)
         stream = mesh._links[1]._socket
         assert stream is not None
         stream.shutdown(socket.SHUT_RDWR)
-        mesh.send(1, TurnsDrained(2))
+        mesh.send(1, StopAgent(str(2)))
         await until(mesh.unreachable)
         mesh.reopen(1)
-        mesh.send(1, TurnsDrained(3))
+        mesh.send(1, StopAgent(str(3)))
         await until(lambda: len(received) == 2)
         assert mesh.unreachable() == (1,), "what was lost is still to be reported"
-        assert [codec.decode(frame) for _, frame in received] == [TurnsDrained(1), TurnsDrained(3)]
+        assert [codec.decode(frame) for _, frame in received] == [StopAgent(str(1)), StopAgent(str(3))]
         mesh.remember(1)
         assert mesh.unreachable() == ()

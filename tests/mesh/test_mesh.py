@@ -77,10 +77,10 @@ async def script(mesh):
     await asyncio.sleep(1.0)
     for i in range(30):
         mesh.send(2, large(i, 500_000))
-        mesh.send(1 - mesh.rank, wire.TurnsDrained(i))
+        mesh.send(1 - mesh.rank, wire.Fatal(i, ""))
     await until(lambda: len(got) == 30)
     mesh.drop(2)
-    mesh.send(2, wire.TurnsDrained(99))
+    mesh.send(2, wire.Fatal(99, ""))
     return {"got": [m.rank for _, m in got]}
 """
     facts = world(tmp_path, 3, script)
@@ -95,7 +95,7 @@ async def script(mesh):
     other = await pid(1 - mesh.rank)
     if mesh.rank == 1:
         await until(lambda: len(got) == 6)
-        mesh.send(0, wire.TurnsDrained(99))
+        mesh.send(0, wire.Fatal(99, ""))
         return {"got": [(m.rank, m == large(m.rank, len(m.reason)), len(m.reason) - m.rank) for _, m in got]}
     os.kill(other, signal.SIGSTOP)
     for i in (1, 2, 3):
@@ -129,7 +129,7 @@ async def script(mesh):
         for i in range(3):
             mesh.send(0, large(i, 3_000_000))
         await until(lambda: got)
-        mesh.send(0, wire.TurnsDrained(5))
+        mesh.send(0, wire.Fatal(5, ""))
         await until(lambda: len(got) == 2)
         return {}
     aside = []
@@ -138,9 +138,9 @@ async def script(mesh):
     await until(lambda: len(got) + len(aside) == 3)
     seen, mesh._handler = len(got), handler
     mesh.remember(1)
-    mesh.send(1, wire.TurnsDrained(1))
+    mesh.send(1, wire.Fatal(1, ""))
     await until(lambda: len(got) == seen + 1)
-    mesh.send(1, wire.TurnsDrained(2))
+    mesh.send(1, wire.Fatal(2, ""))
     return {"aside": aside, "seen": seen, "last": got[-1][1].rank}
 """
     facts = world(tmp_path, 2, script)
@@ -155,7 +155,7 @@ async def script(mesh):
         link = mesh._links.setdefault(0, Outgoing(world, 0, lambda rank: None))
         for junk in (b"\\x80\\x04junk", b"", b"\\x92\\x00\\x81\\xa4type\\xa4Evil"):
             link.put(junk)
-        mesh.send(0, wire.TurnsDrained(7))
+        mesh.send(0, wire.Fatal(7, ""))
         await asyncio.sleep(0.5)
         return {}
     said = []

@@ -156,6 +156,7 @@ class Plant:
                 composed=lambda *batch: self.composed.append(batch),
                 routed=lambda routed: self.decisions.append(decision_line(routed)),
                 log=lambda kind, **fields: self.events.append((kind, fields)),
+                changed=lambda: None,
             ),
         )
         self.start_engines = engines

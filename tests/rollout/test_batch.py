@@ -11,7 +11,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.columns import COLUMNS, UPDATED
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.policies.learning.advantages import LengthRules, advantage_named
-from libra_hpc.protocol.agents import Heartbeat, StepReport, TrainReport
+from libra_hpc.protocol.agents import Heartbeat, StepReport
 from libra_hpc.protocol.codec import pack_i32
 from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.engine_state import ObservedEngine, WeightUpdate
@@ -19,7 +19,7 @@ from libra_hpc.protocol.plan import GroupFact, TrajectoryFact
 from libra_hpc.protocol.trace import TurnRecord
 from libra_hpc.rollout.group_state import GroupState, batch_stats, length_of, open_groups
 from libra_hpc.rollout.trajectory import Trajectory
-from tests.coordinator.test_coordinator import Scene
+from tests.coordinator.test_coordinator import Scene, trains
 from tests.rollout.plant import generated
 from tests.train_leader.world import World
 
@@ -129,7 +129,7 @@ async def test_a_line_has_every_column(tmp_path: Path) -> None:
     scene = Scene(tmp_path, config=RunConfig())
     applied = WeightUpdate(1, pause_s=0.001, stage_s=0.2, recomputed=40, wire_s=0.1, image_s=0.1)
     beat = Heartbeat(3, "rollout", {"r3.0": ObservedEngine("rollout", "ready", 1, update=applied)}, 1)
-    scene.deliver((1, first), (3, beat), (1, report), (1, TrainReport(done=2)))
+    scene.deliver((1, first), (3, beat), (1, report), (1, trains(done=2)))
     await asyncio.wait_for(scene.coordinator.run(), 30)
     without, line = read_lines(scene.run.metrics)
     # There is no reference policy.

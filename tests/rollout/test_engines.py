@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from libra_hpc.protocol.agents import Batch, Committed, Turns, TurnsDrained, WrongEngine
+from libra_hpc.protocol.agents import Batch, Committed, Turns, WrongEngine
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.engine import Abort
 from libra_hpc.protocol.env import TurnUnwanted
@@ -101,10 +101,10 @@ async def test_an_engine_that_computes_wrongly_is_ended_and_its_turns_go_on_else
 async def test_draining_answers_once_the_last_turn_is_back() -> None:
     plant = await sampling()
     before = len(plant.sent)
-    plant.leader.on_drain(3)
-    assert not plant.of(TurnsDrained)
+    plant.leader.on_drain(3, 1)
+    assert not plant.leader.drained
     plant.serve()
-    assert [m.rank for m in plant.of(TurnsDrained)] == [3]
+    assert plant.leader.drained == {3: 1}
     await plant.batch()
     assert {engine for m in plant.sent[before:] if isinstance(m, Turns) for engine, _ in m.items} == {"e1"}
 
@@ -114,14 +114,14 @@ async def test_a_drained_node_whose_last_turns_are_dropped_is_reported_and_gener
     plant.serve()
     await plant.settle()
     assert len(plant.inbox) == 4
-    plant.leader.on_drain(3)
+    plant.leader.on_drain(3, 1)
     plant.tool = 6
     plant.kill_host()
     await plant.settle()
-    assert [m.rank for m in plant.of(TurnsDrained)] == [3], "replays failed, and nothing of the node counts"
+    assert plant.leader.drained == {3: 1}, "replays failed, and nothing of the node counts"
     assert {(engine, abort.rid) for engine, abort in plant.aborts} == {(e, request.rid) for e, request in plant.inbox}
     plant.serve()
-    assert len(plant.of(TurnsDrained)) == 1
+    assert plant.leader.drained == {3: 1}
 
 
 @pytest.mark.parametrize("partial", [None, [], [7]])

@@ -6,7 +6,7 @@ import pytest
 
 from libra_hpc.policies.scheduling.availability import Availability
 from libra_hpc.policies.scheduling.board import EngineView
-from libra_hpc.protocol.agents import Committed, TurnsDrained
+from libra_hpc.protocol.agents import Committed
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.engine_state import EngineStats
 from libra_hpc.protocol.joining import FIRST_GUEST
@@ -55,12 +55,12 @@ async def test_a_guest_that_is_behind_stays_closed_without_an_own_engine() -> No
 async def test_turns_of_a_guest_that_leaves_go_on_elsewhere_with_what_they_have() -> None:
     plant = await with_guest(eta=0, turns=1)
     running = [request for name, request in plant.inbox if name == GUEST]
-    plant.leader.on_drain(FIRST_GUEST, abort=True)
+    plant.leader.on_drain(FIRST_GUEST, 1, abort=True)
     assert [(name, abort.rid) for name, abort in plant.aborts] == [(GUEST, request.rid) for request in running]
-    assert not plant.of(TurnsDrained)
+    assert not plant.leader.drained
     for request in running:
         plant.answer(GUEST, request, [7], "abort")
-    assert plant.of(TurnsDrained) == [TurnsDrained(FIRST_GUEST)]
+    assert plant.leader.drained == {FIRST_GUEST: 1}
     await plant.run(lambda: plant.batches)
     assert at(plant, GUEST) == 0
     again = {t.episode: t for t in plant.ended}

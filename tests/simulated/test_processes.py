@@ -21,7 +21,7 @@ from libra_hpc.protocol import engine as rollout
 from libra_hpc.protocol import env
 from libra_hpc.protocol import trainer as train
 from libra_hpc.protocol.codec import pack_f32, pack_i32, unpack_i32
-from libra_hpc.protocol.engine_state import EngineState, EngineStats
+from libra_hpc.protocol.engine_state import EngineReady, EngineStats
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord
 from libra_hpc.simulated import tokens
 from libra_hpc.simulated.state import ELEMENTS, image_shapes, offer, weights
@@ -69,7 +69,7 @@ def test_a_simulated_process_imports_nothing_slow(name: str) -> None:
 
 def test_an_engine_serves_turns_and_ends_on_shutdown(tmp_path: Path) -> None:
     with engine_link(tmp_path, dry_run(speedup=100.0), tp=2, version=3, max_model_len=8192) as link:
-        ready = link.until(EngineState)
+        ready = link.until(EngineReady)
         assert (ready.version, ready.capacity.tp, ready.capacity.max_model_len) == (3, 2, 8192)
         assert ready.capacity.kv_tokens > 100_000
         for number in range(5):
@@ -87,7 +87,7 @@ def test_caches_in_fp8_hold_twice_the_tokens_in_a_dry_run_too(tmp_path: Path) ->
     found = []
     for kv_dtype in ("auto", "fp8"):
         with engine_link(tmp_path / kv_dtype, dry_run(), tp=2, kv_dtype=kv_dtype) as link:
-            found.append(link.until(EngineState).capacity.kv_tokens)
+            found.append(link.until(EngineReady).capacity.kv_tokens)
     assert found[1] == pytest.approx(2 * found[0], abs=2)
 
 
@@ -113,7 +113,7 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
     snapshot.mkdir()
     modelled = dry_run(speedup=5.0)
     with trainer_link(tmp_path / "a", modelled, tp=4, pp=2) as first:
-        assert first.until(EngineState).version == 0
+        assert first.until(EngineReady).version == 0
         first.send(train.Join(1, 0, 1, str(tmp_path / "g1")))
         assert first.until(train.Joined).received_bytes == 0
         first.send(step(1, 1), step(2, 1))
@@ -130,7 +130,7 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
         step_s = TrainCost(shape, device("a800"), 8, work_of([(1000, 500)])).time(layout).total
         assert done[0].numbers["train_s"] == pytest.approx(step_s / 5.0), "at five times the speed"
         with trainer_link(tmp_path / "b", modelled, tp=4, pp=2, elastic=True) as second:
-            assert second.until(EngineState).version == -1
+            assert second.until(EngineReady).version == -1
             for rank, link in enumerate((first, second)):
                 link.send(train.Join(2, rank, 2, str(tmp_path / "g2")))
             joined = [link.until(train.Joined) for link in (first, second)]
@@ -193,7 +193,7 @@ def test_replicas_meet_train_and_carry_state_over(tmp_path: Path) -> None:
             link.send(train.TrainPortion(3, 1, 1, samples))
             assert "cannot run step 3" in link.until(train.PortionDone).error, "it lacks the part before"
     with trainer_link(tmp_path / "c", modelled, start_dir=str(snapshot)) as rebuilt:
-        assert rebuilt.until(EngineState).version == 2, "from the snapshot"
+        assert rebuilt.until(EngineReady).version == 2, "from the snapshot"
 
 
 def test_changes_of_steps_put_together_are_the_weights_of_the_last(tmp_path: Path) -> None:

@@ -165,6 +165,7 @@ class World(Outbox):
         given = (config, core, step, DataOrder(2 * step), self.send, 3, lambda: (3,), stores, lambda: self.now)
         begins = "checkpoint" if from_checkpoint else None
         self.leader = TrainLeader(*given, rendezvous=Path("/rendezvous"), begins=begins)
+        self.leader.changed = self.changed
         for rank in (*core, 3):
             self.leader.weights.on_here(agents.WeightsHere(rank, carrier=Peer(rank, ("127.0.0.1",), 7000 + rank)))
 
@@ -187,6 +188,9 @@ class World(Outbox):
         super().send(rank, message)
         if isinstance(message, ToReplica) and rank in self.replicas:
             self.replicas[rank].take(message.message)
+
+    def changed(self) -> None:
+        self.sent.append((0, self.leader.report))
 
     def reply(self, rank: int, message: Any) -> None:
         asyncio.get_running_loop().call_soon(self.leader.on_reply, rank, message)
@@ -224,7 +228,8 @@ class World(Outbox):
             await until(lambda number=number: len(self.of(Committed)) == number)
 
     async def joined(self, count: int) -> None:
-        await until(lambda: sum(len(report.joined) for report in self.of(TrainReport)) == count)
+        """So many members have joined, in all generations."""
+        await until(lambda: sum(map(len, {report.joined for report in self.of(TrainReport)})) == count)
 
     async def finish(self) -> None:
         await until(lambda: self.done)

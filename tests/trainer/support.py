@@ -20,7 +20,7 @@ from libra_hpc.models.architecture import hf_shapes, read_shape
 from libra_hpc.models.published import WRAPPERS
 from libra_hpc.protocol import trainer as wire
 from libra_hpc.protocol.codec import FrameBuffer
-from libra_hpc.protocol.engine_state import Doing, EngineState
+from libra_hpc.protocol.engine_state import Doing, EngineReady
 from libra_hpc.protocol.trainer import Join, Joined, Saved, StepDone, to_worker
 from libra_hpc.state import state_folders as folders
 from libra_hpc.trainer.elastic import ElasticReplicas
@@ -241,8 +241,8 @@ class Replica:
             self._sockets.append(connection)
             self._buffers.append((FrameBuffer(), []))
 
-    def ready(self) -> EngineState:
-        return self.receive(EngineState)
+    def ready(self) -> EngineReady:
+        return self.receive(EngineReady)
 
     def send(self, message: Any) -> None:
         for connection in self._sockets:

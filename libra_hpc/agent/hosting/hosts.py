@@ -28,7 +28,7 @@ from libra_hpc.host.settings import write_private
 from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child, spawn
 from libra_hpc.protocol import agents as wire
-from libra_hpc.protocol.engine_state import Doing, EngineState
+from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.env import ChatChoice, HostReady, ToHost, from_host, to_host
 
 RESTART_S = 0.5
@@ -66,7 +66,7 @@ class Hosts(EngineNode[Supervised]):
         self._chats: set[ChatChoice] = set()
         """Chat formats that have an event already."""
 
-    async def start(self) -> None:
+    async def start(self, starts: int = 0) -> None:
         for host in range(len(self._hosts)):
             await self._start(host)
 
@@ -146,7 +146,7 @@ async def _remove(folder: Path) -> None:
 class EnvHost(Supervised):
     def restart_all(self, reason: str, defect: bool = False) -> None:
         """The run goes on without this node."""
-        self._context.send(0, EngineState(self._context.rank, "env", "lost", reason=reason))
+        self.state, self.reason = "closed", reason
 
 
 class EnvNode(Hosts):
@@ -154,22 +154,15 @@ class EnvNode(Hosts):
 
     def __init__(self, context: AgentContext) -> None:
         super().__init__(context, self)
-        self._announced = False
-        """Whether rank 0 knows that all are ready."""
 
-    async def start(self) -> None:
-        self._stopping, self._announced, self._ordered_at = False, False, time.monotonic()
+    async def start(self, starts: int = 0) -> None:
+        self._stopping = False
         await super().start()
+        self.acted(starts)
 
     def on_host(self, host: int, message: Any) -> None:
-        if isinstance(message, Doing):
-            return
-        rank = self._context.rank
-        self._context.send_to_rollout_leader(wire.FromEnvHost(rank, host, message))
-        if not self._announced and all(one.state == "ready" for one in self._hosts):
-            self._announced = True
-            seconds = time.monotonic() - self._ordered_at
-            self._context.send(0, EngineState(rank, "env", "ready", seconds=seconds))
+        if not isinstance(message, Doing):
+            self._context.send_to_rollout_leader(wire.FromEnvHost(self._context.rank, host, message))
 
     def on_host_down(self, host: int, reason: str) -> None:
         self._context.send_to_rollout_leader(wire.EnvHostLost(self._context.rank, host, reason))

@@ -130,6 +130,7 @@ class RolloutService:
         self._stopping = False
         self._policy = make_policy(config.rollout.policy)
         self.clock, self.send, self.log, self.routed = time.monotonic, context.send, context.log, self._decisions.add
+        self.changed = context.changed
         led = config if steps is None else config.changed(run={"steps": steps})
         self.leader = RolloutLeader(led, context.rank, context.layout.train_leader, self._policy, surroundings=self)
         self._hosts = Hosts(context, self.leader)

@@ -25,7 +25,7 @@ from libra_hpc.models.architecture import read_shape
 from libra_hpc.process.child import Child
 from libra_hpc.process.child_environment import engine_environment
 from libra_hpc.protocol.codec import pack_f32, pack_i32
-from libra_hpc.protocol.engine_state import Doing, EngineState
+from libra_hpc.protocol.engine_state import Doing, EngineReady
 from libra_hpc.protocol.trainer import Join, Joined, Sample, StepDone, ToWorker, TrainStep, from_worker, to_worker
 from libra_hpc.trainer.settings import WorkerConfig, write_config
 
@@ -161,7 +161,7 @@ def measure_training(config: RunConfig, seconds: float, report: Report = lambda 
         replica = MeasurementReplica(config, Path(name))
         try:
             report("starting the replica")
-            replica.answer(EngineState)
+            replica.answer(EngineReady)
             replica.ask(Join(0, 0, 1, ""), Joined)
             step = 0
             for trajectories, context in planned:

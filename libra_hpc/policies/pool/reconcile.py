@@ -19,7 +19,7 @@ from libra_hpc.protocol.layout import Row
 
 
 class StartEngines(msgspec.Struct, frozen=True):
-    """Start or wake the engines of a kind; answered by `EngineState` ``ready``."""
+    """Start or wake the engines of a kind; answered by the node's heartbeat."""
 
     kind: EngineKind
     world: int = 0

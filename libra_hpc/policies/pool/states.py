@@ -17,14 +17,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Literal, Union
 
 import msgspec
 
-from libra_hpc.protocol.agents import TurnsDrained
-from libra_hpc.protocol.engine_state import EngineKind, EngineState
+from libra_hpc.protocol.engine_state import EngineKind, ObservedEngine
 from libra_hpc.protocol.layout import Drain, Row
 
 NodeComponent = Literal["train", "hybrid", "rollout", "env"]
@@ -56,6 +55,21 @@ class MoveOrdered(msgspec.Struct, frozen=True):
     """Its turns in flight go on elsewhere."""
 
 
+class TurnsDrained(msgspec.Struct, frozen=True):
+    """No turn of the node's engines is in flight."""
+
+    rank: int
+
+
+class EnginesAre(msgspec.Struct, frozen=True):
+    """The node's engines of a kind are all ready, one ended, or its trainers are in standby."""
+
+    rank: int
+    kind: EngineKind
+    state: Literal["ready", "lost", "standby"]
+    world: int = 0
+
+
 class StateArrived(msgspec.Struct, frozen=True):
     """The node's training engine has the weights of the current step."""
 
@@ -81,7 +95,7 @@ class RankBack(msgspec.Struct, frozen=True):
     rank: int
 
 
-Event = Union[MoveOrdered, TurnsDrained, EngineState, StateArrived, MemberOf, RankLost, RankBack]
+Event = Union[MoveOrdered, TurnsDrained, EnginesAre, StateArrived, MemberOf, RankLost, RankBack]
 """A lost training engine of an earlier world changes nothing."""
 
 
@@ -184,6 +198,31 @@ def rollout_nodes(pool: Pool) -> tuple[int, ...]:
     return tuple(rank for rank, node in pool.nodes.items() if node.state is NodeState.ROLLOUT)
 
 
+def at_work(engines: Mapping[str, ObservedEngine], kind: str, starts: int) -> bool:
+    """Whether all engines of the kind are ready that were started, or woken, for this `Row.starts`."""
+    own = [one for one in engines.values() if one.kind == kind and one.state != "closed"]
+    return bool(own) and all(one.state == "ready" and one.starts == starts for one in own)
+
+
+def ended(before: Mapping[str, ObservedEngine], now: Mapping[str, ObservedEngine], kind: str) -> list[ObservedEngine]:
+    """Engines of the kind that have ended between two heartbeats."""
+    ends = {name: one.ends for name, one in before.items()}
+    return [one for name, one in now.items() if one.kind == kind and one.ends > ends.get(name, 0)]
+
+
+def observed(node: Node, before: Mapping[str, ObservedEngine], now: Mapping[str, ObservedEngine]) -> list[EnginesAre]:
+    """What the node's engines did between two heartbeats, beside its row."""
+    kinds: tuple[EngineKind, ...] = ("train", "rollout")
+    found = [EnginesAre(node.rank, kind, "lost", one.world) for kind in kinds for one in ended(before, now, kind)[:1]]
+    for one in now.values():
+        if node.shares and one.kind == "train" and one.state == "standby" and one.starts == node.starts:
+            found.append(EnginesAre(node.rank, "train", "standby"))
+    waits = not (node.engine_ready or node.drain or node.leaving)
+    if waits and at_work(now, node.role, node.starts):
+        found.append(EnginesAre(node.rank, node.role, "ready"))
+    return [] if node.state is NodeState.LOST else found
+
+
 def advance(pool: Pool, event: Event) -> Pool:
     """Apply one event; raises `IllegalTransition` and changes nothing when it is impossible."""
     node = pool.nodes.get(event.rank)
@@ -196,8 +235,8 @@ def advance(pool: Pool, event: Event) -> Pool:
             return _to_rollout(pool, node)
         case TurnsDrained():
             return _drained(pool, node)
-        case EngineState():
-            return _engine_state(pool, node, event)
+        case EnginesAre():
+            return _engines_are(pool, node, event)
         case StateArrived():
             if node.shares and node.role == "rollout":
                 return pool  # it was ordered to roll out while the generation without the others formed
@@ -212,13 +251,13 @@ def advance(pool: Pool, event: Event) -> Pool:
             return _begin(pool, node, state=NodeState.STARTING)
 
 
-def _engine_state(pool: Pool, node: Node, event: EngineState) -> Pool:
+def _engines_are(pool: Pool, node: Node, event: EnginesAre) -> Pool:
     match event:
-        case EngineState(state="ready", kind=kind):
+        case EnginesAre(state="ready", kind=kind):
             return _engine_ready(pool, node, kind)
-        case EngineState(kind="train", state="standby"):
+        case EnginesAre(kind="train", state="standby"):
             return _trainers_rest(pool, node)
-        case EngineState(kind="train", world=world):
+        case EnginesAre(kind="train", world=world):
             return _trainers_lost(pool, node) if world == node.world else pool
     return _rollout_engine_lost(pool, node)
 

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from libra_hpc.mesh.layout_changes import NOTHING, LayoutHistory, taken
 from libra_hpc.policies.pool import states
 from libra_hpc.policies.pool.reconcile import Action, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
-from libra_hpc.policies.pool.states import MoveOrdered, NodeState, RankBack, RankLost, advance
-from libra_hpc.protocol.agents import TurnsDrained
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.policies.pool.states import EnginesAre, MoveOrdered, NodeState, RankBack, RankLost, TurnsDrained, advance
 from libra_hpc.protocol.layout import Layout, LayoutChange, Row
 
 from .layout_orders import layout_of
@@ -69,7 +67,7 @@ class Node:
                 if kind == "train" and self.trainers < 0:
                     self.trainers, self.starting = world, True
                     return []
-                return [EngineState(self.rank, kind, "ready", world=world)]
+                return [EnginesAre(self.rank, kind, "ready", world)]
         return []
 
 
@@ -120,7 +118,7 @@ class Run:
             if len({node.trainers for node in unit}) == 1 and unit[0].trainers >= 0:
                 for node in unit:
                     if node.starting:
-                        self.reports[node.rank].append(EngineState(node.rank, "train", "ready", world=node.trainers))
+                        self.reports[node.rank].append(EnginesAre(node.rank, "train", "ready", node.trainers))
                     node.starting = False
 
     def lead(self, layout: Layout, was: Layout) -> None:
@@ -135,7 +133,7 @@ class Run:
                 self.members[rank] = layout.generation
                 self.reports[TRAIN_LEADER] += [states.StateArrived(rank), states.MemberOf(rank, layout.generation)]
         if layout.rest and not was.rest:
-            self.reports[TRAIN_LEADER] += [EngineState(rank, "train", "standby") for rank in CORE]
+            self.reports[TRAIN_LEADER] += [EnginesAre(rank, "train", "standby") for rank in CORE]
 
     def report(self, rank: int) -> None:
         event, node = self.reports[rank].pop(0), self.pool.nodes[rank]
@@ -149,11 +147,11 @@ class Run:
         """An engine ends; what it reported may still be on its way."""
         node = self.nodes[rank]
         if kind == "train" and node.trainers >= 0:
-            self.reports[rank].append(EngineState(rank, "train", "lost", world=node.trainers))
+            self.reports[rank].append(EnginesAre(rank, "train", "lost", node.trainers))
             node.trainers = -1
             node.awake.discard("train")
         elif kind == "rollout" and "rollout" in node.awake:
-            self.reports[rank].append(EngineState(rank, "rollout", "lost"))
+            self.reports[rank].append(EnginesAre(rank, "rollout", "lost"))
             node.awake.discard("rollout")
 
     def settle(self) -> None:

@@ -6,9 +6,17 @@ from functools import partial
 
 import pytest
 
-from libra_hpc.policies.pool.states import IllegalTransition, MemberOf, MoveOrdered, Pool, StateArrived, advance, start
-from libra_hpc.protocol.agents import TurnsDrained
-from libra_hpc.protocol.engine_state import EngineState
+from libra_hpc.policies.pool.states import (
+    EnginesAre,
+    IllegalTransition,
+    MemberOf,
+    MoveOrdered,
+    Pool,
+    StateArrived,
+    TurnsDrained,
+    advance,
+    start,
+)
 
 from .layout_orders import DrainTurns, FormGeneration, RestCore, StandbyEngine, StartEngine
 from .test_states import Story, Then, after, lost, ready, states, tell
@@ -16,8 +24,8 @@ from .test_states import Story, Then, after, lost, ready, states, tell
 CORE = (1, 2)
 
 
-def rests(rank: int) -> EngineState:
-    return EngineState(rank, "train", "standby")
+def rests(rank: int) -> EnginesAre:
+    return EnginesAre(rank, "train", "standby")
 
 
 def training(core: tuple[int, ...] = (1,)) -> Pool:

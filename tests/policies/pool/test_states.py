@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_hpc.policies.pool.states import (
+    EnginesAre,
     Event,
     IllegalTransition,
     MemberOf,
@@ -21,25 +22,24 @@ from libra_hpc.policies.pool.states import (
     RankBack,
     RankLost,
     StateArrived,
+    TurnsDrained,
     advance,
     rollout_nodes,
     start,
     trainers,
 )
-from libra_hpc.protocol.agents import TurnsDrained
-from libra_hpc.protocol.engine_state import EngineState
 from libra_hpc.protocol.layout import Layout
 
 from . import layout_orders as orders_of
 from .layout_orders import DrainTurns, FormGeneration, StandbyEngine, StartEngine, StopTrainers, layout_of
 
 
-def ready(rank: int, kind: str) -> EngineState:
-    return EngineState(rank, kind, "ready")  # type: ignore[arg-type]
+def ready(rank: int, kind: str) -> EnginesAre:
+    return EnginesAre(rank, kind, "ready")  # type: ignore[arg-type]
 
 
-def lost(rank: int, kind: str, world: int = 0) -> EngineState:
-    return EngineState(rank, kind, "lost", world=world)  # type: ignore[arg-type]
+def lost(rank: int, kind: str, world: int = 0) -> EnginesAre:
+    return EnginesAre(rank, kind, "lost", world)  # type: ignore[arg-type]
 
 
 def play(pool: Pool, *events: Event) -> tuple[Pool, list[Any]]:
@@ -52,7 +52,7 @@ def play(pool: Pool, *events: Event) -> tuple[Pool, list[Any]]:
 
 
 def orders(before: Pool, pool: Pool, event: Event) -> list[Any]:
-    trainers_ended = isinstance(event, EngineState) and (event.kind, event.state) == ("train", "lost")
+    trainers_ended = isinstance(event, EnginesAre) and (event.kind, event.state) == ("train", "lost")
     found = orders_of.orders(layout_of(before), layout_of(pool), [event.rank] if trainers_ended else [])
     return [order for order in found if not isinstance(order, orders_of.RankLost | orders_of.RankBack)]
 
