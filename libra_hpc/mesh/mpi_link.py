@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 
-from libra_hpc.process.child_environment import without_launcher
+from libra_hpc.process.child_environment import LAUNCHER
 from libra_hpc.protocol.callers import proof
 from libra_hpc.protocol.codec import LENGTH, FrameBuffer
 from libra_hpc.protocol.start_up import KeyValueSpace
@@ -34,8 +34,8 @@ class MpiLink:
         self._socket, theirs = socket.socketpair()
         self._pmi, pmi = socket.socketpair()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        own = {"PMI_FD": str(pmi.fileno()), "PMI_RANK": str(index), "PMI_SIZE": str(size)}
-        environment = without_launcher(os.environ) | own
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+        environment = kept | {"PMI_FD": str(pmi.fileno()), "PMI_RANK": str(index), "PMI_SIZE": str(size)}
         argv = [sys.executable, "-m", "libra_hpc.mesh.mpi_process", str(theirs.fileno()), str(os.getpid())]
         with theirs, pmi:
             passed = theirs.fileno(), pmi.fileno()

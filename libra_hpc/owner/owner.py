@@ -67,7 +67,7 @@ LAST_S = 10.0
 """For what is left of a start that rank 0 ended: it has saved, so only a stopped process takes longer than the others.
 Half: slow engines are killed before they have ended; double: one stopped node costs a restart as much again."""
 EARLY_S = 3.0
-"""For the others to end by themselves with the first that did not meet them: all refuse a start alike."""
+"""For the others to end by themselves with the first that did not meet them, or left why: all refuse a start alike."""
 MISTAKES = (FileNotFoundError, PermissionError, NotADirectoryError)
 """Mistakes of a configuration at the first start of a run; later what was there is away."""
 PAUSE_S = 0.2
@@ -96,8 +96,8 @@ class EndPatience:
             self._over_at = min(now, self._over_at)
         if ranks.links.met:
             self._early_at, self.first = math.inf, 0
-        elif ended and not recorded and self._early_at == math.inf:
-            self._early_at, self.first = now, min(ended)
+        elif (ended or recorded) and self._early_at == math.inf:
+            self._early_at, self.first = now, min(ended, default=0)
         return last or now - self._over_at > STRAGGLERS_S or now - self._early_at > EARLY_S
 
 

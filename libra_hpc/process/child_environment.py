@@ -38,10 +38,6 @@ def direct(base: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]
     return {name: "*" if given[name] == "*" else ",".join(filter(None, dict.fromkeys(named[name]))) for name in named}
 
 
-def without_launcher(base: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in base.items() if not name.startswith(LAUNCHER)}
-
-
 def clean_own(hosts: Iterable[str] = ()) -> None:
     """Make the environment of this process that of all that it starts; it has met the others of the run, ``hosts``."""
     for name in [name for name in os.environ if name.startswith(LAUNCHER)]:

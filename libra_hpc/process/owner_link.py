@@ -60,7 +60,7 @@ log = logging.getLogger("libra_hpc.agent")
 
 
 class NoWorld(OperationError):
-    """The ranks cannot go on together; ``rank`` is the own one, -1 where they have not met."""
+    """The ranks cannot go on together; ``rank``: the own one, -1 where they have not met, 0 where it alone knows."""
 
     def __init__(self, problem: str, rank: int = -1) -> None:
         super().__init__(problem)
@@ -174,7 +174,8 @@ class OwnerLink:
     def gather(self, record: bytes) -> list[bytes]:
         """The records of all ranks, in rank order, once all have sent theirs; raises `NoWorld`."""
         if self._stream is None:
-            raise NoWorld(self.problem or "this agent has no owner, which starts it and all others")
+            # No other rank can leave why.
+            raise NoWorld(self.problem or "this agent has no owner, which starts it and all others", 0)
         self._stream.send(RankRecord(record))
         deadline = time.monotonic() + MEET_S
         while self._records is None:

@@ -10,7 +10,7 @@ import pytest
 from libra_hpc.config.load import validate
 from libra_hpc.config.run import RunConfig
 from libra_hpc.owner.decision import START_TRIES, RanksEnded, SoFar, decide
-from libra_hpc.owner.owner import LAST_S, STRAGGLERS_S, EndPatience
+from libra_hpc.owner.owner import EARLY_S, LAST_S, STRAGGLERS_S, EndPatience
 from libra_hpc.owner.rank_links import RankLinks
 from libra_hpc.protocol.ranks_stop import FewerNodes, RanksStop, Why
 
@@ -176,6 +176,12 @@ def test_the_reason_is_a_sentence(ended: RanksEnded, so_far: SoFar, limits: RunC
 def test_a_run_that_is_not_queued_again_says_what_is_saved() -> None:
     used = decide(left("time_limit"), SoFar(requeued=5), LIMITS)
     assert used.message == f"step 40 is saved; not queued again: {used.reason}"
+
+
+def test_ranks_that_wait_for_one_that_left_why_it_cannot_meet_them_are_killed_soon() -> None:
+    patience, ranks = EndPatience(), SimpleNamespace(links=RankLinks(4), size=4)
+    assert not patience.ends(ranks, True, 100.0)  # type: ignore[arg-type]
+    assert patience.ends(ranks, True, 100.1 + EARLY_S)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("recorded", "limit_s"), [(True, LAST_S), (False, STRAGGLERS_S)])

@@ -16,7 +16,7 @@ import pytest
 
 from libra_hpc.owner import rank_links as module
 from libra_hpc.owner.rank_links import RankLinks
-from libra_hpc.process.owner_link import LINK, OWNER, OwnerLink, call_owner
+from libra_hpc.process.owner_link import LINK, OWNER, NoWorld, OwnerLink, call_owner
 
 TASK = """
 import time
@@ -126,4 +126,7 @@ def test_strangers_are_turned_away_and_end_nobody(
     links.close()
     monkeypatch.setenv(OWNER, owner)
     assert call_owner(0, "n0") == -1
-    assert OwnerLink().problem == f"n0 cannot reach the owner of the run (127.0.0.1 port {port})"
+    with pytest.raises(NoWorld) as refused:
+        OwnerLink().gather(b"")
+    assert str(refused.value) == f"n0 cannot reach the owner of the run (127.0.0.1 port {port})"
+    assert refused.value.rank == 0, "it leaves why, as no other rank can"
