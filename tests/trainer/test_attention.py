@@ -45,6 +45,19 @@ def test_the_delta_rule_in_chunks_is_that_of_one_token_after_the_other() -> None
         assert (got[t] - want).abs().max() < 1e-12
 
 
+def test_strong_decays_of_the_delta_rule_lose_no_digits() -> None:
+    """Sums of decays reach 3,000 in a chunk: in float32 gradients of decays lost 3e-5."""
+    source = torch.Generator().manual_seed(0)
+    wide = [torch.randn(200, 2, 16, generator=source) for _ in range(3)]
+    inputs = [*wide, -40 * torch.rand(200, 2, generator=source), torch.rand(200, 2, generator=source)]
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        own = [x.to(dtype).requires_grad_() for x in inputs]
+        gradients.append(torch.autograd.grad(delta_rule(*own).square().sum(), own))
+    for got, want in zip(*gradients, strict=True):
+        assert (got - want).norm() < 1e-6 * want.norm()
+
+
 def test_a_wrong_kernel_of_delta_nets_is_named() -> None:
     arguments = 8, 12, torch.device("cpu"), torch.float32
     assert rule_fault(each_sequence, *arguments) == ""

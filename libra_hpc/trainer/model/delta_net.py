@@ -148,9 +148,11 @@ def delta_rule(
         for x in (query, key, value, decay, beta)
     )
     query, key = (x * (x.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt() for x in (query, key))
-    total = decay.cumsum(-2)
+    # Between strong decays, differences of sums in float32 lose 1e-5, and gradients of decays more.
+    sums = decay.double().cumsum(-2)
+    total, rest = sums.to(precise), (sums[:, :, -1:] - sums).to(precise)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
-    between = (total - total.mT).masked_fill(later, -torch.inf).exp()
+    between = (sums - sums.mT).to(precise).masked_fill(later, -torch.inf).exp()
     scaled = key * beta
     # Within a chunk every token corrects what those before it wrote: one triangular system for all.
     system = scaled @ key.mT * between
@@ -161,7 +163,7 @@ def delta_rule(
     query = query * query.shape[-1] ** -0.5
     scores = query @ key.mT * between
     query, whole = query * total.exp(), total[:, :, -1:]
-    written = (key * (whole - total).exp()).mT
+    written = (key * rest.exp()).mT
     state = value.new_zeros(value.shape[0], key.shape[-1], value.shape[-1])
     out = []
     for chunk in range(value.shape[1]):
