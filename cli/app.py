@@ -170,7 +170,10 @@ VERBS = {
         "Try a task: one episode, with the turns of a script or of a policy.", "task_try.app", "try run.toml", "tasks"
     ),
     "trace": Verb(
-        "Recorded trajectories: inspect, generate.", "trace.app", "inspect RUN/trajectories.jsonl", "scheduler"
+        "Recorded trajectories: inspect, generate; nodes of a run: layouts.",
+        "trace.app",
+        "inspect RUN/trajectories.jsonl",
+        "scheduler",
     ),
 }
 """In the order of the help.  Only the verb that is called is imported: cold, all of them take a second."""

@@ -1,13 +1,19 @@
-"""`libra-hpc trace`: inspect a trace, or generate one."""
+"""`libra-hpc trace`: inspect a trace, or generate one; what each node of a run was to be, and was."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
+from msgspec.structs import asdict, replace
 
+from libra_hpc.errors import UserError
+from libra_hpc.facts.layout_log import replay
 from libra_hpc.protocol.trace import TrajectoryRecord
 from libra_hpc.traces import profiles
 from libra_hpc.traces.describe import TAIL, Description, describe
@@ -15,7 +21,7 @@ from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import read_trace, write_trace
 
 from .output import busy, narrow_table, print_json, print_line, print_note, show
-from .runs import JsonOption
+from .runs import RUNS, JsonOption, RunArgument, RunsOption, find_run
 
 app = typer.Typer(no_args_is_help=True)
 DEFAULTS = Dials()
@@ -85,6 +91,48 @@ def generate_trace(
             f"{out}: {facts['trajectories']:,} trajectories, {facts['turns']:,} turns, {facts['generated_tokens']:,}"
             " generated tokens"
         )
+
+
+@app.command("layouts")
+def layouts(
+    run: RunArgument = None,
+    runs: RunsOption = Path(RUNS),
+    at: Annotated[float, typer.Option(metavar="T", help="Epoch seconds; default: now.")] = math.inf,
+    json: JsonOption = False,
+) -> None:
+    """Show what each node of a run was to be, and was."""
+    found, shown = find_run(run, runs), None
+    for one in replay(found):
+        if one.t <= at:
+            shown = one
+    if shown is None:
+        raise UserError(f"{found.layouts} has no Layout" + f" up to {at}." * math.isfinite(at))
+    layout, ways = shown.layout, shown.ways
+    if layout.number != shown.number:
+        print_note(f"{found.layouts}: lines before number {shown.number} are missing; number {layout.number} is shown")
+    if json:
+        nodes = {rank: {**asdict(row), "way": ways.get(rank)} for rank, row in layout.rows.items()}
+        print_json({"t": shown.t, **msgspec.to_builtins(replace(layout, rows={})), "rows": nodes})
+        return
+    alike = dict[tuple[str, ...], list[int]]()
+    for rank, row in layout.rows.items():
+        member = "yes" if row.member else ""
+        kind: tuple[str, ...] = (row.state, row.active or "", row.drain, member, str(row.starts), ways.get(rank, ""))
+        alike.setdefault(kind, []).append(rank)
+    print_line(
+        f"number {layout.number}, since {shown.t:.3f}; generation {layout.generation}, step {layout.recorded} recorded"
+        + (f"; to stop: {layout.stop.reason}" if layout.stop else "")
+    )
+    table = narrow_table("count>", "was", "to be awake", "drain", "member", "starts>", "by", "nodes~")
+    for kind, ranks in alike.items():
+        table.add_row(f"{len(ranks):,}", *kind, spans(ranks))
+    show(table)
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Sorted numbers in words: ``1, 3-5``."""
+    parts = [[rank for _, rank in part] for _, part in groupby(enumerate(ranks), lambda one: one[1] - one[0])]
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def load(file: Path, skip_bad: bool) -> list[TrajectoryRecord]:

@@ -40,7 +40,6 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import renewed_status
 from libra_hpc.mesh.agent_context import AgentContext, RankLayout
 from libra_hpc.mesh.door import close_door, open_door, shown
-from libra_hpc.mesh.layout_changes import NOTHING, taken
 from libra_hpc.mesh.layout_publisher import Publisher, opened
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.mpi_link import MpiLink
@@ -59,6 +58,7 @@ from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.joining import Admitted, ConfigWanted, DoorRecord, JoinWanted, NotAdmitted, door, is_guest
 from libra_hpc.protocol.layout import Layout, LayoutChange, ResumePoint, Row
+from libra_hpc.protocol.layout_changes import NOTHING, taken
 from libra_hpc.protocol.ranks_stop import RanksStop, Why, start_of
 from libra_hpc.simulated.dry_run import in_wall_time
 from libra_hpc.state.attempt import newest_point
@@ -172,7 +172,7 @@ class Agent(NodeAgent):
             guards = await asyncio.to_thread(read_guards, self.config, self.run_dir, self.attempt, point.step)
             self.coordinator = Coordinator(self.context, events, guards)
             self.mesh.from_lost, self.mesh.admit = self._on_lost_message, self._admit
-            publisher = Publisher(self.mesh, self._secret, self.context.log)
+            publisher = Publisher(self.mesh, self._secret, self.context.log, self.coordinator.log_layout)
             self.context.publisher, self.mesh.on_closed = publisher, publisher.leave_out
             self._spawn(publisher.watch())
             for name in self._early_signals:

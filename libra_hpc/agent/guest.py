@@ -25,11 +25,11 @@ from libra_hpc.gate.gated_steps import Behind, GivenTokens
 from libra_hpc.gate.page import Page
 from libra_hpc.mesh.agent_context import AgentContext, RankLayout
 from libra_hpc.mesh.door import JoinedWorld
-from libra_hpc.mesh.layout_changes import NOTHING, taken
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import LenderKind
 from libra_hpc.protocol.layout import LayoutChange, ResumePoint
+from libra_hpc.protocol.layout_changes import NOTHING, taken
 from libra_hpc.simulated.dry_run import in_wall_time
 
 from .coordinator_watch import CoordinatorWatch

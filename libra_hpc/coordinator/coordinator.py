@@ -68,7 +68,7 @@ class Coordinator:
         """``events`` of the choice of the start; ``guards`` have read the steps before it."""
         self._context, self._config, self._run_dir = context, context.config, context.run
         self._records = Records(context)
-        self._event = self._records.event
+        self._event, self.log_layout = self._records.event, self._records.layout
         for kind, fields in events:
             self._event(kind, **fields)
         now = time.time()

@@ -200,7 +200,6 @@ class NodePool:
             if node.state is pool.nodes[rank].state:
                 continue
             self.contacts[rank].since = now
-            self._event("node_state", rank=rank, state=str(node.state), was=str(pool.nodes[rank].state))
             if rank in self.moves and str(node.state) == self.moves[rank][0]:
                 role, started = self.moves.pop(rank)
                 self._moved("to_train" if role == "train" else "to_rollout", now - started, now)

@@ -82,6 +82,9 @@ class Records:
     def step(self, line: dict[str, Any]) -> None:
         self._facts.step(line)
 
+    def layout(self, line: dict[str, Any]) -> None:
+        self._facts.layout(line)
+
     def check_storage(self) -> str:
         """Log when the run directory stops or begins to take writes.
 

@@ -40,12 +40,10 @@ RUN = (
     EventKind("job_requeued", "Slurm queues the job again", "reason step"),
 )
 NODES = (
-    EventKind("node_state", "A node changed its state", "rank state was"),
     _fault("node_lost", "A node was lost", "rank reason silent_s", notice=True),
     _fault("node_returned", "A lost node was taken back", "rank"),
     _fault("node_quarantined", "A node was lost or wrong so often that the run goes on without it", "rank reason"),
     _fault("fewer_nodes", "The run goes on with the nodes that are left", "reason"),
-    EventKind("layout_published", "Nodes that echoed a Layout, by the way it came", "number by_mpi by_stream"),
     EventKind("mpi_world", "MPI reaches so many nodes, and has just lost some", "nodes lost"),
     EventKind("guest_joined", "An agent joined the running job, with engines alone", "rank host pid"),
     EventKind("guest_serves", "Its engines accept turns", "rank seconds"),

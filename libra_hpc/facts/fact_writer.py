@@ -1,8 +1,8 @@
-"""Writer thread of rank 0 for events, metrics, status and its end: rank 0's loop never waits for a file system.
+"""Writer thread of rank 0 for all that it records and its end: rank 0's loop never waits for a file system.
 
 - A write fails (disk full, quota, I/O error) -> lines wait in memory; retry after `RETRY_S`, doubling to
   `RETRY_MOST_S`.
-- More than `MOST_EVENTS` events wait -> the oldest are dropped.  Metrics lines are never dropped.
+- More than `MOST_EVENTS` events wait -> the oldest are dropped.  Lines of metrics and Layouts are never dropped.
 - Status, result or end cannot be written -> it goes into a `Reserve`, a file whose blocks were allocated before.
 - A write takes long -> `slow_s` has its seconds so far.
 """
@@ -119,10 +119,11 @@ class FactsWriter:
     def __init__(self, run: RunDir, attempt: int, taken: Callable[[], str] = str) -> None:
         """``taken()``: why nothing may be written any more, empty while it may; called in the thread."""
         self._taken = taken
-        self._events, self._metrics = LineLog(run.events), LineLog(run.metrics)
+        self._events, self._metrics, self._layouts = map(LineLog, (run.events, run.metrics, run.layouts))
         self._status, self._end = status_reserve(run), Reserve(run.ended(attempt), RESULT_BYTES)
         self._lines: dict[LineLog, deque[dict[str, Any]]] = {
             self._metrics: deque(),
+            self._layouts: deque(),
             self._events: deque(maxlen=MOST_EVENTS),
         }
         self._documents: dict[Reserve, bytes] = {}
@@ -146,6 +147,10 @@ class FactsWriter:
     def step(self, record: dict[str, Any]) -> None:
         """Append a line with a ``step`` to the metrics."""
         self._append(self._metrics, record)
+
+    def layout(self, line: dict[str, Any]) -> None:
+        """Append a line of `libra_hpc.facts.layout_log`."""
+        self._append(self._layouts, line)
 
     def status(self, snapshot: bytes) -> None:
         """Replace the status snapshot."""
@@ -231,7 +236,7 @@ class FactsWriter:
                     lines.clear()
             return
         failure: OSError | None = None
-        for part in (self._status, self._metrics, self._events, self._end):
+        for part in (self._status, self._metrics, self._layouts, self._events, self._end):
             try:
                 if isinstance(part, LineLog):
                     self._write_lines(part)

@@ -1,7 +1,7 @@
 """File names of a run directory, and reading and writing of its JSON files.
 
 - From the user and the launcher: the run file, its resolved form, what was queued.
-- From rank 0: events, metrics, status, result.  From the rollout leader: trajectories, decisions, and
+- From rank 0: events, Layouts, metrics, status, result.  From the rollout leader: trajectories, decisions, and
   the folders of transcripts and experience.
 - ``logs/attempt-N/*.log``: one file per process.  Folders are complete once renamed into place.
 
@@ -92,6 +92,8 @@ class RunDir:
     """Job id, executor, attempt, submit time."""
     events = _Part("events.jsonl")
     """Event log: lines with ``t`` (epoch seconds), ``kind``, and the kind's own fields."""
+    layouts = _Part("layouts.jsonl")
+    """What changed in the Layout, by number (`libra_hpc.facts.layout_log`)."""
     metrics = _Part("metrics.jsonl")
     """One line per optimizer step."""
     trajectories = _Part("trajectories.jsonl")

@@ -1,4 +1,4 @@
-"""A run's files as series: metrics by step, phases of the task mix, and moves and roles as intervals.
+"""A run's files as series: metrics by step, phases of the task mix, and moves as intervals.
 
 A run may be young, killed, or written by an older version.  So a missing key is NaN, and an event without its partner
 is open-ended.  Times are epoch seconds.
@@ -20,8 +20,6 @@ from .rundir import RunDir, read_lines
 
 Record = Mapping[str, Any]
 
-MOVING = {"train": "to_train", "rollout": "to_rollout"}
-"""Role of a node on its way to another."""
 TOGETHER_S = 0.5
 """Moves of one decision start within milliseconds; two decisions are at least ``planner.interval_s`` apart."""
 SMOOTHING = 0.2
@@ -75,14 +73,6 @@ class MoveRecord(msgspec.Struct, frozen=True):
     """Gain that the planner predicted, in seconds per global batch; None when unknown."""
     realised_gain_s: float | None = None
     """Gain in the first complete measurement after it; None until then, and when the workload changed meanwhile."""
-
-
-class Interval(msgspec.Struct, frozen=True):
-    """A node in one role from ``start`` to ``end``."""
-
-    start: float
-    end: float
-    role: str
 
 
 def read(run: RunDir) -> Recorded:
@@ -217,46 +207,6 @@ def _add_gain(found: list[MoveRecord], event: Record) -> None:
                 "realised_gain_s": known(number(event, "realised_gain_s")),
             }
             found[index] = msgspec.structs.replace(move, **gains)
-
-
-def roles(log: Sequence[Record], *, end: float, hybrid_start: str = "rollout") -> dict[int, list[Interval]]:
-    """Role intervals of every rank from its ``agent_joined`` to its loss, its attempt's end, or ``end``.
-
-    - First role -> the event's ``role``, else the component's (``hybrid`` nodes: ``hybrid_start``).
-    - A rank joins again -> the next attempt; without a ``job_finished`` the intervals end with the last event before.
-    """
-    current: dict[int, tuple[float, str]] = {}
-    out: dict[int, list[Interval]] = {}
-
-    def turn(rank: int, at: float, role: str | None) -> None:
-        if rank in current:
-            since, old = current.pop(rank)
-            if at > since:
-                out.setdefault(rank, []).append(Interval(start=since, end=at, role=old))
-        if role is not None:
-            current[rank] = (at, role)
-
-    at = 0.0
-    for event in log:
-        before, at = at, float(event["t"])
-        kind, rank = event["kind"], event.get("rank")
-        if kind == "job_finished" or (kind == "agent_joined" and rank in current):
-            for known in list(current):
-                turn(known, at if kind == "job_finished" else before, None)
-        if not isinstance(rank, int):
-            continue
-        elif kind == "agent_joined":
-            component = str(event.get("component", "hybrid"))
-            turn(rank, at, str(event.get("role") or (hybrid_start if component == "hybrid" else component)))
-        elif kind == "move_started":
-            turn(rank, at, MOVING.get(_stage(event.get("to")), "to_rollout"))
-        elif kind == "move_done":
-            turn(rank, at, _stage(event.get("role")))
-        elif kind == "node_lost":
-            turn(rank, at, None)
-    for rank in list(current):
-        turn(rank, max(end, current[rank][0]), None)
-    return dict(sorted(out.items()))
 
 
 def _stage(value: object) -> str:

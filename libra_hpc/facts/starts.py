@@ -81,7 +81,7 @@ def _begins(log: Sequence[Record]) -> list[tuple[float, Record]]:
     for event in log:
         if event["kind"] == "job_started":
             found.append((event["t"] if joined is None else joined, event))
-        if event["kind"] in ("layout_published", "mpi_world"):
+        if event["kind"] == "mpi_world":
             continue
         if event["kind"] != "agent_joined":
             joined = None

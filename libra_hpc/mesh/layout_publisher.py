@@ -22,14 +22,16 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from math import inf
+from typing import Any
 
+from libra_hpc.facts.layout_log import layout_line
 from libra_hpc.protocol.agents import Heartbeat, MpiBarrier, MpiStart
 from libra_hpc.protocol.agents import mesh as codec
 from libra_hpc.protocol.callers import PROOF_BYTES, proof, proves
 from libra_hpc.protocol.codec import FrameError
 from libra_hpc.protocol.layout import Layout, LayoutChange
+from libra_hpc.protocol.layout_changes import LayoutHistory
 
-from .layout_changes import LayoutHistory
 from .mesh import Mesh
 from .mpi_link import MpiLink
 
@@ -69,10 +71,13 @@ def opened(secret: bytes, frame: bytes) -> LayoutChange | None:
 
 
 class Publisher:
-    """``event(kind, **fields)`` writes to the event log; the MPI processes of all ranks are about to meet."""
+    """``event(kind, **fields)`` writes to the event log, ``record(line)`` to that of Layouts; the MPI processes of all
+    ranks are about to meet."""
 
-    def __init__(self, mesh: Mesh, secret: bytes, event: Callable[..., None]) -> None:
-        self._mesh, self._secret, self._event = mesh, secret, event
+    def __init__(
+        self, mesh: Mesh, secret: bytes, event: Callable[..., None], record: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._mesh, self._secret, self._event, self._record = mesh, secret, event, record
         self._world = 0
         """Number of the present MPI processes: they are replaced together."""
         self._members: tuple[int, ...] = tuple(range(mesh.size))
@@ -91,10 +96,8 @@ class Publisher:
         self._owed: dict[int, tuple[int, float]] = {}
         """The first number that a node has not echoed, and until when it may be silent."""
         self._late: set[int] = set()
-        self._echoes: dict[int, bool] = {}
-        """Nodes that have echoed the newest number, and whether MPI brought it to them."""
-        self._counted = 0
-        """Newest number whose echoes are in the event log."""
+        self._ways, self._turned = dict[int, str](), dict[int, str]()
+        """By which way each node got its Layout, ``mpi`` or ``stream``; and what of it is not in the log of Layouts."""
         self._whole_at = self._tried_at = time.monotonic()
         """When MPI last reached all nodes, and when new processes were last started."""
         self._inside: dict[int, tuple[bytes, ...]] = {}
@@ -142,9 +145,9 @@ class Publisher:
             return
         (layout, ranks), self._waiting, now = self._waiting, None, time.monotonic()
         before, self._frame_at = self._newest, now
-        if self._published.put(layout):
-            self._count(before)
-            self._echoes = {}
+        if self._published.put(layout) or self._turned:
+            self._record(layout_line(time.time(), self._published.since(before), self._turned))
+            self._turned = {}
         self._ranks, self._nodes = ranks, {rank for rank in ranks if 0 < rank < self._mesh.size}
         for lost in self._reached.difference(ranks):
             self.leave_out(lost)
@@ -186,19 +189,12 @@ class Publisher:
                 self._late.discard(rank)
         if beat.layout < self._newest and rank not in self._owed:
             self._owed[rank] = beat.layout + 1, time.monotonic() + self._patience_s(rank, beat.layout)
-        if beat.layout == self._newest and rank in self._nodes:
-            self._echoes[rank] = beat.by_mpi
-            if self._echoes.keys() >= self._nodes:
-                self._count(self._newest)
+        way = "mpi" if beat.by_mpi else "stream"
+        if beat.layout and rank in self._nodes and self._ways.get(rank) != way:
+            self._ways[rank] = self._turned[rank] = way
         if beat.ended_world >= self._world:
             self.leave_out(rank)
             self._go_on()
-
-    def _count(self, number: int) -> None:
-        """Log by which way the newest Layout reached how many nodes, once: all have echoed it, or another follows."""
-        if number > self._counted:
-            self._counted, ways = number, [*self._echoes.values()]
-            self._event("layout_published", number=self._counted, by_mpi=ways.count(True), by_stream=ways.count(False))
 
     def leave_out(self, rank: int) -> None:
         """The MPI process of the node is gone, or may be."""

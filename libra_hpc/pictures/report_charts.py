@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from libra_hpc.facts import series
 from libra_hpc.facts.events import in_words
+from libra_hpc.facts.layout_log import replay, stage
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.series import drifts, duration, first_and_last
 from libra_hpc.facts.starts import RunStart, job_seconds, starts
@@ -63,6 +65,7 @@ class RunClock:
 
 
 Rows = Sequence[series.Record]
+Stages = Sequence[tuple[float, Counter[str]]]
 STAGES = ("train", "moving", "rollout")
 CLOCK_LABEL = "time with nodes"
 """The queue is left out."""
@@ -70,15 +73,15 @@ CLOCK_LABEL = "time with nodes"
 
 def draw_run(run: RunDir, out: Path) -> None:
     """Write the picture of a run; raises `UserError` when it cannot be written."""
-    rows, log, *_ = series.read(run)
-    hybrid = run.read_json(run.readable_config).get("planner", {}).get("hybrid_start", "rollout")
-    draw(over_time(rows, log, starts=starts(rows, log), hybrid_start=hybrid), run.name, out)
+    recorded = series.read(run)
+    rows, log, *_ = recorded
+    draw(over_time(rows, log, starts=starts(rows, log), stages=node_stages(run, recorded)), run.name, out)
 
 
-def charts(rows: Rows, log: Rows, *, starts: Sequence[RunStart], eta: int | None, hybrid_start: str) -> list[Chart]:
+def charts(rows: Rows, log: Rows, *, starts: Sequence[RunStart], eta: int | None, stages: Stages) -> list[Chart]:
     """The charts of a run with steps; without one of the metrics its chart is left out.
 
-    ``eta``: the staleness bound; ``hybrid_start``: first stage of hybrid nodes.
+    ``eta``: the staleness bound; ``stages``: see `node_stages`.
     """
     ends, steps = series.column(rows, "t"), series.column(rows, "step")
     marks = _marks(
@@ -86,7 +89,7 @@ def charts(rows: Rows, log: Rows, *, starts: Sequence[RunStart], eta: int | None
     )
     drawn = [
         _reward("Reward over steps", rows, marks, None),
-        *over_time(rows, log, starts=starts, hybrid_start=hybrid_start),
+        *over_time(rows, log, starts=starts, stages=stages),
         _staleness(rows, marks, eta),
         _lengths(rows, marks),
         _updates(rows, marks),
@@ -94,14 +97,14 @@ def charts(rows: Rows, log: Rows, *, starts: Sequence[RunStart], eta: int | None
     return [chart for chart in drawn if any(math.isfinite(y) for line in chart.lines for y in line.ys)]
 
 
-def over_time(rows: Rows, log: Rows, *, starts: Sequence[RunStart], hybrid_start: str) -> list[Chart]:
+def over_time(rows: Rows, log: Rows, *, starts: Sequence[RunStart], stages: Stages) -> list[Chart]:
     """Reward, stages and nodes over one time axis."""
     clock = RunClock(starts)
     marks = _marks(rows, log, starts, clock.at)
     return [
         _reward("Reward over time", rows, marks, clock),
         _stages(rows, marks, clock),
-        _nodes(log, clock, marks, hybrid_start),
+        _nodes(stages, starts, clock, marks),
     ]
 
 
@@ -153,20 +156,24 @@ def _stages(rows: Rows, marks: Sequence[Mark], clock: RunClock) -> Chart:
     )
 
 
-def _nodes(log: Rows, clock: RunClock, marks: Sequence[Mark], hybrid_start: str) -> Chart:
+def node_stages(run: RunDir, recorded: series.Recorded) -> Stages:
+    """(epoch seconds, nodes of each stage) of every Layout of a run."""
+    return [(recorded.since(one.t), Counter(map(stage, one.layout.rows.values()))) for one in replay(run)]
+
+
+def _nodes(stages: Stages, starts: Sequence[RunStart], clock: RunClock, marks: Sequence[Mark]) -> Chart:
     """Areas on top of each other: training below, moving nodes on it, rollout on both."""
     changes: list[tuple[float, int, int]] = []
-    end = max((event["t"] for event in log), default=0.0)
-    for intervals in series.roles(log, end=end, hybrid_start=hybrid_start).values():
-        for part in intervals:
-            stage = STAGES.index(part.role) if part.role in STAGES else STAGES.index("moving")
-            if part.role not in ("planner", "env"):
-                changes += [(clock.at(part.start), stage, 1), (clock.at(part.end), stage, -1)]
-    changes.sort(key=lambda change: change[0])
+    within = [(min(t, starts[clock.start_of(t)].end), counts) for t, counts in stages]
+    before = Counter[str]()
+    for t, counts in sorted([*within, *((start.end, Counter[str]()) for start in starts)], key=lambda one: one[0]):
+        changed = [(number, counts[name] - before[name]) for number, name in enumerate(STAGES)]
+        changes += [(clock.at(t), number, by) for number, by in changed if by]
+        before = counts
     lines = []
-    for stage, name in enumerate(STAGES):
-        xs, ys = stair((t, by) for t, other, by in changes if other <= stage)
-        if any(other == stage for _, other, _ in changes):
+    for number, name in enumerate(STAGES):
+        xs, ys = stair((t, by) for t, other, by in changes if other <= number)
+        if any(other == number for _, other, _ in changes):
             lines.append(Line(name, name, xs, ys, shape="area"))
     # What is drawn first is covered by the next.
     return Chart(

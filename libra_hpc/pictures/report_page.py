@@ -26,7 +26,7 @@ from libra_hpc.facts.starts import RunStart, job_gpus, job_seconds, starts
 from libra_hpc.facts.status import LENDER_HEADS, because, dry_run, failed_line, gone, lender_rows, lenders_of
 from libra_hpc.facts.summary import MOVE_HEADS, Summary, move_rows, reward_text, seconds_text, summarise
 
-from .report_charts import charts
+from .report_charts import charts, node_stages
 from .svg_chart import MOST_POINTS, legend, svg, template
 
 MOST_ROWS = 300
@@ -180,9 +180,9 @@ def page(run: RunDir, ending: Standing, now: float) -> str:
             value = value.replace(text, HIDDEN)
         return value
 
-    hybrid = str(_get(config, "planner.hybrid_start", "rollout"))
     eta = _get(config, "algorithm.eta", None)
-    drawn = charts(rows, log, starts=begun, eta=eta if isinstance(eta, int) else None, hybrid_start=hybrid)
+    stages = node_stages(run, recorded)
+    drawn = charts(rows, log, starts=begun, eta=eta if isinstance(eta, int) else None, stages=stages)
     return template("report.html.j2", finalize=cleaned).render(
         run=run.name,
         title=run.name + dry_run(summary.speedup),

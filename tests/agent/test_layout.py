@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from libra_hpc.agent.agent import Agent
-from libra_hpc.mesh.layout_changes import digest
 from libra_hpc.protocol.layout import Layout, LayoutChange, Row
+from libra_hpc.protocol.layout_changes import digest
 
 
 class Part:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from libra_hpc.facts.layout_log import LoggedLayout, replay
 from libra_hpc.facts.rundir import RunDir, read_lines
 from tests.cluster.runs import Case
 
@@ -87,6 +88,10 @@ class Chaos(Case):
         assert self.run is not None
         return self.run.read_json(self.run.status)
 
+    def layouts(self) -> list[LoggedLayout]:
+        assert self.run is not None
+        return [*replay(self.run)]
+
     def message(self) -> str:
         """What the run says of its end."""
         assert self.run is not None
@@ -153,6 +158,13 @@ def sound(case: Chaos, state: str = "completed") -> None:
     for line in read_lines(run.metrics):
         assert line["staleness_max"] <= 1
     assert case.message(), "the end has a reason"
+    seen, layouts = dict[tuple[int, str], list[float]](), case.layouts()
+    for one in layouts:
+        assert one.number == one.layout.number, "no line is missing"
+        for rank, row in one.layout.rows.items():
+            seen.setdefault((rank, row.state), []).append(one.t)
+    for event in case.events("move_done"):
+        assert min(abs(t - event["t"]) for t in seen[event["rank"], event["role"]]) < 1.0, "the log replays the move"
     nothing_left(run)
     name = os.environ["PYTEST_CURRENT_TEST"].partition("::test_")[2].partition(" ")[0]
     ROWS.append((name.replace("_", " "), standstill(run, case.fault_at), state))

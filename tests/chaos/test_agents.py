@@ -70,9 +70,7 @@ def test_a_node_that_was_stopped_is_taken_back(tmp_path: Path, role: str) -> Non
     case.wait(lambda: len(case.steps()) > before + 2, "steps without it")
     os.kill(victim, signal.SIGCONT)
     case.wait(lambda: case.events("node_returned"), "its return")
-    case.wait(
-        lambda: [e["state"] for e in case.events("node_state") if e["rank"] == HYBRID][-1] == role, "it works again"
-    )
+    case.wait(lambda: case.layouts()[-1].layout.rows[HYBRID].state == role, "it works again")
     before = len(case.steps())
     case.wait(lambda: len(case.steps()) > before + 2, "steps with it")
     case.cli("cancel", str(case.run.path if case.run else ""))

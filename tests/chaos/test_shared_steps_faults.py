@@ -89,11 +89,10 @@ class Faults:
 
 def switching(run: RunDir) -> bool:
     """Whether a node changes its stage."""
-    with run.events.open("rb") as handle:
+    with run.layouts.open("rb") as handle:
         handle.seek(max(0, handle.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = handle.read().split(b"\n")[1:-1]
-    events = [msgspec.json.decode(line) for line in lines if b'"node_state"' in line]
-    states = {event["rank"]: event["state"] for event in events}
+        lines = map(msgspec.json.decode, handle.read().split(b"\n")[1:-1])
+    states = {rank: row[0] for line in lines for rank, row in line.get("rows", {}).items()}
     return any(state in ("to_train", "to_rollout") for state in states.values())
 
 

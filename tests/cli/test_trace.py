@@ -10,6 +10,7 @@ from libra_hpc_cli import output
 
 from libra_hpc.traces.generate import Dials, generate
 from libra_hpc.traces.read import read_trace
+from tests.facts.synthetic import MOVE, layout_lines, make_run, write
 
 from .conftest import Cli
 
@@ -43,3 +44,25 @@ def test_what_was_generated_as_json(tmp_path: Path, cli: Cli) -> None:
     made = read_trace(tmp_path / "a.jsonl").trajectories
     assert (printed["trajectories"], printed["turns"]) == (16, sum(len(one.turns) for one in made))
     assert printed["generated_tokens"] == sum(one.generated for one in made)
+
+
+def test_layouts_show_what_nodes_were_to_be_and_were_at_a_time(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "WIDTH", 80)
+    run = make_run(tmp_path)
+    first, many = MOVE[1] + 9, {rank: "rollout" if rank % 4 else "train" for rank in range(1, 1025)}
+    lines = [*layout_lines((first, many), (first + 1, {**many, 7: "lost"}), (first + 2, {**many, 8: "lost"}))]
+    write(run.layouts, {**lines[0], "ways": {str(rank): "mpi" for rank in many}}, lines[2])
+    moving = cli("trace", "layouts", str(run.path), "--at", str(MOVE[0] + 1))
+    assert (moving.code, moving.err) == (0, "")
+    rows = [" ".join(line.split()) for line in moving.out.splitlines()]
+    assert rows[0] == f"number 2, since {MOVE[0]:.3f}; generation 0, step 0 recorded"
+    assert "1 to_train rollout 0 2" in rows
+    before = json.loads(cli("trace", "layouts", str(run.path), "--json", "--at", str(first)).out)
+    assert [before["rows"]["8"][name] for name in ("state", "active", "way")] == ["train", "rollout", "mpi"]
+    newest = cli("trace", "layouts", str(run.path))
+    assert newest.err == f"{run.layouts}: lines before number 3 are missing; number 1 is shown\n"
+    assert "…" not in newest.out
+    assert {"768", "1-3", "1021-1023"} <= set(newest.out.replace(",", " ").split())
+    assert cli("trace", "layouts", str(run.path), "--at", "1").code == 2

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.journal import LineLog
+from libra_hpc.facts.layout_log import layout_line
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import (
     BucketStatus,
@@ -23,6 +25,8 @@ from libra_hpc.facts.status import (
 )
 from libra_hpc.files import write_atomic
 from libra_hpc.protocol.agents import LenderReport
+from libra_hpc.protocol.layout import Layout, Row
+from libra_hpc.protocol.layout_changes import LayoutHistory
 
 START = 1_700_000_000.0
 STEPS = 60
@@ -71,6 +75,9 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
         event(START + 150, "checkpoint_saved", step=50),
         event(START + 181, "job_finished", state="completed"),
     )
+    nodes = {1: "train", 2: "rollout", 3: "rollout"}
+    moved = [(t, {**nodes, 2: state}) for t, state in zip(MOVE, ("to_train", "train"), strict=True)]
+    write(run.layouts, *layout_lines((START + 1, nodes), *moved))
     turns = [{"new_tokens": 0, "gen_tokens": 20}, {"new_tokens": 0, "gen_tokens": 30}]
     record = {"prompt_id": "p", "sample": 0, "prompt_tokens": 1, "turns": turns}
     write(
@@ -80,6 +87,15 @@ def make_run(parent: Path, name: str = "quick") -> RunDir:
     run.write_json(run.result, result)
     write_atomic(run.status, encode_status(make_status(run, state="completed")))
     return run
+
+
+def layout_lines(*moments: tuple[float, dict[int, str]]) -> Iterator[dict[str, Any]]:
+    """Times and states of the nodes in one start."""
+    history = LayoutHistory()
+    for t, states in moments:
+        before = history.layout.number
+        history.put(Layout(rows={rank: Row(state, "rollout") for rank, state in states.items()}))
+        yield layout_line(t, history.since(before), {})
 
 
 def write(path: Path, *lines: dict[str, Any]) -> None:

@@ -51,16 +51,18 @@ def test_lines_come_in_order_and_the_newest_status_stays(tmp_path: Path) -> None
     for number in range(100):
         facts.event({"kind": "x", "n": number})
         facts.step({"step": number + 1})
+        facts.layout({"number": number})
         facts.status(b'{"n": %d}' % number)
     facts.end(b'{"why": "completed"}')
     assert facts.close(10.0) == ""
     assert [line["n"] for line in read_lines(run.events)] == list(range(100))
     assert [line["step"] for line in read_lines(run.metrics)] == list(range(1, 101))
+    assert [line["number"] for line in read_lines(run.layouts)] == list(range(100))
     assert facts.recorded == 100
     assert json.loads(run.status.read_bytes()) == {"n": 99}
     assert run.read_json(run.ended(1)) == {"why": "completed"}
     names = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
-    assert names == ["events.jsonl", "logs", "metrics.jsonl", "status.json"]
+    assert names == ["events.jsonl", "layouts.jsonl", "logs", "metrics.jsonl", "status.json"]
 
 
 def test_a_full_disk_keeps_lines_in_memory_and_shows_the_status_all_the_same(

@@ -78,36 +78,6 @@ def test_moves_are_paired_by_rank() -> None:
     assert (second.to, second.end, second.seconds) == ("rollout", None, None)
 
 
-def joined(t: float, rank: int, component: str = "rollout") -> dict[str, Any]:
-    return event(t, "agent_joined", rank=rank, component=component)
-
-
-def lane(log: list[dict[str, Any]], rank: int) -> list[tuple[float, float | None, str]]:
-    return [(part.start, part.end, part.role) for part in series.roles(log, end=30.0)[rank]]
-
-
-def test_roles_follow_moves_losses_and_attempts() -> None:
-    log = [
-        joined(1.0, 0, "planner"),
-        joined(1.0, 2, "hybrid"),
-        event(1.5, "job_started"),
-        event(4.0, "move_started", rank=2, to="train"),
-        event(6.0, "move_done", rank=2, role="train"),
-        event(9.0, "node_lost", rank=2),
-        event(10.0, "job_finished", state="failed"),
-        joined(21.0, 0, "planner"),
-    ]
-    assert lane(log, 2) == [(1.0, 4.0, "rollout"), (4.0, 6.0, "to_train"), (6.0, 9.0, "train")]
-    assert [part[:2] for part in lane(log, 0)] == [(1.0, 10.0), (21.0, 30.0)]
-
-
-def test_roles_of_an_attempt_that_was_killed_end_with_its_last_event() -> None:
-    saved = event(8.0, "checkpoint_saved", step=1)
-    log = [joined(1.0, 0), joined(1.0, 1), saved, joined(20.0, 1), joined(21.0, 0)]
-    assert lane(log, 0) == [(1.0, 8.0, "rollout"), (21.0, 30.0, "rollout")]
-    assert lane(log, 1) == [(1.0, 8.0, "rollout"), (20.0, 30.0, "rollout")]
-
-
 @pytest.mark.parametrize(
     ("record", "name"), [({"after_drift": 0.6}, "after drift"), ({"after_drift": 0.0}, "before drift"), ({}, "")]
 )

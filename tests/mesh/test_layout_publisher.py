@@ -28,7 +28,7 @@ from libra_hpc.mesh.layout_publisher import Publisher
 from libra_hpc.mesh.world import meet
 from libra_hpc.process.owner_link import OwnerLink
 from libra_hpc.protocol.agents import Heartbeat, MpiBarrier, MpiStart
-from libra_hpc.mesh.layout_changes import NOTHING
+from libra_hpc.protocol.layout_changes import NOTHING
 from libra_hpc.protocol.layout import LayoutChange, Layout, Row
 
 # A busy machine is no fault.
@@ -41,6 +41,7 @@ class Node(Agent):
     # An agent less its engines: what it has of each Layout, and by which way.
     def __init__(self):
         self.rank, self.ways, self.events, self.beats, self.streamed = world.rank, {}, [], {}, 0
+        self.lines = []
         self.mesh = Mesh(world, self.on)
         self._secret, self._link, self._link_world = world.secret, link, 0
         self._members = tuple(range(world.size))
@@ -90,14 +91,14 @@ async def main():
     accepting = asyncio.create_task(node.mesh.run())
     if node.rank == 0:
         event = lambda kind, **fields: node.events.append([kind, fields])
-        node.context.publisher = Publisher(node.mesh, world.secret, event)
+        node.context.publisher = Publisher(node.mesh, world.secret, event, node.lines.append)
         node.mesh.on_closed = node.context.publisher.leave_out
         watching = asyncio.create_task(node.context.publisher.watch())
     node._serve_link(node._link)
     node._beat()
     await SCRIPT(node) if node.rank == 0 else await node.until(lambda: (out / "0.json").exists())
     maps = lambda pid: "/libmpi" in Path(f"/proc/{pid}/maps").read_text()
-    facts = {"ways": node.ways, "events": node.events, "streamed": node.streamed, "summary": ""}
+    facts = {"ways": node.ways, "events": node.events, "streamed": node.streamed, "lines": node.lines}
     facts["libmpi"] = [maps("self"), maps(node._link.pid) if node._link.alive else None]
     facts["summary"] = node.context.publisher.summary if node.context.publisher else ""
     (out / f"{node.rank}.new").write_text(json.dumps(facts))
@@ -127,6 +128,11 @@ def ways(facts: dict[str, Any]) -> dict[int, str]:
     return {int(number): way for number, way in facts["ways"].items()}
 
 
+def turns(facts: dict[str, Any]) -> list[tuple[int, str]]:
+    """Node and way, whenever it got Layouts another way than before, by the log of Layouts."""
+    return [(int(rank), way) for line in facts["lines"] for rank, way in sorted(line.get("ways", {}).items())]
+
+
 def test_without_a_fallback_every_layout_comes_by_mpi_and_none_by_stream(tmp_path: Path) -> None:
     script = """await node.publish(*range(1, 31))
 for number in range(31, 1001):  # 62 MB, of which the process has room for 4
@@ -138,8 +144,8 @@ await node.have(1000)"""
         assert facts["streamed"] == 0
     assert [facts["libmpi"] for facts in found] == [[False, True]] * 3, "only the processes beside the agents load it"
     assert found[0]["summary"] == "by MPI"
-    published = [fields for kind, fields in found[0]["events"] if kind == "layout_published"]
-    assert published[:30] == [{"number": number, "by_mpi": 2, "by_stream": 0} for number in range(1, 31)]
+    assert [line["number"] for line in found[0]["lines"]] == list(range(1, 1001))
+    assert turns(found[0]) == [(1, "mpi"), (2, "mpi")]
 
 
 def test_a_process_that_is_killed_costs_its_node_alone_mpi_until_all_have_new_ones(tmp_path: Path) -> None:
@@ -174,9 +180,7 @@ if {victim}: os.kill(node.pid(1), signal.SIGKILL)  # rank 0 has ended its own"""
     assert ways(second) == {1: "mpi", 2: "stream", 3: "stream"}
     assert ways(third) == ({1: "mpi", 2: "stream", 3: "stream"} if victim == 0 else {1: "mpi", 2: "mpi", 3: "mpi"})
     assert first["summary"] == ("by stream" if victim == 0 else "by MPI, to 1 by stream")
-    by_mpi = {1: 2, 2: 1 - (victim == 0), 3: 1 - (victim == 0)}
-    published = [fields for kind, fields in first["events"] if kind == "layout_published"]
-    assert published == [{"number": one, "by_mpi": count, "by_stream": 2 - count} for one, count in by_mpi.items()]
+    assert turns(first) == [(1, "mpi"), (2, "mpi"), (1, "stream"), (2, "stream")][: 4 if victim == 0 else 3]
 
 
 AGAIN = """

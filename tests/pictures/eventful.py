@@ -14,7 +14,7 @@ from libra_hpc.config.load import validate
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic
-from tests.facts.synthetic import make_status, write
+from tests.facts.synthetic import layout_lines, make_status, write
 
 BEGIN = 1_790_000_000.0
 STEP_S = 3.0
@@ -42,6 +42,7 @@ def make_eventful_run(parent: Path, steps: int = 120) -> RunDir:
     run.write_json(run.job, {"job_id": "4712", "executor": "slurm", "attempt": 2, "submitted_at": BEGIN - 60.0})
     write(run.metrics, *_steps(steps))
     write(run.events, *_events(steps))
+    write(run.layouts, *_layouts(steps))
     status = make_status(run, state="cancelled", step=steps)
     write_atomic(run.status, encode_status(msgspec.structs.replace(status, attempt=2, message=HOSTILE)))
     return run
@@ -102,6 +103,13 @@ def _events(steps: int) -> Iterator[dict[str, Any]]:
     yield {"t": end - 5, "kind": "stop_requested", "signal": "SIGTERM"}
     yield {"t": end, "kind": "checkpoint_saved", "step": steps}
     yield {"t": end + 1.0, "kind": "job_finished", "state": "cancelled", "message": HOSTILE, "step": steps}
+
+
+def _layouts(steps: int) -> Iterator[dict[str, Any]]:
+    nodes, moved = {1: "train", 2: "rollout", 3: "rollout"}, BEGIN + 10.0 + STEP_S * (steps // 8)
+    yield from layout_lines((BEGIN, nodes), (moved, {**nodes, 2: "to_train"}), (moved + 6.0, {**nodes, 2: "train"}))
+    for t in (time_of(steps // 4, steps) + 12.0, time_of(steps // 2, steps) + QUEUE_S - 5.0):
+        yield from layout_lines((t + 0.1, dict.fromkeys(nodes, "starting")), (t + 5.0, {**nodes, 2: "lost"}))
 
 
 def _start(t: float, attempt: int) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@ import html
 import math
 import re
 import time
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.facts.starts import starts
 from libra_hpc.facts.status import encode_status
 from libra_hpc.files import write_atomic
-from libra_hpc.pictures.report_charts import charts, draw_run
+from libra_hpc.pictures.report_charts import RunClock, charts, draw_run, node_stages
 from libra_hpc.pictures.report_page import Standing, page
 from libra_hpc.pictures.svg_chart import MOST_POINTS, Chart, Line, clock_ticks, short_number, svg, ticks
 from tests.browser import Browser, ensure_browser
 from tests.facts.synthetic import make_run, make_status
 
-from .eventful import HOSTILE, JUDGE, SECRET, STEP_S, make_eventful_run
+from .eventful import BEGIN, HOSTILE, JUDGE, SECRET, STEP_S, make_eventful_run, time_of
 
 NOW = 1_800_000_000.0
 CANCELLED = Standing("cancelled", HOSTILE, over=True)
@@ -170,10 +171,20 @@ def test_hours_in_the_queue_are_neither_drawn_nor_counted(eventful: RunDir, text
     begun = starts(rows, log)
     attempts = [(start.attempt, start.state, start.queued_s > 0) for start in begun]
     assert attempts == [(1, "", False), (1, "cancelled", False), (2, "cancelled", True)]
-    over_time = charts(rows, log, starts=begun, eta=2, hybrid_start="rollout")[1]
-    line = over_time.lines[1]
+    drawn = charts(rows, log, starts=begun, eta=2, stages=node_stages(eventful, series.read(eventful)))
+    line = drawn[1].lines[1]
     assert max(x for x in line.xs if math.isfinite(x)) < 150 * STEP_S
     assert sum(map(math.isnan, line.ys)) == 2, "no line crosses a start"
+    (nodes,) = [chart for chart in drawn if chart.title == "Nodes of each stage"]
+    clock = RunClock(begun)
+    moved, restart = BEGIN + 10.0 + STEP_S * 15, time_of(30, 120) + 12.0
+    for t, counts in (
+        (moved - 1, [1, 1, 3]),
+        (moved + 3, [1, 2, 3]),
+        (restart - 1, [0, 0, 0]),
+        (restart + 9, [1, 1, 2]),
+    ):
+        assert [line.ys[bisect_right(line.xs, clock.at(t)) - 1] for line in nodes.lines[::-1]] == counts, t
     assert "2.6" in re.findall(r"GPU hours</dt><dd class=\"value\">([^<]*)", text)[0]
 
 

@@ -12,10 +12,10 @@ from libra_hpc.agent.supervised import EngineNode
 from libra_hpc.config.run import RunConfig
 from libra_hpc.facts.rundir import RunDir
 from libra_hpc.mesh.agent_context import AgentContext, RankLayout
-from libra_hpc.mesh.layout_changes import LayoutHistory
 from libra_hpc.protocol.agents import Log
 from libra_hpc.protocol.engine_state import ObservedEngine
 from libra_hpc.protocol.layout import Layout, ResumePoint
+from libra_hpc.protocol.layout_changes import LayoutHistory
 
 FIRST_START = ResumePoint(0, "", 0, ())
 

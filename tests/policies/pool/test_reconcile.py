@@ -9,11 +9,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libra_hpc.mesh.layout_changes import NOTHING, LayoutHistory, taken
 from libra_hpc.policies.pool import states
 from libra_hpc.policies.pool.reconcile import Action, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
 from libra_hpc.policies.pool.states import EnginesAre, MoveOrdered, NodeState, RankBack, RankLost, TurnsDrained, advance
 from libra_hpc.protocol.layout import Layout, LayoutChange, Row
+from libra_hpc.protocol.layout_changes import NOTHING, LayoutHistory, taken
 
 from .layout_orders import layout_of
 

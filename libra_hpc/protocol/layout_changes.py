@@ -12,7 +12,7 @@ import hashlib
 import msgspec
 from msgspec.structs import asdict, replace
 
-from libra_hpc.protocol.layout import Layout, LayoutChange
+from .layout import Layout, LayoutChange
 
 NOTHING = msgspec.convert({}, Layout)
 HEAD = tuple(name for name in NOTHING.__struct_fields__ if name not in ("number", "rows"))

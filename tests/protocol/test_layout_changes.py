@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from libra_hpc.mesh.layout_changes import NOTHING, LayoutHistory, digest, taken
 from libra_hpc.protocol.layout import Layout, LayoutChange, ResumePoint, Row
+from libra_hpc.protocol.layout_changes import NOTHING, LayoutHistory, digest, taken
 
 ROWS = st.builds(Row, st.sampled_from(["train", "rollout"]), starts=st.integers(0, 2), member=st.booleans())
 LAYOUTS = st.builds(Layout, rows=st.dictionaries(st.integers(0, 4), ROWS), recorded=st.integers(0, 2))
