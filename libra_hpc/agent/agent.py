@@ -77,7 +77,7 @@ FOLDERS_S = 1.0
 DOOR_S = 10.0
 """Between two tries to write how to join."""
 FAN_OUT = 32
-"""Agents to which one passes on what all MPI processes have put, 2 kB each: rank 0 sends 60 MB to reach 1,024 by two
+"""Agents to which one passes on what all MPI processes have put, 1 kB each: rank 0 sends 45 MB to reach 1,024 by two
 steps.  Half: by three; double: twice as much."""
 SIGNAL_S = 2.0
 """Until a signal is reported that rank 0 did not get: whoever stops a run signals all ranks."""

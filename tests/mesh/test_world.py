@@ -7,10 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from libra_hpc.mesh import world
+from libra_hpc.mesh.folder_meeting import FolderMeeting
 from libra_hpc.mesh.world import Endpoint, _reach, own_addresses
 from tests.mesh.test_mesh import ranks
 
@@ -72,6 +75,23 @@ def test_a_problem_of_one_rank_is_the_answer_of_all(tmp_path: Path) -> None:
 
 def test_the_named_interface_alone_is_listened_on(tmp_path: Path) -> None:
     assert [facts["addresses"] for facts in meet(tmp_path, interface="lo")] == [[["127.0.0.1"], ["127.0.0.1"]]] * 2
+
+
+def test_ranks_without_an_owner_meet_by_files_that_nobody_else_reads(tmp_path: Path) -> None:
+    def met(rank: int, restart: str) -> world.World:
+        slurm = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restart}
+        return world.meet(FolderMeeting(tmp_path, slurm), "lo")
+
+    secrets = set()
+    with ThreadPoolExecutor() as pool:
+        for restart in ("0", "1"):
+            first, second = pool.map(met, range(2), [restart] * 2)
+            assert (first.rank, second.rank, first.endpoints) == (0, 1, second.endpoints)
+            secrets |= {first.secret, second.secret}
+            first.listener.close()
+            second.listener.close()
+    assert len(secrets) == 2, "a job that is queued again has another"
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("7-*/*")} == {0o600}
 
 
 def test_a_planner_out_of_reach_is_named_with_what_was_tried() -> None:
