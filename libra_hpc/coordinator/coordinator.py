@@ -455,10 +455,12 @@ class Coordinator:
         seen, contacts = self._observations, self._nodes.contacts
         updates, seen.updates = sorted(seen.updates, key=lambda one: one[1].version), []
         for version, group in groupby(updates, lambda one: one[1].version):
-            ranks, applied, times = zip(*group, strict=True)
+            ranks, applied, _ = zip(*group, strict=True)
             late = [rank for rank in self._nodes.receivers if (beat := contacts[rank].beat) and beat.version < version]
-            counts = {"engines": len(ranks), "guests": sum(map(is_guest, ranks)), "late": late}
-            self._records.record("weights_applied", max(times), {"version": version, **counts, **slowest(applied)})
+            guests = sum(map(is_guest, ranks))
+            self._event(
+                "weights_applied", version=version, engines=len(ranks), guests=guests, late=late, **slowest(applied)
+            )
         return seen.update_costs(updates)
 
     def _on_guards(self, decision: GuardDecision | None) -> None:
