@@ -48,6 +48,7 @@ FOR_ROLLOUT_SERVICE = (
     wire.Heartbeat,
     wire.EngineLoads,
     wire.Committed,
+    wire.ExpertsWanted,
     wire.FromEnvHost,
     wire.EnvHostLost,
 )
@@ -83,6 +84,7 @@ def add_engines(routes: Routes, rollout: RolloutNode, train: TrainNode, carrier:
     add_rollout(routes, rollout, carrier)
     routes.add(wire.SnapshotPart, lambda part: train.keeper.on_part(part))
     routes.add(wire.ToReplica, lambda order: train.on_message(order.message))
+    routes.add(wire.SampleExperts, train.experts.on_experts)
 
 
 def add_train_leader(routes: Routes, leader: TrainLeader) -> None:

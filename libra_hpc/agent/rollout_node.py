@@ -275,8 +275,12 @@ class RolloutNode(EngineNode[VllmEngine]):
         self._outbox.append((name, generated))
 
     def _flush(self) -> None:
-        items, self._outbox = tuple(self._outbox), []
-        self._context.send_to_rollout_leader(wire.TurnsDone(items))
+        items, self._outbox = self._outbox, []
+        # Those of all turns of a node might be more than a message may have.
+        large = [item for item in items if item[1].experts]
+        for part in (*([item] for item in large), [item for item in items if item not in large]):
+            if part:
+                self._context.send_to_rollout_leader(wire.TurnsDone(tuple(part)))
 
     def _catch_up(self, engine: VllmEngine) -> None:
         """Bring one engine to the newest weights before it is announced."""

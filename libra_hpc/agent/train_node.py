@@ -50,6 +50,8 @@ from libra_hpc.protocol.trainer import (
     Standby,
     StepDone,
     ToWorker,
+    TrainPortion,
+    TrainStep,
     WorkerFailed,
     from_worker,
     to_worker,
@@ -59,6 +61,7 @@ from libra_hpc.state.snapshot_keeper import SnapshotKeeper, successors
 from libra_hpc.trainer.settings import write_config
 
 from .child_start import child_command, worker_configs
+from .expert_pull import ExpertPull
 from .node_carrier import NodeCarrier
 from .supervised import ChildCommand, EngineNode, Supervised
 
@@ -100,6 +103,7 @@ class TrainNode(EngineNode[Supervised]):
         self._elastic = context.rank not in context.layout.core
         self._leads = context.rank == context.layout.train_leader
         (self._trainer,) = self._engines.values()
+        self.experts = ExpertPull(context, self._trainer.send)
         self._ready: dict[int, EngineReady] = {}
         self._answers: dict[tuple[str, int, int, str], dict[int, FromWorker]] = {}
         """By kind, generation, attempt and folder: answers to an order that was replaced complete no other."""
@@ -152,6 +156,7 @@ class TrainNode(EngineNode[Supervised]):
         self._ordered_at = time.monotonic()
         if self._trainer.state == "ready":
             self._trainer.state, self._postponed, self._answers = "standby", None, {}
+            self.experts.drop()
             self._frees.add(self._trainer.name)
             self._trainer.send(Standby())
             if self._elastic:
@@ -212,6 +217,11 @@ class TrainNode(EngineNode[Supervised]):
         self._forward(message)
 
     def _forward(self, message: ToWorker) -> None:
+        if isinstance(message, TrainStep | TrainPortion):
+            self.experts.hold(message)
+            return
+        if isinstance(message, Join):
+            self.experts.drop()
         if self._trainer.state == "ready" and isinstance(message, SaveState) and message.tier == "checkpoint":
             self._save(message)
         self._trainer.send(message)
@@ -269,6 +279,7 @@ class TrainNode(EngineNode[Supervised]):
                 context.log("snapshot_failed", step=point.step, reason=f"the part of node {context.rank}: {why}")
         # May read whole states, which this loop must not wait for.
         workers = await asyncio.to_thread(worker_configs, context, self._begun, self._trainer.world)
+        self.experts.of(workers)
         self._begun += 1
         environment = engine_environment(
             os.environ, config.slurm.device, first=0, count=len(workers), threads=config.train.threads

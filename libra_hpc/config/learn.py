@@ -259,6 +259,8 @@ class AlgorithmSection(Section, frozen=True):
     reference_kl_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the KL term to the reference policy; above 0 each training world holds its weights in host memory, and
     a step has one forward pass more."""
+    routing: Literal["rollout", "own"] = "rollout"
+    """Experts of a mixture's tokens in the trainer: the engines', or its own (docs/models.md)."""
     skip_zero_advantage: bool = True
     """Leave out groups of equal rewards, where no KL term gives them a gradient."""
     guard: Literal["off", "notice", "pause", "stop"] = "pause"

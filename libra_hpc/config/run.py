@@ -85,6 +85,11 @@ class RunConfig(Section, frozen=True):
         )
 
     @property
+    def retained_batches(self) -> int:
+        """Committed batches that are retained for replay: more than the steps between two snapshots."""
+        return self.train.snapshot_every + 2
+
+    @property
     def updates(self) -> int:
         """Optimizer updates of the whole run."""
         return self.run.steps * min(self.algorithm.minibatches, self.algorithm.prompts_per_step)

@@ -35,7 +35,7 @@ from libra_hpc.protocol.engine_state import EngineCapacity, EngineReady, EngineS
 from libra_hpc.weights.weightfile import WeightFileError, folder_shapes
 
 from .expert_table import ExpertTable
-from .settings import EngineConfig, engine_arguments
+from .settings import EngineConfig, engine_arguments, replays
 from .stats import EngineCounters
 from .steplog import BatchWatch, StepLog, StepLogHeader
 from .turns import TurnInFlight, TurnRejected, read_prompt, sampling
@@ -90,7 +90,7 @@ class RolloutEngine:
         self._steps = VllmSteps(self._client, scheduler)
         # Where layers have states besides keys and values, vLLM makes blocks as large as a state.
         self._max_model_len, self._block_tokens = model.max_model_len, vllm_config.cache_config.block_size
-        if shape.experts and current_platform.is_cpu():
+        if replays(run, shape) and current_platform.is_cpu():
             ExpertTable(scheduler, self._client.collective_rpc, shape)
         self._staged = StagedUpdate(self._client.collective_rpc, not current_platform.is_cpu())
         self._turns: dict[str, TurnInFlight] = {}

@@ -27,6 +27,7 @@ from libra_hpc.errors import invalid
 from libra_hpc.files import read_named
 from libra_hpc.gate.gated_steps import GateConfig
 from libra_hpc.models.devices import STEP_TOKENS
+from libra_hpc.models.shapes import ModelShape, model_shape
 from libra_hpc.models.shapes import read_config as read_model
 from libra_hpc.process.addresses import loopback
 
@@ -178,6 +179,11 @@ def schedules_ahead(config: EngineConfig) -> bool:
     return config.run.steps_ahead and config.gate is None
 
 
+def replays(run: RunConfig, shape: ModelShape) -> bool:
+    """Whether engines report the experts of tokens."""
+    return shape.experts > 0 and run.algorithm.routing == "rollout"
+
+
 def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     """Keyword arguments of ``vllm.engine.arg_utils.EngineArgs``."""
     run, rollout = config.run, config.run.rollout
@@ -203,6 +209,8 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         "async_scheduling": schedules_ahead(config),
         "scheduling_policy": "priority",
         "logprobs_mode": "processed_logprobs",
+        # Of vLLM's second model runner; a CPU engine has a table of its own.
+        "enable_return_routed_experts": on_gpus and replays(run, model_shape(run.model.path)),
         "load_format": "dummy" if config.weights else TEXT_MODEL,
         "use_tqdm_on_load": False,
         "worker_extension_cls": WORKER_EXTENSION,

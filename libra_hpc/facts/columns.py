@@ -107,6 +107,7 @@ BATCH = (
     ).shown(ALWAYS, mean, "staleness: {:.2f} mean"),
     Number("staleness_max", VERSIONS, "The same, the highest").shown(ALWAYS, highest, "staleness: {:.0f} max"),
     Number("gen_tokens", "tokens", "Generated tokens of the batch"),
+    Number("experts_mb", "MB", "Experts of the batch's tokens"),
     Number("old_kv_tokens", "tokens", "Of `gen_tokens`: in turns over KV that is older than their weights").shown(
         ALWAYS, total, "staleness: {:,} tokens over kept KV of older weights", quiet=True
     ),
@@ -172,6 +173,8 @@ TRAINING = (
     Number(
         "shared_tokens", "tokens", "Of `trained_tokens`: equal beginnings, computed for one sample alone", merge=sum
     ),
+    Number("unrouted_tokens", "tokens", "Of `trained_tokens`: a mixture's without the engines' experts", merge=sum),
+    Number("router_agreement", "0..1", "Share of the engines' experts that the routers would choose"),
     # A replica reports it without its wait for the others; the slowest one waits least, for the true reduce time.
     Number(
         "train_s", "s", "Own work of the stage: compute, reduce, update; without waits for slower replicas", merge=max

@@ -277,6 +277,12 @@ def tensor_parallel_divides(config: RunConfig, model: Mapping[str, Any]) -> Iter
             yield error
 
 
+def routing_has_experts(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
+    """Only routers of a mixture can choose."""
+    if config.algorithm.routing == "own" and not shape_from_config(dict(model), "model.path").experts:
+        yield invalid("algorithm.routing", "own", "the model has no experts", "no such key")
+
+
 def context_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[UserError]:
     """Trajectories are no longer than the model's positions."""
     positions = most_positions(model)
@@ -302,6 +308,7 @@ def reference_fits(config: RunConfig, model: Mapping[str, Any]) -> Iterator[User
 
 MODEL_CHECKS: tuple[Callable[[RunConfig, Mapping[str, Any]], Iterator[UserError]], ...] = (
     tensor_parallel_divides,
+    routing_has_experts,
     model_fits_world,
     context_fits,
     reference_fits,

@@ -208,6 +208,22 @@ class Committed(msgspec.Struct, tag=True, frozen=True):
     """See `StepDone.engine_gaps`."""
 
 
+class ExpertsWanted(msgspec.Struct, tag=True, frozen=True):
+    """Train node -> rollout leader: the experts of samples that ``rank`` is about to train."""
+
+    rank: int
+    samples: tuple[str, ...]
+    """`Sample.uid` of each."""
+
+
+class SampleExperts(msgspec.Struct, tag=True, frozen=True):
+    """Rollout leader -> train node, for each sample of an `ExpertsWanted`."""
+
+    sample: str
+    experts: bytes
+    """See `Sample.experts`; empty: lost."""
+
+
 # --- rollout ---
 
 
@@ -384,6 +400,8 @@ MeshMessage = Union[
     GroupDone,
     Batch,
     Committed,
+    ExpertsWanted,
+    SampleExperts,
     Turns,
     WrongEngine,
     TurnsDone,

@@ -40,6 +40,10 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     """Loss tokens of all samples of its trajectory; 0: it is the only one."""
     advantages: bytes = b""
     """float32[n], where turns have different ones; empty: ``advantage``."""
+    experts: bytes = b""
+    """Rows of all its tokens, as `Generated.experts`, which its node adds; empty: none is known."""
+    routed: bytes = b""
+    """uint8[n], 1 where the experts of a token are known; empty: nowhere."""
 
     @property
     def trajectory(self) -> str:

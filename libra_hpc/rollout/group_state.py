@@ -158,6 +158,7 @@ def batch_stats(
         "staleness_mean": sum(staleness) / len(staleness),
         "staleness_max": max(staleness),
         "gen_tokens": sum(generated),
+        "experts_mb": sum(len(t.experts) for t in trajectories) / 1e6,
         "gen_tokens_p50": quantile(generated, 0.5),
         "gen_tokens_p95": quantile(generated, 0.95),
         **_of_turns(trajectories),

@@ -5,6 +5,7 @@ It decides which prompt may start, and which finished groups form the next batch
 
 from __future__ import annotations
 
+from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from libra_hpc.policies.learning.advantages import LengthRules, Refill
@@ -37,8 +38,11 @@ class PromptOrder:
         log: Callable[..., None],
         refill: Refill = NO_REFILL,
         rules: LengthRules = ANY_LENGTH,
+        retain: int = 0,
     ) -> None:
-        """``refill``: which groups others replace; ``rules``: which trajectories count for that."""
+        """``refill``: which groups others replace; ``rules``: which trajectories count for that; ``retain``: how many
+        batches may be trained again."""
+        self._retained: deque[dict[int, GroupState]] = deque(maxlen=retain)
         self._refill, self._rules = refill, rules
         self.gate = gate
         self._recovered, self._log = dict(recovered), log
@@ -141,8 +145,12 @@ class PromptOrder:
         return self._next_step - 1
 
     def trained(self, indices: tuple[int, ...]) -> None:
-        for index in indices:
-            self.groups.pop(index, None)
+        gone = (self.groups.pop(index, None) for index in indices)
+        self._retained.append({group.index: group for group in gone if group is not None})
+
+    def group(self, index: int) -> GroupState | None:
+        """A group that is trained now, or perhaps again after the loss of the core."""
+        return ChainMap(self.groups, *self._retained).get(index)
 
     def applied(self, version: int) -> None:
         """Give credit for ``version``, under which every engine samples: the staleness bound is of the first token."""

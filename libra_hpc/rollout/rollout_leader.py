@@ -22,7 +22,16 @@ from libra_hpc.policies.learning.advantages import LengthRules, Refill, advantag
 from libra_hpc.policies.learning.engine_gaps import EngineGaps
 from libra_hpc.policies.scheduling.protocol import Policy
 from libra_hpc.policies.scheduling.staleness import StalenessGate
-from libra_hpc.protocol.agents import Batch, Committed, Fatal, Group, GroupDone, RolloutReport
+from libra_hpc.protocol.agents import (
+    Batch,
+    Committed,
+    ExpertsWanted,
+    Fatal,
+    Group,
+    GroupDone,
+    RolloutReport,
+    SampleExperts,
+)
 from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.engine_state import EngineStats, LenderKind, ObservedEngine
 from libra_hpc.protocol.env import EVALUATIONS, HostReady, TurnUnwanted
@@ -100,6 +109,7 @@ class RolloutLeader:
             log=self._log,
             refill=self._refill,
             rules=self._rules,
+            retain=self._config.retained_batches,
         )
         self.schedule_pass()
 
@@ -109,6 +119,13 @@ class RolloutLeader:
         off = self._gaps.observe(committed.step, *self._turns.engines.judged(committed.engine_gaps))
         if off is not None:
             self._turns.end(off)
+
+    def on_experts_wanted(self, wanted: ExpertsWanted) -> None:
+        for uid in wanted.samples:
+            index, sample, part = map(int, uid.split("."))
+            group = self._order.group(index) if self._order else None
+            own = [trajectory for trajectory in group.done if trajectory.sample == sample] if group else []
+            self._send(wanted.rank, SampleExperts(uid, own[0].experts_of(part) if own else b""))
 
     def _admit(self) -> None:
         now = self._clock()

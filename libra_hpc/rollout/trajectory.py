@@ -94,6 +94,10 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
         """Tokens of the context that an engine has computed since all ranks started."""
         self.replays = self.overdue = 0
         """Losses of its host that its own turn may have caused; deadlines of its turns with nothing generated."""
+        self.experts, self.routed = bytearray(), bytearray(max(0, len(self.tokens) // TOKEN_BYTES - 1))
+        """Rows of its tokens, and which are known, as of `Sample`, up to the last computed one; no log has them."""
+        self._row = 0
+        """Bytes of a row."""
         self.ready_at = self.sent_at = self.stepped_at = 0.0
         """When its newest turn was ready, went to an engine, and went to the environment; 0.0: never."""
         self.error = ""
@@ -136,6 +140,11 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
     @property
     def context_tokens(self) -> int:
         return len(self.tokens) // TOKEN_BYTES - self.begin
+
+    @property
+    def known_experts(self) -> int:
+        """First tokens of the context whose experts are known, or lost."""
+        return max(0, len(self.routed) - self.begin)
 
     @property
     def turn(self) -> bytes:
@@ -213,8 +222,17 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
         self.tokens += generated.tokens
         self.logprobs += generated.logprobs
         if count:
+            self._route(generated.experts)
             # The last token enters the cache only with the next one.
             self.computed = self.context_tokens - 1
+
+    def _route(self, rows: bytes) -> None:
+        """Append experts of the context after those that are known, up to the last token."""
+        end, begin = len(self.tokens) // TOKEN_BYTES - 1, max(len(self.routed), self.begin)
+        if rows:
+            self._row = len(rows) // (end - begin)
+            self.experts += bytes(self._row * begin - len(self.experts)) + rows
+        self.routed += bytes(begin - len(self.routed)) + bytes([bool(rows)]) * (end - begin)
 
     def drop(self, count: int) -> None:
         """Remove the last ``count`` tokens of its newest turn: they are neither trained nor in the context."""
@@ -225,6 +243,8 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
         self._change_turn(gen_tokens=kept, versions=left)
         self.tokens, self.logprobs = self.tokens[:end], self.logprobs[:end]
         self.computed = min(self.computed, self.context_tokens)
+        known = end // TOKEN_BYTES - 1
+        del self.experts[self._row * known :], self.routed[known:]
 
     def add_signals(self, signals: Sequence[Signal], reward: float = 0.0) -> None:
         """Record the tool calls of its newest turn, the slowest first, and the turn's own reward."""
@@ -260,6 +280,15 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
             max_context=max_context,
         )
 
+    def _bounds(self) -> list[tuple[int, int]]:
+        """First and last token of each sample."""
+        return list(pairwise(accumulate(sample_tokens(self.prompt_tokens, self.turns), initial=0)))
+
+    def experts_of(self, part: int) -> bytes:
+        """`Sample.experts` of one of its samples."""
+        begin, end = (self._row * at for at in self._bounds()[part])
+        return bytes(self.experts[begin:end]).ljust(end - begin, b"\0")
+
     def samples_for_training(
         self, advantage: float | list[float], numbers: Mapping[str, int] = MappingProxyType({})
     ) -> list[Sample]:
@@ -269,8 +298,7 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
             of_tokens = chain.from_iterable(map(repeat, advantage, (turn.gen_tokens for turn in self.turns)))
             by_token = array("f", (next(of_tokens) if own else 0.0 for own in mask))
             advantage = max(by_token, key=abs)
-        ends = list(accumulate(sample_tokens(self.prompt_tokens, self.turns), initial=0))
-        for part, (begin, end) in enumerate(pairwise(ends)):
+        for part, (begin, end) in enumerate(self._bounds()):
             if any(mask[begin:end]):
                 own = slice(TOKEN_BYTES * begin, TOKEN_BYTES * end)
                 found.append(
@@ -282,6 +310,7 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
                         advantage=advantage,
                         trajectory_tokens=self.generated,
                         advantages=by_token[begin:end].tobytes(),
+                        routed=bytes(self.routed[begin:end]).ljust(end - begin, b"\0") if self._row else b"",
                     )
                 )
         return found

@@ -49,6 +49,7 @@ class TurnRouter:
         leader: TrajectoryListener,
     ) -> None:
         self._rollout, self._episodes = config.rollout, episodes
+        self._replays = config.algorithm.routing == "rollout"
         self._around, self._leader, self._clock = surroundings, leader, surroundings.clock
         board = Board(config.rollout.most_inflight)
         self.engines = EngineRegistry(board, config.deadlines, self._clock)
@@ -100,6 +101,7 @@ class TurnRouter:
                 stop_ids=trajectory.stop_ids,
                 priority=decision.priority,
                 admitted=trajectory.admitted,
+                routed=trajectory.known_experts if self._replays and not trajectory.evaluation else -1,
             )
             outbox.setdefault(self.engines.engines[name].rank, []).append((name, request))
             self.engines.send(name, rid, trajectory)

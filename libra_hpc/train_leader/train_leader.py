@@ -113,8 +113,7 @@ class TrainLeader(StepRequests):
             for store in stores
         }
         self._saves, self._snapshots = self._tiers["checkpoint"], self._tiers["snapshot"]
-        self.retain = config.train.snapshot_every + 2
-        """Committed batches retained for replay: more than the steps between two snapshots."""
+        self.retain = config.retained_batches
         self._rollout_leader, self._fence = rollout_leader, fence
         self.weights = WeightPublisher(core, lambda: self._with_joining(receivers()), send)
         self._stop_reason, self._start = "", step

@@ -21,6 +21,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.protocol.trainer import ENGINES, PortionDone, Sample, StepDone, TrainPortion, TrainStep
 from libra_hpc.trainer.model.head import Head
 from libra_hpc.trainer.model.mcore import parallel_state
+from libra_hpc.trainer.model.moe import take_counts
 from libra_hpc.trainer.model.packing import Pack, decode, pack
 
 from .elastic import ElasticReplicas
@@ -53,6 +54,8 @@ LOSS, GAP, TOKENS, NORM = MEANS.index("loss"), MEANS.index("logprob_gap"), len(M
 """Places in that vector, in which the number of tokens follows.
 
 Then, by number of the engine, the sums behind GAP, and their tokens; in a list the norm follows."""
+COUNTED = 6
+"""Counts of a step."""
 GAPS, COUNTS = slice(NORM, NORM + ENGINES), slice(NORM + ENGINES, NORM + 2 * ENGINES)
 
 
@@ -71,11 +74,13 @@ class GrpoTrainer:
         self._engine, self._replicas, self._settings = engine, replicas, run.algorithm
         self._micro_tokens, self._temperature = run.train.micro_tokens, run.rollout.temperature
         self._sums = torch.zeros(COUNTS.stop, dtype=torch.float32, device=engine.device)
-        self._tokens = self._loss_tokens = self._shared = 0
-        """Tokens of the present step, all ranks of this world together."""
+        self._of_step = [0] * COUNTED
+        """`_counts` of the step, and agreed and replayed choices of experts, all ranks of this world together."""
         self._ahead = NOTHING
-        self._counts = [0, 0, 0]
-        """Tokens of the packs of the present minibatch, with loss, and in shared beginnings, this rank alone."""
+        self._counts = [0, 0, 0, 0]
+        """Tokens of the packs of the present minibatch, with loss, in shared beginnings, and without the experts of the
+        rollout, this rank alone."""
+        self._routed = engine.shape if run.algorithm.routing == "rollout" else None
         self._loss = loss_named(run.algorithm.loss)
         self._context = parallel_state.get_context_parallel_group() if engine.split.cp > 1 else None
         engine.reduce = replicas.reduce
@@ -108,7 +113,7 @@ class GrpoTrainer:
         saved = self._copy_of_state(batches)
         replicas.waited_s = 0.0
         sums: list[tuple[list[float], int]] = []
-        skipped = self._tokens = self._loss_tokens = self._shared = 0
+        skipped, self._of_step = 0, [0] * COUNTED
         proximal, reference = self._proximal(batches), self._reference_logprobs(batches)
         first = ahead == NOTHING
         last = max((i for i, total in enumerate(divisors) if total), default=0)
@@ -133,15 +138,19 @@ class GrpoTrainer:
                 state.restore(saved)
             raise
         state.step = message.step
+        tokens, loss_tokens, shared, unrouted, agreed, replayed = self._of_step
+        mixture = self._routed is not None and self._routed.experts
         return StepDone(
             message.step,
             message.generation,
             numbers={
                 **self._of_updates(sums, skipped),
                 "skipped": skipped,
-                "trained_tokens": self._tokens,
-                "loss_tokens": self._loss_tokens,
-                "shared_tokens": self._shared,
+                "trained_tokens": tokens,
+                "loss_tokens": loss_tokens,
+                "shared_tokens": shared,
+                **({"unrouted_tokens": unrouted} if mixture else {}),
+                **({"router_agreement": agreed / replayed} if replayed else {}),
                 "train_s": ahead.seconds + time.monotonic() - begin - replicas.waited_s,
                 "reduce_s": replicas.waited_s,
             },
@@ -203,7 +212,7 @@ class GrpoTrainer:
     def _pack(self, samples: tuple[Sample, ...]) -> list[Pack]:
         place = self._engine.split
         own = spread(samples, place.dp, self._work)[place.dp_rank]
-        examples = [decode(s) for s in own]
+        examples = [decode(s, self._routed) for s in own]
         return pack(examples, self._micro_tokens, self._engine.device, place, shares=self._work.shares)
 
     def _proximal(self, batches: list[list[Pack]]) -> list[list[torch.Tensor] | None]:
@@ -242,9 +251,9 @@ class GrpoTrainer:
         """Add gradients and sums of a minibatch or a part of it; raises `PeerLost` with the last part."""
         if first:
             self._sums.zero_()
-            self._counts = [0, 0, 0]
+            self._counts = [0] * len(self._counts)
         for one in packs:
-            counts = one.filled + one.shared, len(one.targets), one.shared
+            counts = one.filled + one.shared, len(one.targets), one.shared, one.unrouted
             self._counts = [before + count for before, count in zip(self._counts, counts, strict=True)]
         old: Iterator[torch.Tensor] | None = None if proximal is None else iter(proximal)
         frozen: Iterator[torch.Tensor] | None = None if reference is None else iter(reference)
@@ -289,11 +298,12 @@ class GrpoTrainer:
         except PeerLost as lost:
             failure = lost
         place = self._engine.split
-        # One collective: the sums that the last stage has, shares of the squared norm, processes that failed.
-        total = torch.zeros(len(self._sums) + 5, dtype=torch.float64, device=self._engine.device)
+        # One collective: the sums that the last stage has, choices, shares of the squared norm, processes that failed.
+        total = torch.zeros(len(self._sums) + COUNTED + 2, dtype=torch.float64, device=self._engine.device)
         if place.tp_rank == 0 and place.pp_rank == place.pp - 1:
-            total[:-5] = self._sums
-            total[-5:-2] = torch.tensor(self._counts)
+            total[: len(self._sums)] = self._sums
+            total[-COUNTED - 2 : -4] = torch.tensor(self._counts)
+        total[-4:-2] = take_counts(self._engine.module)
         if failure is None:
             total[-2] = self._engine.squared_norm()
         total[-1] = float(failure is not None)
@@ -301,10 +311,9 @@ class GrpoTrainer:
             # A process that waits here for one whose exchange with a replica hangs is not to blame.
             with self._replicas.waiting():
                 dist.all_reduce(total)
-        *sums, tokens, loss_tokens, shared, squared, failed = total.tolist()
-        self._tokens += int(tokens)
-        self._loss_tokens += int(loss_tokens)
-        self._shared += int(shared)
+        *sums, squared, failed = total.tolist()
+        sums, counts = sums[:-COUNTED], sums[-COUNTED:]
+        self._of_step = [before + int(count) for before, count in zip(self._of_step, counts, strict=True)]
         if failed:
             self._replicas.leave()
             raise failure or PeerLost("another process of this replica lost its peers")

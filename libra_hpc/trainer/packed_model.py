@@ -37,6 +37,8 @@ class PackedModel:
     ) -> None:
         self.shape, self.device, self.dtype, self.split = shape, device, dtype, split
         self.module = build_model(shape, device, dtype, split, recompute=recompute)
+        self.replays = True
+        """Whether its routers use the choices of a pack."""
         self._called: torch.nn.Module = self.module
         """The module, or what reduces its gradients."""
         self._rotary = Rotary(shape, device, dtype)
@@ -56,7 +58,8 @@ class PackedModel:
             self._schedule(packs, loss, forward_only=True)
 
     def layout(self, pack: Pack) -> PackedLayout:
-        return dataclasses.replace(pack.layout, rotary=self._rotary.tables(pack.positions[0]))
+        choices, rotary = pack.layout.choices if self.replays else None, self._rotary.tables(pack.positions[0])
+        return dataclasses.replace(pack.layout, rotary=rotary, choices=choices)
 
     def _even(self, packs: list[Pack]) -> list[Pack]:
         """Packs of the same number on all ranks: in each one they exchange tokens for each other's experts."""

@@ -93,7 +93,7 @@ class Worker(WorkerLoop):
             self._replicas,
             run,
             sample_work(run),
-            self._reference(run.algorithm.reference_folder(run.model.path), pulse),
+            self._reference(run.algorithm.reference_folder(run.model.path), run.model.path, pulse),
         )
         self._offers = WeightOffers(self._engine, config.rank)
         self._writer = StateWriter(self._engine, model_dir, self.written)
@@ -114,11 +114,12 @@ class Worker(WorkerLoop):
         elif start_dir:
             checkpoint.load_state(engine, Path(start_dir))
 
-    def _reference(self, folder: str, pulse: Pulse) -> ReferencePolicy | None:
+    def _reference(self, folder: str, initial: str, pulse: Pulse) -> ReferencePolicy | None:
         if not folder:
             return None
         with pulse.phase(LOAD):
-            return ReferencePolicy(self._engine, Path(folder))
+            # A teacher's routers have learned something else.
+            return ReferencePolicy(self._engine, Path(folder), replays=folder == initial)
 
     @property
     def step(self) -> int:

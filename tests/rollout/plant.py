@@ -44,7 +44,13 @@ Broken = Callable[[Any], str | None]
 
 
 def generated(
-    rid: str, tokens: list[int], *, finish: str, logprobs: list[float] | None = None, versions: Any = None
+    rid: str,
+    tokens: list[int],
+    *,
+    finish: str,
+    logprobs: list[float] | None = None,
+    versions: Any = None,
+    experts: bytes = b"",
 ) -> Generated:
     """An engine's answer without times; by default sampled at -1 under version 0."""
     return Generated(
@@ -56,6 +62,7 @@ def generated(
         cached_tokens=0,
         queue_s=0.0,
         run_s=0.0,
+        experts=experts,
     )
 
 
@@ -100,6 +107,7 @@ class Plant:
         equal: Collection[int] = (),
         refill_batches: int = 0,
         env: EnvComponent | None = None,
+        routing: str = "rollout",
     ) -> None:
         self.now, self.cut = 1000.0, max_model_len < 100
         self.broken, self.fresh, self.equal = broken, fresh, equal
@@ -131,6 +139,7 @@ class Plant:
             "batch_order": "data" if in_order else "finish",
             "refill": refill_batches > 0,
             "refill_batches": refill_batches,
+            "routing": routing,
         }
         sections: dict[str, dict[str, Any]] = {
             "run": {"steps": steps},

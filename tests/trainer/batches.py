@@ -30,6 +30,21 @@ def samples(seed: int, count: int = 10) -> list[Sample]:
     return out
 
 
+def with_experts(step: TrainStep, known: float = 0.9) -> TrainStep:
+    """The step with random experts, two of eight in two layers, for so many of a sample's tokens but the last."""
+
+    def chosen(sample: Sample) -> Sample:
+        count = len(sample.loss_mask)
+        generator = torch.Generator().manual_seed(count)
+        rows = torch.rand(count, 2, 8, generator=generator).topk(2, dim=-1).indices.to(torch.uint8)
+        routed = torch.rand(count, generator=generator) < known
+        routed[-1] = False
+        experts = (rows * routed[:, None, None]).numpy().tobytes()
+        return msgspec.structs.replace(sample, experts=experts, routed=bytes(routed.tolist()))
+
+    return msgspec.structs.replace(step, minibatches=tuple(tuple(map(chosen, batch)) for batch in step.minibatches))
+
+
 def in_threes(step: TrainStep) -> TrainStep:
     """The step with three samples of a minibatch in each trajectory, each of which weighs the same."""
 

@@ -299,6 +299,8 @@ def build_model(
     attend_with(model, choose_kernel(shape, device, dtype, place))
     if shape.kind.sigmoid_router:
         moe.add_biases(model)
+    # Inside of recomputation, which then has the same experts.
+    moe.replay_routing(model, place)
     if parallel_state.is_pipeline_last_stage():
         return_hidden_states(model, shape.logits_scale)
     if shape.embedding_scale != 1.0 and parallel_state.is_pipeline_first_stage():

@@ -8,10 +8,14 @@ Without CUDA, calls of Megatron-Core's token dispatcher raise; with CUDA nothing
 - ``torch.cuda.Stream()`` for copies to the host -> no stream
 - those copies -> the host's tensors as they are
 - collectives of unequal parts over the tensor ranks of experts, which gloo lacks -> such of equal ones
+
+Replay: a token whose experts the rollout engine reported goes to these, with the router's own probabilities, through
+which the router has its gradient (arXiv 2510.11370). Any other token routes by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,6 +37,7 @@ from .mcore import (
     mappings,
     moe_utils,
 )
+from .packing import Choices
 
 _EQUAL = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 """Megatron-Core's own functions, right for equal parts."""
@@ -233,8 +238,65 @@ def _clamped(both: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
+class Replay:
+    """Experts chosen elsewhere, in the place of Megatron-Core's ``RouterReplay``.
+
+    That one replays whole batches in the order of the passes. This one is set by the layer, so that recomputation has
+    the same experts, and a token may have none.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: Choices | None = None
+        self.counts = torch.zeros(2, dtype=torch.int64)
+        """Replayed choices that the router would have made too, and all replayed ones."""
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, groups: int | None, group_topk: int | None, compute: Callable[..., Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by the router: values and indices [t, k] of the experts of each token."""
+        values, own = compute(scores, topk, num_groups=groups, group_topk=group_topk)
+        if self.chosen is None:
+            return values, own
+        known = self.chosen.known[:, None]
+        used = torch.where(known, self.chosen.experts.long(), own)
+        agreed = known & (used[:, :, None] == own[:, None, :]).any(-1)
+        self.counts = self.counts.to(scores.device) + torch.stack((agreed.sum(), known.sum() * topk))
+        return scores.gather(1, used), used
+
+
+def _routed(model: GPTModel) -> list[Any]:
+    """Layers of experts; those before may be dense."""
+    return [layer for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+
+
+def replay_routing(model: GPTModel, place: ReplicaPlace) -> None:
+    """Let the routers of ``model`` use the choices of a pack's layout."""
+    for layer in _routed(model):
+        replay = layer.mlp.router.router_replay = Replay()
+        layer.forward = partial(_replaying, layer.forward, replay, layer.layer_number - 1, place)
+
+
+def _replaying(
+    forward: Callable[..., Any], replay: Replay, layer: int, place: ReplicaPlace, *args: Any, **named: Any
+) -> Any:
+    chosen = named["packed_seq_params"].choices
+    # Tensor ranks share the tokens (sequence parallelism).
+    replay.chosen = chosen and Choices(
+        chosen.known.chunk(place.tp)[place.tp_rank], chosen.experts[:, layer].chunk(place.tp)[place.tp_rank]
+    )
+    return forward(*args, **named)
+
+
+def take_counts(model: GPTModel) -> torch.Tensor:
+    """`Replay.counts` of this rank's routers since the last call."""
+    replays = [layer.mlp.router.router_replay for layer in _routed(model)]
+    total = sum((replay.counts for replay in replays), torch.zeros(2, dtype=torch.int64))
+    for replay in replays:
+        replay.counts = torch.zeros_like(replay.counts)
+    return total
+
+
 def add_biases(model: GPTModel) -> None:
     """Give routers a bias for the choice of experts: a parameter, so that it is loaded, saved and sent."""
-    # Layers before those of experts may be dense.
-    for router in [layer.mlp.router for layer in model.decoder.layers if hasattr(layer.mlp, "router")]:
+    for router in (layer.mlp.router for layer in _routed(model)):
         router.expert_bias = torch.nn.Parameter(torch.zeros(router.config.num_moe_experts))

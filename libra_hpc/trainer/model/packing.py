@@ -7,6 +7,7 @@ each sequence begins and ends. Sequences with a common beginning share its rows:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from libra_hpc.models.shapes import ModelShape
 from libra_hpc.protocol.trainer import Sample
 from libra_hpc.weights.names import ReplicaPlace
 
@@ -35,6 +37,15 @@ quarter of a layer's memory."""
 ALONE = ReplicaPlace(tp=1, tp_rank=0, pp=1, pp_rank=0)
 
 
+class Choices(NamedTuple):
+    """Experts that the rollout engine chose for ``t`` tokens."""
+
+    known: torch.Tensor
+    """bool[t]"""
+    experts: torch.Tensor
+    """uint8 or int16 [t, layers, k]; any where they are not known"""
+
+
 class Example(NamedTuple):
     """One training sequence of ``n`` tokens, on the host."""
 
@@ -50,6 +61,8 @@ class Example(NamedTuple):
     """int64[n], numbers as in `Sample.loss_mask`."""
     trajectory_tokens: int = 0
     """See `Sample.trajectory_tokens`."""
+    choices: Choices | None = None
+    """None: every token routes by itself."""
 
 
 class Block(NamedTuple):
@@ -93,6 +106,8 @@ class PackedLayout(PackedSeqParams):
     tails: tuple[Tail, ...] = ()
     gathered: bool = False
     """Whether context ranks have other tokens of the pack."""
+    choices: Choices | None = None
+    """None: every token routes by itself."""
     rotary: list[RotaryTable] | None = None
     """`trainer.model.rotary.Rotary.tables`, set by the engine for one pass."""
 
@@ -125,12 +140,14 @@ class Pack(NamedTuple):
     """Tokens without padding, which fills a pack up to equal shares of the ranks."""
     shared: int
     """Tokens of beginnings that other sequences of the pack have; the first context rank counts them."""
+    unrouted: int
+    """Tokens before others whose experts should be known and are not; counted as ``shared``."""
 
 
-def decode(sample: Sample) -> Example:
-    """Turn a wire sample into tensors.
+def decode(sample: Sample, routed: ModelShape | None = None) -> Example:
+    """Turn a wire sample into tensors, with the experts of a mixture that is ``routed`` as in the rollout.
 
-    Raises `ValueError` when its arrays differ in length or its first token is marked for loss.
+    Raises `ValueError` when its arrays differ in length, its first token is marked for loss, or an expert is unknown.
     """
     tokens = torch.frombuffer(bytearray(sample.tokens), dtype=torch.int32).long()
     mask = torch.frombuffer(bytearray(sample.loss_mask), dtype=torch.uint8)
@@ -138,7 +155,21 @@ def decode(sample: Sample) -> Example:
     one = example(sample.uid, tokens=tokens, mask=mask, logprobs=logprobs, advantage=sample.advantage)
     if sample.advantages:
         one = one._replace(advantages=torch.frombuffer(bytearray(sample.advantages), dtype=torch.float32))
-    return one._replace(trajectory_tokens=sample.trajectory_tokens)
+    choices = _choices(sample, len(tokens), routed) if routed and routed.experts else None
+    return one._replace(trajectory_tokens=sample.trajectory_tokens, choices=choices)
+
+
+def _choices(sample: Sample, count: int, shape: ModelShape) -> Choices:
+    size = count, shape.layers, shape.experts_per_token
+    choice = torch.uint8 if shape.experts <= 256 else torch.int16
+    if not sample.experts:
+        return Choices(torch.zeros(count, dtype=torch.bool), torch.zeros(size, dtype=choice))
+    flat = torch.frombuffer(bytearray(sample.experts), dtype=choice)
+    if (flat.numel(), len(sample.routed)) != (math.prod(size), count):
+        raise ValueError(f"sample {sample.uid}: {flat.numel()} chosen experts, {math.prod(size)} are needed")
+    if not 0 <= int(flat.min()) <= int(flat.max()) < shape.experts:
+        raise ValueError(f"sample {sample.uid}: an expert beyond the model's {shape.experts}")
+    return Choices(torch.frombuffer(bytearray(sample.routed), dtype=torch.bool), flat.view(size))
 
 
 def example(uid: str, tokens: torch.Tensor, mask: torch.Tensor, logprobs: torch.Tensor, advantage: float) -> Example:
@@ -274,6 +305,7 @@ def _assemble(parts: Sequence[_Part], device: torch.device, place: ReplicaPlace)
         blocks=blocks,
         tails=tails,
         gathered=place.cp > 1,
+        choices=_of_rows(parts, rest, rows, device),
     )
     return Pack(
         tokens=tokens[rows][None].to(device),
@@ -289,7 +321,21 @@ def _assemble(parts: Sequence[_Part], device: torch.device, place: ReplicaPlace)
         trajectories=torch.tensor([float(s.trajectory_tokens or s.mask.sum()) for s in group]).to(device),
         filled=int((rows < count).sum()),
         shared=sum(part.shared for part in parts) if place.cp_rank == 0 else 0,
+        unrouted=_unrouted(group) * (place.cp_rank == 0),
     )
+
+
+def _unrouted(group: Sequence[Example]) -> int:
+    return sum(int((~one.choices.known[:-1]).sum()) for one in group if one.choices)
+
+
+def _of_rows(parts: Sequence[_Part], rest: int, rows: torch.Tensor, device: torch.device) -> Choices | None:
+    """Choices of ``rows`` of the whole pack; a beginning has those of the first sequence that has it."""
+    found = [tuple(x[one.shared :] for x in one.example.choices) for one in parts if one.example.choices]
+    if not found:
+        return None
+    padding = (found[0][0].new_zeros(rest), found[0][1].new_zeros(rest, *found[0][1].shape[1:]))
+    return Choices(*(torch.cat(x)[rows].to(device) for x in zip(*found, padding, strict=True)))
 
 
 def _loss_tokens(group: Sequence[Example], places: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

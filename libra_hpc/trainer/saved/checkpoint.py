@@ -184,9 +184,11 @@ def load_state(engine: TrainEngine, folder: Path) -> None:
 class ReferencePolicy:
     """Has the parallelism of ``policy``."""
 
-    def __init__(self, policy: PackedModel, folder: Path) -> None:
-        """Raises `OSError` when the weights cannot be read; collective over the world."""
+    def __init__(self, policy: PackedModel, folder: Path, replays: bool = True) -> None:
+        """``replays``: as of `PackedModel`. Raises `OSError` when the weights cannot be read; collective over the
+        world."""
         model = PackedModel(read_shape(folder), policy.device, policy.dtype, policy.split)
+        model.replays = replays
         parameters = model.named_parameters()
         with torch.no_grad(), TensorFiles(folder, model.shape.wrapper) as files:
             for name, entry in own_entries(model.shape, model.split).items():
