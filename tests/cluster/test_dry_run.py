@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 from msgspec.structs import asdict
 
 from libra_hpc.annexes.devcluster.cluster import ClusterInfo
+from libra_hpc.facts.layout_log import replay
 from libra_hpc.facts.rundir import read_lines
 from libra_hpc.models.devices import device
 from libra_hpc.planning.request import InTurn
@@ -82,7 +84,7 @@ def test_a_dry_run_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo
     run = case.submit("--engine", "simulated")
     case.wait(lambda: len(case.steps()) >= 3, "first steps")
     assert case.events("mpi_world")[0]["nodes"] == 4
-    assert 3 in {event["by_mpi"] for event in case.events("layout_published")}
+    case.wait(lambda: dict.fromkeys((1, 2, 3), "mpi") in [one.ways for one in replay(run)], "Layouts by MPI to all")
     case.kill(3, "libra_hpc.simulated.engine_process")
     case.wait(lambda: case.events("engine_lost"), "the lost engine")
     case.kill(1, "t1.0.json")
@@ -97,6 +99,8 @@ def test_a_dry_run_loses_processes_moves_a_node_and_resumes(cluster: ClusterInfo
     received = joined[0]["received_bytes"]
     assert received == 0 or received > 1e9, "the newcomer has the weights for rollout, or gets its share, as modelled"
     case.wait(lambda: any(line["replicas"] == 2 for line in read_lines(run.metrics)), "a step of two replicas")
+    states = [key for key, _ in groupby(one.layout.rows[2].state for one in replay(run) if one.layout.rows)]
+    assert states[:4] == ["starting", "rollout", "to_train", "train"], "the log of Layouts replays the move"
     assert {line["level"] for line in read_lines(run.decisions) if "level" in line} == {0, 1}, "turns at both degrees"
 
     shown = json.loads(case.cli("status", str(run.path), "--json").stdout)["status"]
