@@ -133,7 +133,7 @@ def test_half_of_the_weights_in_bfloat16_move_soon_at_the_least_rate(
     assert float(moved.float().mean()) == pytest.approx(share, abs=0.03)
 
 
-@pytest.mark.parametrize("kind", ["phi3", "qwen2_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["phi3", "qwen2_moe", "qwen3_5"])
 def test_a_peft_folder_added_to_the_model_is_the_policy(tmp_path: Path, world: ReplicaPlace, kind: str) -> None:
     make_model(kind, tmp_path / "model")
     engine, trainer = build(tmp_path / "model", world, optimizer=UNCLIPPED, settings=adapted(4, 8.0))
