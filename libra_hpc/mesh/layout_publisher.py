@@ -123,6 +123,9 @@ class Publisher:
         self._link, self._given_at, self._behind = link, inf, False
         self._reached, self._late = {*self._members} - self._gone - {self._mesh.rank}, set()
         self._event("mpi_world", nodes=len(self._reached) + 1, lost=sorted(self._gone.intersection(self._members)))
+        if self._starting:
+            # What meets at the start can meet again: the first loss is healed at once.
+            self._tried_at = -inf
         self._go_on()
 
     def _go_on(self) -> None:
