@@ -189,8 +189,8 @@ def job_now(environ: Mapping[str, str], without: Collection[str] = ()) -> list[C
     code, text = ask("scontrol", "show", "job", "--oneliner", environ.get("SLURM_JOB_ID", ""))
     found = re.findall(r"\bJobState=([A-Z_]+).*\bNodeList=(\S+).*\bNumNodes=(\d+)", text) if code == 0 else []
     names = [ask("scontrol", "show", "hostnames", nodes)[1].split() if without else [] for _, nodes, _ in found]
-    silent = [len(set(without).intersection(own)) for own in names]
-    return [ComponentNow(int(count) - less, state) for (state, _, count), less in zip(found, silent, strict=True)]
+    parts = zip(found, names, strict=True)
+    return [ComponentNow(int(count) - len({*without}.intersection(own)), state) for (state, _, count), own in parts]
 
 
 def taken_apart(job: Sequence[ComponentNow]) -> bool:

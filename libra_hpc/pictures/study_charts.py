@@ -61,7 +61,7 @@ def draw_simulations(results: Mapping[str, SimulationResult], title: str, out: P
     """Finished trajectories, and engines at work, over simulated time under each policy."""
     done, busy = [], []
     for number, (name, result) in enumerate(results.items()):
-        style, shape = _look(number)
+        style, shape = f"c{number % COLOURS}", SHAPES[number % len(SHAPES)]
         ended = ((at, 100.0 / len(result.finish_s)) for at in sorted(result.finish_s))
         done.append(Line(name, style, *stair([(0.0, 0.0), *ended]), shape))
         work = [
@@ -74,8 +74,3 @@ def draw_simulations(results: Mapping[str, SimulationResult], title: str, out: P
         Chart("Engines at work", "Engines with a turn.", "simulated time", "engines", busy, clock=True, whole=True),
     ]
     draw(charts, title, out)
-
-
-def _look(number: int) -> tuple[str, str]:
-    """Style and shape of a line."""
-    return f"c{number % COLOURS}", SHAPES[number % len(SHAPES)]

@@ -107,9 +107,6 @@ def _of_run(run: RunDir) -> Measured:
     if not factors:
         raise invalid(FIELD, str(run.path), "no step there after the first", "a run of two steps or more")
     words = f"{len(factors)} steps of {run.name}"
-    updated = measured(lines, _least_tp(config), core.devices)
+    least_tp = min(config.rollout.on_node(place)[0] for place in config.rollout_places)
+    updated = measured(lines, least_tp, core.devices)
     return median(factors), asked.pools[0].device.name, words, updated
-
-
-def _least_tp(config: RunConfig) -> int:
-    return min(config.rollout.on_node(place)[0] for place in config.rollout_places)

@@ -28,7 +28,7 @@ from libra_hpc.planning.initial import interchangeable
 from libra_hpc.protocol.ranks_stop import FewerNodes
 
 from .checks import check_layout, check_run
-from .gpu_memory import planned_training
+from .gpu_memory import fastest_layout, stage_gpu
 
 
 def fewer_nodes(config: RunConfig, loss: str, needed: Sequence[int], now: Sequence[int]) -> FewerNodes:
@@ -37,8 +37,10 @@ def fewer_nodes(config: RunConfig, loss: str, needed: Sequence[int], now: Sequen
     left = f"{have - sum(needed) + sum(now)} of {have} nodes"
     for planned, changes in product((False, True), [*_candidates(config, [*map(sub, needed, now)])]):
         try:
-            changes |= planned_training(with_values(config, changes), check_layout(config)) if planned else {}
-            check_run(found := with_values(config, changes))
+            found = with_values(config, changes)
+            if planned and (own := stage_gpu(found, "train", check_layout(config))):
+                found = with_values(config, changes := changes | fastest_layout(found, own))
+            check_run(found)
         except UserError as error:
             why = str(error)
         else:

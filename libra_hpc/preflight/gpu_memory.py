@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from libra_hpc.config.job import Component
+from libra_hpc.config.load import flat
 from libra_hpc.config.node_groups import core_world, elastic_world, stages
 from libra_hpc.config.rollout import of_node
 from libra_hpc.config.run import RunConfig
@@ -94,7 +95,7 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
     if config.slurm.device == "cpu" and not simulated:
         return GpuMemory(needs, [])
     for stage, component in stages(config).items():
-        own = _stage_gpu(config, stage, model)
+        own = stage_gpu(config, stage, model)
         if own is None:
             kind = f"GPUs of gpu_type = {component.gpu_type!r}" if component.gpu_type else "without a gpu_type GPUs"
             warnings[f"{kind} are in no table, so their memory was not checked (planner.device, planner.devices)"] = (
@@ -110,7 +111,7 @@ def check_memory(config: RunConfig, model: ModelShape | None) -> GpuMemory:
     return GpuMemory(needs, list(warnings))
 
 
-def _stage_gpu(config: RunConfig, stage: str, model: ModelShape | None) -> StageGpu | None:
+def stage_gpu(config: RunConfig, stage: str, model: ModelShape | None) -> StageGpu | None:
     """``model`` as in `check_memory`; None: the GPU is in no table."""
     gpu, rollout = component_device(config, stage), config.rollout
     known = model or with_adapters(model_shape(config.planner.model or config.model.path), *config.lora.arguments)
@@ -201,26 +202,21 @@ def _check_training(config: RunConfig, own: StageGpu) -> Iterator[str]:
 
 def _layout_that_fits(config: RunConfig, own: StageGpu) -> str:
     """What to write instead, in words: what `plan` finds for full micro-batches."""
-    values, nodes = _fastest_layout(config, own), core_world(config).nodes
+    values, nodes = fastest_layout(config, own), core_world(config).nodes
     if not values:
         where = f"{nodes} node{'s' * (nodes > 1)} of {own.component.gpus} GPUs"
         return f"more training nodes, a smaller train.micro_tokens or a smaller model: no layout of {where} fits"
+    before = flat(config.as_data())
     changed = (
-        f"train.{key} = {toml_value(one)}"
+        f"{key} = {toml_value(one)}"
         for key, one in values.items()
-        if key in ("tp", "pp") or one != getattr(config.train, key)
+        if key in ("train.tp", "train.pp") or one != before[key]
     )
     return f"{', '.join(changed)} (the fastest that fits)"
 
 
-def planned_training(config: RunConfig, model: ModelShape | None) -> dict[str, Any]:
-    """Run-file values of the fastest layout that fits on the core's GPUs, ``model`` as in `check_memory`; empty
-    where none does, or where the GPU is in no table."""
-    own = None if config.slurm.device == "cpu" and model else _stage_gpu(config, "train", model)
-    return {f"train.{key}": value for key, value in _fastest_layout(config, own).items()} if own else {}
-
-
-def _fastest_layout(config: RunConfig, own: StageGpu) -> dict[str, Any]:
+def fastest_layout(config: RunConfig, own: StageGpu) -> dict[str, Any]:
+    """Run-file values of the fastest training layout that fits on the core's GPUs; empty where none does."""
     hybrid, pack, core = config.components.hybrid, fullest_pack(config), core_world(config)
     gpus = config.train.processes or own.component.gpus or core.processes
     batch = config.algorithm.prompts_per_step * config.algorithm.group_size
@@ -229,7 +225,7 @@ def _fastest_layout(config: RunConfig, own: StageGpu) -> dict[str, Any]:
     search = TrainSearch(TrainCost(own.shape, own.gpu, gpus, work), gpus, TrainSpace(host=config.optimizer.host))
     found = search.best(core.nodes * gpus, elastic=hybrid.nodes_per_replica if hybrid.nodes else 0)
     keys = ("tp", "pp", "cp", "ep", "etp", "micro_tokens", "recompute")
-    return {key: getattr(found.layout, key) for key in keys} if found else {}
+    return {f"train.{key}": getattr(found.layout, key) for key in keys} if found else {}
 
 
 def _degrees(config: RunConfig, stage: str) -> list[int]:

@@ -148,14 +148,12 @@ def with_caches(config: RunConfig, model: ModelShape, partitions: Sequence[Parti
     if config.slurm.device == "cuda" or rollout.kv_cache_mb:
         return config
     shape = msgspec.structs.replace(model, dtype_bytes=DTYPE_BYTES[config.model.dtype])
-    engines = [rollout.on_node(node) for name in stages(config) for node in config.rollout_nodes(name)]
-    least = max(_longest_bytes(config, shape, tp) for tp, _ in engines)
+    least = max(_longest_bytes(config, shape, rollout.on_node(place)[0]) for place in config.rollout_places)
     found = host_needs(config.changed(rollout={"kv_cache_mb": ceil(least / MIB)}), model, partitions)
-    needs = [need for need in found if "KV cache" in need.terms]
-    left = [UTIL * (need.room.memory or 0.0) - sum(need.terms.values()) for need in needs]
-    more = min(rollout.slots - 1, *(size / need.terms["KV cache"] for need, size in zip(needs, left, strict=True)))
-    known = all(need.room.memory for need in needs)
-    return config.changed(rollout={"kv_cache_mb": ceil((1 + max(0.0, more)) * least / MIB)}) if known else config
+    caches = [(need.terms["KV cache"], need) for need in found if "KV cache" in need.terms]
+    left = ((UTIL * (need.room.memory or inf) - sum(need.terms.values())) / size for size, need in caches)
+    sizes = {"kv_cache_mb": ceil((1 + max(0.0, min(rollout.slots - 1, *left))) * least / MIB)}
+    return config.changed(rollout=sizes) if all(need.room.memory for _, need in caches) else config
 
 
 def fitted(given: RunConfig, config: RunConfig) -> list[str]:

@@ -18,7 +18,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.learning.engine_gaps import EngineOff
 from libra_hpc.policies.scheduling.board import Board
 from libra_hpc.policies.scheduling.dispatch import Dispatcher
-from libra_hpc.policies.scheduling.protocol import Finished, Policy, TurnView
+from libra_hpc.policies.scheduling.protocol import Finished, Policy
 from libra_hpc.process.progress import TURN
 from libra_hpc.protocol.agents import Turns, WrongEngine
 from libra_hpc.protocol.engine import Abort, Generate, Generated
@@ -79,11 +79,8 @@ class TurnRouter:
     def ready(self, trajectory: Trajectory) -> None:
         """Queue the next (part of a) turn."""
         trajectory.ready_at, trajectory.place = self._clock(), "waiting"
-        self._queue.ready(self._view(trajectory), trajectory.ready_at)
+        self._queue.ready(trajectory.view(self._rollout.max_model_len), trajectory.ready_at)
         self._leader.schedule_pass()
-
-    def _view(self, trajectory: Trajectory) -> TurnView:
-        return trajectory.view(self._rollout.max_model_len)
 
     def dispatch(self) -> None:
         """Send the turns that the policy gives an engine, in one message per node."""

@@ -211,12 +211,14 @@ class StepRequests(Generations):
     def _cut(self, step: int) -> PortionRanges:
         if step not in self._cuts:
             before, train = self._batches.get(step - 1), self._config.train
-            length = range_length(before, self.replicas * train.pp, train.micro_tokens, self._trained)
+            length = range_length(
+                before,
+                self.replicas * train.pp,
+                train.micro_tokens,
+                lambda sample: sample.advantage != 0.0 or not self._skip,
+            )
             self._cuts[step] = PortionRanges(self.order.low, length)
         return self._cuts[step]
-
-    def _trained(self, sample: Sample) -> bool:
-        return sample.advantage != 0.0 or not self._skip
 
     def _on_portion(self, rank: int, message: PortionDone) -> None:
         if message.generation != self.generation or self._joining:

@@ -157,7 +157,7 @@ RUN_FILE = [
         "rollout.kv_cache_mb=1000000000",
         "rollout.kv_cache_mb = 1000000000: out of range; valid: an integer >= 0 and <= 10",
     ),
-    ("rollout.kv_cache_mb=9000; components.rollout.mem=4G", "9000: components.rollout.mem = '4G' is less; valid: at m"),
+    ("rollout.kv_cache_mb=9000; components.rollout.mem=4G", "a hybrid node needs 11 GB of host memory (KV cache 9.4)"),
     (f"model.path={'x' * 5000}", "...: too long for a path; valid: at most 4000 bytes, and 255 for each of its names."),
     (f"model.path={'x/' * 2500}", "...: too long for a path; valid: at most 4000 bytes, and 255 for each of its names"),
     (f"task.name={'x' * 300}.py:Task", "...: too long for a path; valid: "),

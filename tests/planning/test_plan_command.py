@@ -118,6 +118,30 @@ def test_a_device_of_the_users_own(call: Call, tmp_path: Path) -> None:
     assert out.startswith("qwen3-14b on 32 x mi250x (4 nodes of 8), steps from roofline\n")
 
 
+FAMILIES = {
+    "gemma3_text": {"sliding_window": 1024, "query_pre_attn_scalar": 256},
+    "gpt_oss": {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128},
+    "glm4_moe": {"n_routed_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1024},
+    "qwen3_next": {
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_without_a_table_is_planned_by_the_roofline_and_that_is_said(
+    call: Call, tmp_path: Path, kind: str
+) -> None:
+    sizes = {"hidden_size": 2560, "intermediate_size": 6144, "num_hidden_layers": 24, "vocab_size": 65536}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 65536}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes, **FAMILIES[kind]}))
+    shown = call.shown("-o", f"planner.model={tmp_path}", "--gpus", "24")
+    assert " on 24 x a800 (3 nodes of 8), steps from roofline\n" in shown
+
+
 MISTAKES: dict[tuple[str, ...], str] = {
     ("-o", "planner.devices=absent"): "/absent': No such file or directory; valid: ",
     ("--gpus", "99999999"): "--gpus = '99999999': too many to search through; valid: at most 65536.",

@@ -27,7 +27,6 @@ from libra_hpc.process.retry import patiently
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.agents import Group
 from libra_hpc.protocol.env import ToHost
-from libra_hpc.protocol.layout import ResumePoint
 from libra_hpc.protocol.trace import Restart
 from libra_hpc.rollout.records.transcripts import TranscriptWriter
 from libra_hpc.rollout.recovery.recovery_log import Recovered, RecoveryLog
@@ -123,7 +122,11 @@ class RolloutService:
         self._storage = Storage(self._trajectories, self._decisions, context.log)
         self._transcripts = TranscriptLog(context.run.transcripts, config, context.log)
         self._recovery_log = (
-            RecoveryLog(context.run.experience, self._saved, time.monotonic) if config.checkpoint.experience else None
+            RecoveryLog(
+                context.run.experience, lambda: patiently(lambda: saved_point(context.run), SAVED_S), time.monotonic
+            )
+            if config.checkpoint.experience
+            else None
         )
         self._unwritten: list[Trajectory | wire.Committed] = []
         """For the next write to the recovery log."""
@@ -201,9 +204,6 @@ class RolloutService:
         if recovered.groups or recovered.dropped:
             context.log("experience_kept", **recovered.event(config.algorithm.group_size))
         return recovered
-
-    def _saved(self) -> ResumePoint:
-        return patiently(lambda: saved_point(self._context.run), SAVED_S)
 
     # --- surroundings of the leader
 

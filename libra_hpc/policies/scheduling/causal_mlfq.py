@@ -23,8 +23,6 @@ from .residency import Claim, EngineCache, release
 
 MOVE_MARGIN: Final = 3.0
 """A ratio of costs: engines of the same pace must differ by 1.4 in their loads."""
-EMPTY_SHARE: Final = 0.1
-"""Share of its cache that every engine counts as holding: between nearly empty ones no turn is worth a move."""
 GROWTH: Final = 2_048.0
 """Tokens that each trajectory counts beyond its context.  0: one engine gets most siblings of a short prompt, and a
 batch of math takes 1.17 times as long, a quarter: 1.10 times; four times: long prompts are computed more often."""
@@ -54,15 +52,10 @@ class _Engine:
         self.token_s = 0.0
         """Seconds that a context token costs in a step of a full cache."""
 
-    def cost(self, more: int) -> float:
-        """What a token adds to the late finish, the sum of fourth powers, with ``more`` tokens held."""
-        load = self.token_s * (self.cache.held + more + EMPTY_SHARE * self.cache.capacity)
+    def cost(self, more: int, new: int = 0) -> float:
+        """What a token adds to the late finish, the sum of fourth powers, with ``more`` tokens of ``new`` residents."""
+        load = self.token_s * (self.cache.held + more + GROWTH * (self.cache.residents + new))
         return self.token_s * load * load * load
-
-    def start_cost(self, more: int) -> float:
-        """What a trajectory adds to the late finish that adds ``more`` tokens to those held."""
-        load = self.token_s * (self.cache.held + more + GROWTH * (1 + self.cache.residents))
-        return self.token_s * (more + GROWTH) * load * load * load
 
 
 class CausalMlfq:
@@ -100,7 +93,7 @@ class CausalMlfq:
             return self._wait(claim, NO_ROOM, "room")
         best = self._cheapest(claim, context, last)
         if last is not None:
-            ratio = last.cost(0) / best.cost(context) if best is not None else 0.0
+            ratio = last.cost(0) / best.cost(context, 1) if best is not None else 0.0
             if best is None or ratio < MOVE_MARGIN:
                 if last.view.free:
                     return self._send(claim, last, context, STAYS)
@@ -153,7 +146,8 @@ class CausalMlfq:
         best: _Engine | None = None
         least = inf
         for engine in self._engines.values():
-            cost = engine.start_cost(engine.cache.added(claim, context))
+            more = engine.cache.added(claim, context)
+            cost = (more + GROWTH) * engine.cost(more, 1)
             if cost >= least or engine is last or not engine.view.free:
                 continue
             if engine.cache.has_room(claim, context) and self._able(engine, context):

@@ -81,7 +81,7 @@ class SimulatedBatch:
             step = min(request.tokens - request.computed, budget)
             need = -(-(request.computed + step) // block) - request.blocks
             while need > cache.available:
-                victim = max(running, key=_order)
+                victim = max(running, key=lambda request: (request.priority, request.serial))
                 where = running.index(victim)
                 del running[where]
                 if where < place:
@@ -163,7 +163,3 @@ class SimulatedBatch:
         for request in running:
             self.put_back(request, cause)
         return len(running)
-
-
-def _order(request: SimulatedRequest) -> tuple[int, int]:
-    return request.priority, request.serial

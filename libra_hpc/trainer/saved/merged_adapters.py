@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
@@ -83,7 +82,8 @@ class Adapters:
         """Take the present weights as bases; adapters are then such that nothing is added."""
         self._layers = [
             (names, host_weights([state.parameters[name] for name in names]))
-            for names in (_by_layer(self.spans) if self._shape.lora else ())
+            for _, own in groupby(self.spans if self._shape.lora else (), lambda name: name.split(".")[:3])
+            for names in [list(own)]
         ]
         for name, entry in self._entries.items():
             state.set_weight(name, from_hf(entry, self._first, self._shape, self._split))
@@ -129,10 +129,6 @@ def _share(place: ReplicaPlace, entry: Entry, count: int) -> tuple[int, int]:
     routed = place.expert_copies, place.expert_copy_rank
     copies, rank = (place.copies, place.copy_rank) if entry.expert is None else routed
     return count * rank // copies, count * (rank + 1) // copies
-
-
-def _by_layer(names: Iterable[str]) -> list[list[str]]:
-    return [list(own) for _, own in groupby(names, lambda name: name.split(".")[:3])]
 
 
 class _Adapted(torch.autograd.Function):

@@ -64,7 +64,7 @@ def test_in_a_tool_gap_it_stays_unless_moving_pays_by_the_margin() -> None:
     made.answered(first, 5_000)
     made.set_open("b" if first == "a" else "a", True)
     assert route(policy, made, later("t", first)).reason.startswith(f"stay: {first} has the context cached")
-    fill(policy, made, 4_000)
+    fill(policy, made, 500)
     assert route(policy, made, later("t", first)).engine == first
     fill(policy, made, 9_000)
     decision = route(policy, made, later("t", first))
