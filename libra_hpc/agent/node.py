@@ -50,7 +50,6 @@ FOR_ROLLOUT_SERVICE = (
     wire.Committed,
     wire.ExpertsWanted,
     wire.FromEnvHost,
-    wire.EnvHostLost,
 )
 
 
@@ -73,7 +72,6 @@ class Routes:
 def add_rollout(routes: Routes, rollout: RolloutNode, carrier: NodeCarrier) -> None:
     """Rows of a node with rollout engines."""
     routes.add(wire.Turns, rollout.on_turns)
-    routes.add(wire.WrongEngine, rollout.on_wrong_engine)
     routes.add(wire.WeightsCurrent, rollout.on_current)
     routes.add(Publish, carrier.publish)
 
@@ -92,7 +90,6 @@ def add_train_leader(routes: Routes, leader: TrainLeader) -> None:
     routes.add(wire.FromReplica, lambda answer: leader.on_reply(answer.rank, answer.message))
     routes.add(wire.GroupDone, leader.on_group)
     routes.add(wire.Batch, leader.on_batch)
-    routes.add(wire.WeightsOffered, leader.on_offered)
     routes.add(wire.WeightsWanted, leader.weights.on_wanted)
     routes.add(wire.WeightsHere, leader.weights.on_here)
     routes.add(wire.Heartbeat, lambda beat: leader.on_engines(beat.rank, beat.engines))

@@ -164,16 +164,14 @@ class RolloutNode(EngineNode[VllmEngine]):
     def on_turns(self, message: wire.Turns) -> None:
         for name, request in message.items:
             engine = self._engines.get(name)
-            if engine is not None and engine.state == "ready":
+            serves = engine is not None and engine.state == "ready"
+            if engine is not None and serves and isinstance(request, wire.WrongEngine):
+                engine.closed = request.closed
+                self._end(engine, request.reason)
+            elif engine is not None and serves:
                 engine.send(request)
             elif isinstance(request, Generate):
                 self._answer(name, refusal(request.rid, "engine is not ready"))
-
-    def on_wrong_engine(self, message: wire.WrongEngine) -> None:
-        engine = self._engines.get(message.engine)
-        if engine is not None and engine.state == "ready":
-            engine.closed = message.closed
-            self._end(engine, message.reason)
 
     def on_image(self) -> None:
         """The image has another version, or is lost."""

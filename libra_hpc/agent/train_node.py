@@ -248,7 +248,7 @@ class TrainNode(EngineNode[Supervised]):
         elif isinstance(part, SaveFailed):
             self._carrier.drop_policy()
 
-    def _to_leader(self, message: FromWorker) -> None:
+    def _to_leader(self, message: FromWorker | wire.WeightsOffered) -> None:
         self._context.send(self._context.layout.train_leader, wire.FromReplica(self._context.rank, message))
 
     async def stalled(self, engine: Supervised, stall: Stall) -> None:
@@ -331,9 +331,9 @@ class TrainNode(EngineNode[Supervised]):
                 self._storage_stalls = 0
             self._wrote(answer)
         elif isinstance(answer, Offered):
-            self._offered, context = answer.version, self._context
+            self._offered = answer.version
             offers = tuple(offer for offer in answers.values() if isinstance(offer, Offered))
-            context.send(context.layout.train_leader, wire.WeightsOffered(context.rank, offers))
+            self._to_leader(wire.WeightsOffered(offers))
         else:
             if isinstance(answer, Joined):
                 source = "core" if answer.received_bytes else "image" if answer.step != self.step else "own"

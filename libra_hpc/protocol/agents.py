@@ -14,7 +14,7 @@ from .carriers import Peer, Publish
 from .codec import Codec
 from .engine import Abort, Generate, Generated
 from .engine_state import EngineStats, LenderKind, ObservedEngine, StepCosts
-from .env import FromHost, ToHost
+from .env import FromHost, HostLost, ToHost
 from .layout import LayoutChange
 from .plan import GroupFact, TrajectoryFact
 from .trainer import FromWorker, Offered, Sample, ToWorker
@@ -138,11 +138,17 @@ class ToReplica(msgspec.Struct, tag=True, frozen=True):
     message: ToWorker
 
 
+class WeightsOffered(msgspec.Struct, tag=True, frozen=True):
+    """Every process of the node has written its offer of a version."""
+
+    offers: tuple[Offered, ...]
+
+
 class FromReplica(msgspec.Struct, tag=True, frozen=True):
     """Train node -> train leader: local rank 0's answer, once all processes have answered, or the agent's own."""
 
     rank: int
-    message: FromWorker
+    message: FromWorker | WeightsOffered
 
 
 class SnapshotPart(msgspec.Struct, tag=True, frozen=True):
@@ -227,20 +233,19 @@ class SampleExperts(msgspec.Struct, tag=True, frozen=True):
 # --- rollout ---
 
 
-class Turns(msgspec.Struct, tag=True, frozen=True):
-    """Rollout leader -> rollout node."""
-
-    items: tuple[tuple[str, Generate | Abort], ...]
-    """(engine, request or abort)"""
-
-
 class WrongEngine(msgspec.Struct, tag=True, frozen=True):
-    """Rollout leader -> rollout node: end an engine that computes wrongly; its turns are elsewhere already."""
+    """End an engine that computes wrongly; its turns are elsewhere already."""
 
-    engine: str
     reason: str
     closed: bool
     """Whether no other is started in its place."""
+
+
+class Turns(msgspec.Struct, tag=True, frozen=True):
+    """Rollout leader -> rollout node."""
+
+    items: tuple[tuple[str, Generate | Abort | WrongEngine], ...]
+    """(engine, what it is to do)"""
 
 
 class TurnsDone(msgspec.Struct, tag=True, frozen=True):
@@ -267,15 +272,7 @@ class FromEnvHost(msgspec.Struct, tag=True, frozen=True):
 
     rank: int
     host: int
-    message: FromHost
-
-
-class EnvHostLost(msgspec.Struct, tag=True, frozen=True):
-    """Environment node -> rollout leader: a host ended, and another has followed it."""
-
-    rank: int
-    host: int
-    reason: str
+    message: FromHost | HostLost
 
 
 class LenderReport(msgspec.Struct, frozen=True):
@@ -353,13 +350,6 @@ class RolloutReport(msgspec.Struct, tag=True, frozen=True):
 # --- weights ---
 
 
-class WeightsOffered(msgspec.Struct, tag=True, frozen=True):
-    """Train node -> train leader: every process of the node has written its offer of a version."""
-
-    rank: int
-    offers: tuple[Offered, ...]
-
-
 class WeightsWanted(msgspec.Struct, tag=True, frozen=True):
     """Rollout node -> train leader: `Publish` to ``rank`` again what is newer than ``have``, if anything is."""
 
@@ -403,14 +393,11 @@ MeshMessage = Union[
     ExpertsWanted,
     SampleExperts,
     Turns,
-    WrongEngine,
     TurnsDone,
     EngineLoads,
     ToEnvHost,
     FromEnvHost,
-    EnvHostLost,
     RolloutReport,
-    WeightsOffered,
     Publish,
     WeightsWanted,
     WeightsCurrent,

@@ -148,6 +148,12 @@ class HostReady(msgspec.Struct, tag=True, frozen=True):
     """Chat formats of its chat tasks."""
 
 
+class HostLost(msgspec.Struct, tag=True, frozen=True):
+    """In the place of a message of a host: it ended, and another has followed it."""
+
+    reason: str
+
+
 ToHost = Union[OpenEpisode, StepEpisode, TruncateEpisode, CloseEpisode]
 FromHost = Union[HostReady, Doing, EpisodeOpened, EpisodeStepped, EpisodeFailed, TurnUnwanted]
 

@@ -34,7 +34,7 @@ from libra_hpc.protocol.agents import (
 )
 from libra_hpc.protocol.engine import Generated
 from libra_hpc.protocol.engine_state import EngineStats, LenderKind, ObservedEngine
-from libra_hpc.protocol.env import EVALUATIONS, HostReady, TurnUnwanted
+from libra_hpc.protocol.env import EVALUATIONS, HostLost, HostReady, TurnUnwanted
 from libra_hpc.protocol.plan import TrajectoryFact
 
 from .attempts import ERROR_CHARS, Attempts
@@ -176,14 +176,12 @@ class RolloutLeader:
     def on_host(self, host: int, message: Any) -> None:
         if isinstance(message, TurnUnwanted):
             self._turns.shorten(message.episode, host)
+        elif isinstance(message, HostLost):
+            self._environments.on_down(host, message.reason)
         else:
             self._environments.on_message(host, message)
         if isinstance(message, HostReady):
             self.schedule_pass()
-
-    def on_host_down(self, host: int, reason: str) -> None:
-        """An environment host died, and another was started."""
-        self._environments.on_down(host, reason)
 
     def unfinished(self) -> list[Trajectory]:
         """Open trajectories with generated tokens: the next start of all ranks can go on with them."""

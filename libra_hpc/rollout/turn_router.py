@@ -210,7 +210,8 @@ class TurnRouter:
         """End an engine that computes wrongly; its turns go on elsewhere, without what they have of it."""
         rank = self.engines.engines[off.engine].rank
         self._around.log("engine_off", rank=rank, engine=off.engine, action=off.action, reason=off.reason)
-        self._around.send(rank, WrongEngine(off.engine, off.reason, closed=off.action == "close"))
+        wrong = WrongEngine(off.reason, closed=off.action == "close")
+        self._around.send(rank, Turns(((off.engine, wrong),)))
         self._off.add(off.engine)
         self.engine_lost(off.engine, off.reason)
 

@@ -40,6 +40,7 @@ from libra_hpc.protocol.layout import Layout
 from libra_hpc.protocol.trainer import (
     FromWorker,
     Joined,
+    Offered,
     OfferFailed,
     OfferWeights,
     PortionDone,
@@ -144,7 +145,7 @@ class TrainLeader(StepRequests):
             self._batches[batch.step] = batch
         self._wake.set()
 
-    def on_reply(self, rank: int, message: FromWorker) -> None:
+    def on_reply(self, rank: int, message: FromWorker | WeightsOffered) -> None:
         """An answer of a node; answers to an older generation or attempt are ignored."""
         match message:
             case Doing():
@@ -160,18 +161,18 @@ class TrainLeader(StepRequests):
                 self._saves.on_started(message)
             case Saved() | SaveFailed():
                 self._tiers[message.tier].on_answer(rank, message)
+            case WeightsOffered(offers=offers):
+                self._on_offered(rank, offers)
             case OfferFailed() if rank in self._core:
                 self._on_offer_failed(message)
             case WorkerFailed():
                 self._on_worker_error(rank, message)
         self._wake.set()
 
-    def on_offered(self, message: WeightsOffered) -> None:
-        """A node of the core has written its offers."""
-        published = self._offers.answered(message.rank, message.offers)
+    def _on_offered(self, rank: int, offers: tuple[Offered, ...]) -> None:
+        published = self._offers.answered(rank, offers)
         if published is not None and not (self._fence and self._fence.taken):
             self.weights.publish(published)
-        self._wake.set()
 
     def _on_step_answer(self, rank: int, message: StepDone | StepFailed) -> None:
         # While its members join again, the step is given up.

@@ -17,7 +17,7 @@ from libra_hpc.facts.rundir import RunDir
 from libra_hpc.process import reaper
 from libra_hpc.process.child import Child
 from libra_hpc.protocol.codec import pack_i32
-from libra_hpc.protocol.env import EpisodeOpened, HostReady, OpenEpisode, StepEpisode
+from libra_hpc.protocol.env import EpisodeOpened, HostLost, HostReady, OpenEpisode, StepEpisode
 from tests.example_files import write_keychain_tokenizer
 from tests.stage.node_parts import Outbox
 
@@ -36,13 +36,16 @@ class Service:
         config = validate({"task": task, "model": {"path": str(folder / "policy")}})
         self.seen: list[Any] = []
         self.downs: list[int] = []
-        owner = SimpleNamespace(
-            on_host=lambda host, message: self.seen.append(message),
-            on_host_down=lambda host, reason: self.downs.append(host),
-        )
+        owner = SimpleNamespace(on_host=self.on_host)
         context = Outbox().context_of(self.folder, 2, config=config, run=RunDir(folder))
         self.hosts = Hosts(context, owner)
         self.before = reaper.children()
+
+    def on_host(self, host: int, message: Any) -> None:
+        if isinstance(message, HostLost):
+            self.downs.append(host)
+        else:
+            self.seen.append(message)
 
     def lines(self) -> list[list[str]]:
         return [line.split() for line in self.diary.read_text().splitlines()] if self.diary.exists() else []

@@ -16,9 +16,9 @@ from libra_hpc.agent.hosting import hosts as module
 from libra_hpc.agent.hosting.hosts import EnvNode, Hosts
 from libra_hpc.config.load import validate
 from libra_hpc.mesh.agent_context import RankLayout
-from libra_hpc.protocol.agents import EnvHostLost, Fatal, FromEnvHost
+from libra_hpc.protocol.agents import Fatal, FromEnvHost
 from libra_hpc.protocol.engine_state import SERVING, Doing, ObservedEngine
-from libra_hpc.protocol.env import ChatChoice, CloseEpisode, HostReady
+from libra_hpc.protocol.env import ChatChoice, CloseEpisode, HostLost, HostReady
 from tests.stage.node_parts import Outbox
 from tests.stage.waiting import until
 
@@ -64,13 +64,17 @@ class Scene(Outbox):
         self.seen: list[Any] = []
         self.downs: list[str] = []
         context = self.context_of(folder, 2, config=config)
-        self.listener = SimpleNamespace(
-            on_host=lambda host, m: self.seen.append(m), on_host_down=lambda host, reason: self.downs.append(reason)
-        )
+        self.listener = SimpleNamespace(on_host=self.on_host)
         clock = SimpleNamespace(monotonic=lambda: self.now)
         for user in (supervised, module):
             monkeypatch.setattr(user, "time", clock)
         self.hosts = Hosts(context, self.listener)
+
+    def on_host(self, host: int, message: Any) -> None:
+        if isinstance(message, HostLost):
+            self.downs.append(message.reason)
+        else:
+            self.seen.append(message)
 
     @property
     def failed(self) -> list[str]:
@@ -131,7 +135,12 @@ async def test_nothing_goes_to_the_next_host_before_its_episodes_are_opened_agai
 ) -> None:
     await scene.hosts.start()
     scene.reports(HostReady("toy"), 1.0)
-    scene.listener.on_host_down = lambda host, reason: scene.hosts.send(host, CloseEpisode("opened again"))
+
+    def lost(host: int, message: Any) -> None:
+        if isinstance(message, HostLost):
+            scene.hosts.send(host, CloseEpisode("opened again"))
+
+    scene.listener.on_host = lost
     for early in (False, True):
         monkeypatch.setattr(FakeChild, "slow_start", asyncio.get_running_loop().create_future())
         old = scene.child
@@ -179,17 +188,19 @@ async def test_an_environment_node_whose_hosts_keep_ending_is_given_up_alone(sce
     layout = RankLayout(("planner", "train", "rollout", "env"))
     scene.hosts = node = EnvNode(replace(scene.hosts._context, rank=3, layout=layout))
     await node.start(1)
+
+    def lost() -> list[FromEnvHost]:
+        return [m for m in scene.of(FromEnvHost) if isinstance(m.message, HostLost)]
+
     for number in range(6):
         scene.reports(HostReady("toy"), float(number))
         assert node.observed == {"e3.0": ObservedEngine("env", "ready", starts=1)}
         scene.child.exited(scene.child, 1)
-        await until(
-            lambda number=number: len(scene.of(EnvHostLost)) > number or node.observed["e3.0"].state == "closed"
-        )
+        await until(lambda number=number: len(lost()) > number or node.observed["e3.0"].state == "closed")
     assert node.observed["e3.0"].reason.startswith(
         "e3.0 ended 6 times in 300 s, the last time because process e3.0 ended with 1"
     )
-    assert (scene.failed, [m.rank for m in scene.of(EnvHostLost)]) == ([], [3] * 5)
+    assert (scene.failed, [m.rank for m in lost()]) == ([], [3] * 5)
     assert FromEnvHost(3, 0, HostReady("toy")) in scene.of(FromEnvHost)
     await node.reset()
     assert node.observed["e3.0"].state == "lost"

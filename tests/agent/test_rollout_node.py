@@ -253,13 +253,13 @@ async def test_an_engine_that_computes_wrongly_is_reloaded_and_at_the_second_tim
         await made.up()
         made.write(1)
         await until(lambda: made.node.version == 1)
-        made.node.on_wrong_engine(wire.WrongEngine("r2.0", "it is off", closed=False))
+        made.node.on_turns(wire.Turns((("r2.0", wire.WrongEngine("it is off", closed=False)),)))
         await until(lambda: made.states("lost"))
         assert "it is off" in made.states("lost")[0].reason
         await made.up(2)
         assert made.served()[1].version == 1, "it begins with the whole image"
         made.context.layout = RankLayout(("planner", "train", "hybrid", "rollout"))
-        made.node.on_wrong_engine(wire.WrongEngine("r2.0", "it is off again", closed=True))
+        made.node.on_turns(wire.Turns((("r2.0", wire.WrongEngine("it is off again", closed=True)),)))
         await until(lambda: len(made.events("engine_lost")) == 2)
         await made.node.start()
         assert (made.node.pids, len(made.states("lost"))) == ({}, 1), "nobody starts it"

@@ -48,7 +48,6 @@ class Scene:
 WANTED = wire.WeightsWanted(3, 7)
 PUBLISH = Publish(1, 0, (), ())
 HERE = wire.WeightsHere(3, 7, 4, 0.5)
-OFFERED = wire.WeightsOffered(1, ())
 OFFER = OfferWeights("/w", 4, 3)
 PART = wire.SnapshotPart(1, "s", Peer(2, ("127.0.0.1",), 7))
 TURNS = wire.Turns(())
@@ -64,7 +63,6 @@ BEAT = wire.Heartbeat(4, "rollout", {}, 0)
         (PUBLISH, [("carrier.publish", PUBLISH)]),
         (WANTED, [("leader.weights.on_wanted", WANTED)]),
         (HERE, [("leader.weights.on_here", HERE)]),
-        (OFFERED, [("leader.on_offered", OFFERED)]),
         (wire.ToReplica(OFFER), [("train.on_message", OFFER)]),
         (BEAT, [("leader.on_engines", 4, {}), ("service.on_message", BEAT)]),
         (DONE, [("service.on_message", DONE)]),

@@ -187,9 +187,9 @@ async def test_offers_that_were_removed_are_reported_to_the_train_leader(here: P
         scene.node.on_offers_lost("the folder was removed")
         assert not scene.answers(OfferFailed), "nothing was offered"
         scene.node.on_message(OfferWeights("", 0, -1))
-        await until(lambda: scene.of(WeightsOffered))
+        await until(lambda: scene.answers(WeightsOffered))
         scene.node.on_offers_lost("the folder was removed")
-    (offered,) = scene.of(WeightsOffered)
+    (offered,) = scene.answers(WeightsOffered)
     assert [offer.writer for offer in offered.offers] == ["t0"]
     assert scene.answers(OfferFailed) == [OfferFailed(0, "the folder was removed")]
 

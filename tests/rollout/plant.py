@@ -25,6 +25,7 @@ from libra_hpc.protocol.env import (
     EpisodeFailed,
     EpisodeOpened,
     EpisodeStepped,
+    HostLost,
     HostReady,
     OpenEpisode,
     Signal,
@@ -269,7 +270,7 @@ class Plant:
     def kill_host(self) -> None:
         """The next one is there at once."""
         self.host.clear()
-        self.leader.on_host_down(0, "killed")
+        self.leader.on_host(0, HostLost("killed"))
         self.host_up()
 
     def open_episode(self, message: OpenEpisode, tokens: list[int], max_tokens: int = 4) -> None:

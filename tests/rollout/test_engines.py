@@ -9,7 +9,7 @@ import pytest
 from libra_hpc.protocol.agents import Batch, Committed, Turns, WrongEngine
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.engine import Abort
-from libra_hpc.protocol.env import TurnUnwanted
+from libra_hpc.protocol.env import HostLost, TurnUnwanted
 from libra_hpc.protocol.trainer import ENGINES
 from tests.rollout.plant import Plant, engine_stats, sampling
 
@@ -35,7 +35,7 @@ async def test_all_engines_gone_waits_and_goes_on() -> None:
     assert not plant.inbox
     assert plant.leader.report().paused == "No engine accepts turns."
     plant.up("e9", rank=3)
-    plant.leader.on_host_down(0, "killed")
+    plant.leader.on_host(0, HostLost("killed"))
     assert plant.leader.report().paused == "Environment host 0 is not ready."
     plant.host_up()
     assert plant.leader.report().paused == ""
@@ -91,8 +91,8 @@ async def test_an_engine_that_computes_wrongly_is_ended_and_its_turns_go_on_else
     plant.version = 1
     await plant.run(lambda: plant.observed("e1", version=1) or True)
     plant.leader.on_committed(Committed(1, tuple(group.index for group in batch.groups), gaps))
-    (end,) = plant.of(WrongEngine)
-    assert (end.engine, end.closed) == ("e1", False)
+    ((name, end),) = [item for turns in plant.of(Turns) for item in turns.items if isinstance(item[1], WrongEngine)]
+    assert (name, end.closed) == ("e1", False)
     (event,) = plant.kinds("engine_off")
     assert (event["engine"], event["rank"], event["action"]) == ("e1", 4, "reload")
     assert "e1" not in plant.leader._turns.engines.engines

@@ -11,7 +11,7 @@ import pytest
 
 from libra_hpc.protocol.agents import Fatal
 from libra_hpc.protocol.codec import unpack_i32
-from libra_hpc.protocol.env import CloseEpisode, OpenEpisode, StepEpisode
+from libra_hpc.protocol.env import CloseEpisode, HostLost, OpenEpisode, StepEpisode
 from libra_hpc.state.state_folders import DataOrder
 from tests.rollout.plant import STOP, Broken, Plant, sampling
 
@@ -89,7 +89,7 @@ async def test_a_host_that_starts_slowly_has_its_episodes_time_counted_from_when
     plant.host_up(30.0)
     await plant.run(lambda: plant.inbox)
     plant.host.clear()
-    plant.leader.on_host_down(0, "killed")
+    plant.leader.on_host(0, HostLost("killed"))
     plant.watch_after(500.0)
     plant.host_up(30.0)
     plant.watch_after(39.0)

@@ -10,7 +10,7 @@ import pytest
 from libra_hpc.protocol.agents import Turns
 from libra_hpc.protocol.codec import unpack_i32
 from libra_hpc.protocol.engine import Generate
-from libra_hpc.protocol.env import EpisodeFailed, OpenEpisode, StepEpisode, TruncateEpisode
+from libra_hpc.protocol.env import EpisodeFailed, HostLost, OpenEpisode, StepEpisode, TruncateEpisode
 from tests.rollout.emptiest import Emptiest
 from tests.rollout.plant import Plant, engine_stats, sampling
 
@@ -81,7 +81,7 @@ async def test_the_board_counts_what_is_in_flight_and_only_that() -> None:
     await plant.run(lambda: len(plant.inbox) == 8)
     assert plant.leader.report().buckets == ((1, 1, 4, 4, 0.0), (2, 1, 4, 4, 0.0))
     plant.leader.on_engine_load("high", engine_stats(generated=0, prefilled=0, steps=1))
-    plant.leader.on_host_down(0, "killed")
+    plant.leader.on_host(0, HostLost("killed"))
     assert plant.leader.report().buckets == ((1, 1, 4, 4, 0.0), (2, 1, 4, 4, 0.25)), (
         "turns go on while environments are replayed"
     )

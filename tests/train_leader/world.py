@@ -78,8 +78,7 @@ class Replica:
                     self.world.reply(self.rank, wire.OfferFailed(version, "no room"))
                 else:
                     done = wire.Offered(version, base, f"t{self.rank}.0", 100, 50, 50, 0.0)
-                    offered = agents.WeightsOffered(self.rank, (done,))
-                    asyncio.get_running_loop().call_soon(self.world.leader.on_offered, offered)
+                    self.world.reply(self.rank, agents.WeightsOffered((done,)))
             case SaveState(folder=folder, step=step, tier="snapshot"):
                 self.world.reply(self.rank, wire.Saved(folder, step, 0.0, tier="snapshot"))
             case SaveState(folder=folder, step=step):

@@ -29,7 +29,7 @@ from libra_hpc.mesh.agent_context import AgentContext
 from libra_hpc.process.child import Child, spawn
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import Doing
-from libra_hpc.protocol.env import ChatChoice, HostReady, ToHost, from_host, to_host
+from libra_hpc.protocol.env import ChatChoice, HostLost, HostReady, ToHost, from_host, to_host
 
 RESTART_S = 0.5
 """After one end in the window; two ends wait twice as long."""
@@ -43,10 +43,7 @@ class HostListener(Protocol):
     """The rollout leader, or what sends to it."""
 
     def on_host(self, host: int, message: Any) -> None:
-        """A host's message."""
-
-    def on_host_down(self, host: int, reason: str) -> None:
-        """A host ended, and another has followed it."""
+        """A host's message, or that it was lost."""
 
 
 class Hosts(EngineNode[Supervised]):
@@ -132,7 +129,7 @@ class Hosts(EngineNode[Supervised]):
         """Report the end of the host before, so that its episodes are opened in this one before any other message."""
         reason = self._lost.pop(host, None)
         if reason is not None:
-            self._listener.on_host_down(host, reason)
+            self._listener.on_host(host, HostLost(reason))
 
 
 async def _remove(folder: Path) -> None:
@@ -163,6 +160,3 @@ class EnvNode(Hosts):
     def on_host(self, host: int, message: Any) -> None:
         if not isinstance(message, Doing):
             self._context.send_to_rollout_leader(wire.FromEnvHost(self._context.rank, host, message))
-
-    def on_host_down(self, host: int, reason: str) -> None:
-        self._context.send_to_rollout_leader(wire.EnvHostLost(self._context.rank, host, reason))

@@ -268,8 +268,6 @@ class RolloutService:
                 leader.on_engines(rank, engines, lender)
             case wire.FromEnvHost(rank=rank, host=host):
                 leader.on_host(self._number(rank, host), message.message)
-            case wire.EnvHostLost(rank=rank, host=host, reason=reason):
-                leader.on_host_down(self._number(rank, host), reason)
             case wire.ExpertsWanted():
                 leader.on_experts_wanted(message)
             case wire.Committed():
