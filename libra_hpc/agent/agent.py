@@ -44,7 +44,6 @@ from libra_hpc.mesh.layout_publisher import Publisher, opened
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.mesh.mpi_link import MpiLink
 from libra_hpc.mesh.world import Endpoint, World, meet
-from libra_hpc.policies.pool.reconcile import Action, Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
 from libra_hpc.process.agent_folders import hold, kept_folder, own, owned, remove
 from libra_hpc.process.child import raise_limits
 from libra_hpc.process.child_environment import VARIABLE, own_devices
@@ -112,10 +111,6 @@ class Agent(NodeAgent):
         self.coordinator: Coordinator | None = None
         self.train_leader: TrainLeader | None = None
         self.rollout_service: RolloutService | None = None
-        self.rollout_node: RolloutNode | None = None
-        self.train_node: TrainNode | None = None
-        self.carrier: NodeCarrier | None = None
-        self.env_node: EnvNode | None = None
         self._owner = owner or OwnerLink()
         self.ended = self._owner.lost
         self._watch = CoordinatorWatch(self.ended.__contains__)
@@ -129,8 +124,8 @@ class Agent(NodeAgent):
         self._rendezvous: Path | None = None
         """Train leader only: its folder of rendezvous files."""
         self.mesh.on_rejected = self._on_rejected
-        self._newest, self._observed = NOTHING, Row()
-        """The newest Layout, and what this node did to make its row true."""
+        self._newest = NOTHING
+        """The newest Layout."""
         self._life, self._by_mpi, self._ended_world = 0, False, -1
         """See `Heartbeat`."""
         self._link, self._link_world, self._members = link, 0, tuple(range(world.size))
@@ -225,16 +220,15 @@ class Agent(NodeAgent):
         storage = StorageWatch(self.run_dir.config, lambda why: context.log("storage_slow", rank=self.rank, reason=why))
         self._spawn(storage.run())
         if context.component == "env":
-            env = self.env_node = EnvNode(context)
+            env = EnvNode(context)
             self._routes.add(wire.ToEnvHost, lambda order: env.send(order.host, order.message))
             self.engines.append(env)
             self._spawn(env.watch())
         elif context.component != "planner":
-            self.carrier = NodeCarrier(context, self._on_image)
-            self.rollout_node = RolloutNode(context, self.carrier)
-            self.train_node = TrainNode(context, self.carrier)
-            add_engines(self._routes, self.rollout_node, self.train_node, self.carrier)
-            self.engines += [self.rollout_node, self.train_node, self.carrier]
+            carrier = NodeCarrier(context, self.on_image)
+            rollout, train = RolloutNode(context, carrier), TrainNode(context, carrier)
+            add_engines(self._routes, rollout, train, carrier)
+            self.engines += [rollout, train, carrier]
             for part in self.engines:
                 self._spawn(part.watch())
             if self.rank == self.layout.train_leader:
@@ -249,7 +243,7 @@ class Agent(NodeAgent):
                 self.leaders.append(self.rollout_service)
                 self._spawn(self.rollout_service.run())
             # Last: its first message goes to the train leader, which may be this node's.
-            self._spawn(self.carrier.start())
+            self._spawn(carrier.start())
 
     # --- the MPI process
 
@@ -337,12 +331,6 @@ class Agent(NodeAgent):
             return door.encode(NotAdmitted(rank))
         return door.encode(Admitted(rank, tuple((one.host, one.addresses, one.port) for one in self._endpoints)))
 
-    @property
-    def version(self) -> int:
-        if self.rollout_node is None or self.train_node is None:
-            return -1
-        return self.rollout_node.version if self.rollout_node.version >= 0 else self.train_node.step
-
     def noted(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         if self.rollout_service is not None:
@@ -395,17 +383,8 @@ class Agent(NodeAgent):
                 reason = f"{folder} was removed while the agent of rank {self.rank} ran"
                 own(folder)
                 context.log("folder_lost", rank=self.rank, reason=f"{reason}: made again")
-                if folder == self.shared_memory and self.carrier is not None:
-                    await self.carrier.reset()
-                    self._on_image()
-                    if self.train_node is not None:
-                        self.train_node.on_offers_lost(reason)
-
-    def _on_image(self) -> None:
-        if self.rollout_node is not None:
-            self.rollout_node.on_image()
-        if self.train_node is not None:
-            self.train_node.on_image()
+                for part in reversed(self.engines) if folder == self.shared_memory else ():
+                    await part.folder_lost(reason)
 
     def defect(self, reason: str, error: BaseException) -> None:
         """All ranks restart.  After a fault of a file system they may as often as that is left."""
@@ -469,7 +448,7 @@ class Agent(NodeAgent):
         if self.train_leader is not None:
             self.train_leader.on_layout(layout)
         if self.rank in layout.rows:
-            self._reconcile(layout.rows[self.rank])
+            self.reconcile(layout.rows[self.rank])
 
     def _on_row(self, rank: int, row: Row, known: Row) -> None:
         """Act upon what is new in the row of any node."""
@@ -484,30 +463,6 @@ class Agent(NodeAgent):
         drains = row.drain and (row.drain, row.starts) != (known.drain, known.starts)
         if drains and self.rollout_service is not None:
             self.rollout_service.leader.on_drain(rank, row.starts, row.drain == "abort")
-
-    def _reconcile(self, row: Row) -> None:
-        """Make this node's row true."""
-        rollout, train, env = self.rollout_node, self.train_node, self.env_node
-        self._observed, actions = reconcile(row, self._observed, train is not None and train.alive)
-        for action in actions:
-            match action:
-                case Reset():
-                    self._spawn(self._reset(row.life))
-                case StartEngines() if env is not None:
-                    self._spawn(env.start(row.starts))
-                case _ if rollout is not None and train is not None:
-                    self._order(action, row.starts, rollout, train)
-
-    def _order(self, action: Action, starts: int, rollout: RolloutNode, train: TrainNode) -> None:
-        match action:
-            case StartEngines(kind="rollout"):
-                self._spawn(rollout.start(starts))
-            case StartEngines(world=world):
-                self._spawn(train.start(starts, world))
-            case StandbyEngines(kind=kind):
-                (rollout if kind == "rollout" else train).standby()
-            case StopTrainers():
-                self._spawn(train.reset())
 
     def _on_rank_lost(self, rank: int) -> None:
         self.mesh.drop(rank)
@@ -529,11 +484,9 @@ class Agent(NodeAgent):
                 self.mesh.remember(rank)
                 nodes.request_reset(rank)
 
-    async def _reset(self, life: int) -> None:
-        """End the engines and begin as a new node: this one was declared lost and is readmitted."""
+    async def reset(self, life: int) -> None:
         log.warning("this node was declared lost: ending its engines and starting again")
-        parts = (self.rollout_node, self.train_node, self.carrier, self.env_node)
-        await asyncio.gather(*(part.reset() for part in parts if part is not None))
+        await super().reset(life)
         # It lost the others while they lost it.
         for rank in (0, *(rank for rank, row in self._newest.rows.items() if row.active is not None)):
             self.mesh.remember(rank)

@@ -145,10 +145,6 @@ class EvaluationNode(NodeAgent):
         await self._events.flush()
         await self._events.close()
 
-    @property
-    def version(self) -> int:
-        return self._engines.version
-
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_S)

@@ -28,7 +28,7 @@ from libra_hpc.mesh.door import JoinedWorld
 from libra_hpc.mesh.mesh import Mesh
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.engine_state import LenderKind
-from libra_hpc.protocol.layout import LayoutChange, ResumePoint
+from libra_hpc.protocol.layout import LayoutChange, ResumePoint, Row
 from libra_hpc.protocol.layout_changes import NOTHING, taken
 from libra_hpc.simulated.dry_run import in_wall_time
 
@@ -95,13 +95,14 @@ class GuestAgent(NodeAgent):
             pull_mb_s=settings.pull_mb_s,
             gate=behind.gate if behind else None,
         )
-        self._carrier = NodeCarrier(self._context, lambda: self._engines.on_image())
+        self._carrier = NodeCarrier(self._context, self.on_image)
         self._engines = RolloutNode(self._context, self._carrier)
         self.engines += [self._carrier, self._engines]
         self._watch = CoordinatorWatch(lambda rank: rank in self.mesh.unreachable())
         self._stay: Stay | None = None
-        self._layout, self._starts = NOTHING, 0
-        """See `Row.starts`; the first start is its own."""
+        self._layout = NOTHING
+        # The first start is its own.
+        self._observed = Row(active="rollout")
         self._leaving = ""
         """Why it leaves; empty: it does not."""
         self._returns = False
@@ -132,15 +133,8 @@ class GuestAgent(NodeAgent):
             for part in (self._carrier, self._engines):
                 self._spawn(part.watch())
                 self._spawn(part.start())
-        if row is not None and row.active is None:
-            self._engines.standby()
-        if row is not None and row.starts > self._starts:
-            self._starts = row.starts
-            self._spawn(self._engines.start(row.starts))
-
-    @property
-    def version(self) -> int:
-        return self._engines.version
+        if row is not None:
+            self.reconcile(row)
 
     def _beat(self, **fields: Any) -> None:
         fields |= {"lender": self._context.lender, "leaving": self._leaving, "returns": self._returns}

@@ -27,6 +27,7 @@ import msgspec
 
 from libra_hpc.agent.hosting.rollout_service import RolloutService
 from libra_hpc.mesh.mesh import Mesh
+from libra_hpc.policies.pool.reconcile import Reset, StandbyEngines, StartEngines, StopTrainers, reconcile
 from libra_hpc.process.agent_folders import make_folders, remove
 from libra_hpc.process.child import Child
 from libra_hpc.process.child_environment import clean_own
@@ -34,6 +35,7 @@ from libra_hpc.process.reaper import become_subreaper, end_strangers
 from libra_hpc.protocol import agents as wire
 from libra_hpc.protocol.carriers import Publish
 from libra_hpc.protocol.engine_state import ObservedEngine
+from libra_hpc.protocol.layout import Row
 from libra_hpc.train_leader.train_leader import TrainLeader
 
 from .node_carrier import NodeCarrier
@@ -140,13 +142,10 @@ class NodeAgent(ABC):
         self.engines: list[EngineNode[Any]] = []
         """Parts with children."""
         self.leaders: list[Stops] = []
+        self._observed = Row()
+        """What this node did to make its row true."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stop = asyncio.Event()
-
-    @property
-    @abstractmethod
-    def version(self) -> int:
-        """Version of the weights that its engines have, or step of its trainers; -1: neither."""
 
     @abstractmethod
     def defect(self, reason: str, error: BaseException) -> None:
@@ -167,6 +166,29 @@ class NodeAgent(ABC):
         for folder in (self.private, self.shared_memory):
             remove(folder)
         await self.over()
+
+    def reconcile(self, row: Row) -> None:
+        """Make this node's row true."""
+        parts = {part.kind: part for part in self.engines}
+        self._observed, actions = reconcile(row, self._observed, "train" in parts and parts["train"].alive)
+        for action in actions:
+            match action:
+                case Reset():
+                    self._spawn(self.reset(row.life))
+                case StartEngines(kind=kind, world=world) if kind in parts:
+                    self._spawn(parts[kind].start(row.starts, world))
+                case StandbyEngines(kind=kind) if kind in parts:
+                    parts[kind].standby()
+                case StopTrainers():
+                    self._spawn(parts["train"].reset())
+
+    async def reset(self, life: int) -> None:
+        """End all and begin as a new node: this one was declared lost and is readmitted."""
+        await asyncio.gather(*(part.reset() for part in self.engines))
+
+    def on_image(self) -> None:
+        for part in self.engines:
+            part.on_image()
 
     async def leave(self) -> None:
         """Called before the node's parts end."""
@@ -211,7 +233,7 @@ class NodeAgent(ABC):
             self.rank,
             self.component,
             engines={name: _news(told.get(name), now) for name, now in self._told.items() if told.get(name) != now},
-            version=self.version,
+            version=next((part.weights for part in self.engines if part.weights >= 0), -1),
             host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             pid=os.getpid(),
             **fields,

@@ -103,7 +103,7 @@ class NodeCarrier(EngineNode[Supervised]):
     def image(self) -> Path:
         return self._context.shared_memory / IMAGE_FILE
 
-    async def start(self, wait_s: float = 0.0) -> None:
+    async def start(self, starts: int = 0, world: int = 0, wait_s: float = 0.0) -> None:
         await asyncio.sleep(wait_s)
         async with self._changing:
             if self._stopping:
@@ -126,6 +126,10 @@ class NodeCarrier(EngineNode[Supervised]):
             self.changes.clear()
             await self._carrier.reset()
         await self.start()
+
+    async def folder_lost(self, reason: str) -> None:
+        await self.reset()
+        self._changed()
 
     def publish(self, message: Publish) -> None:
         self._lost = -1
@@ -218,7 +222,7 @@ class NodeCarrier(EngineNode[Supervised]):
             return
         self._context.log("engine_lost", rank=self._context.rank, engine=carrier.name, reason=reason)
         if not carrier.ends_too_often(reason, time.monotonic()):
-            spawn(self.start(wait_s))
+            spawn(self.start(wait_s=wait_s))
 
     async def check(self, now: float) -> None:
         """A file system may stop it in the middle of a policy, while it carries weights."""

@@ -99,7 +99,7 @@ class RolloutNode(EngineNode[VllmEngine]):
         """What has changed since the last report."""
 
     @property
-    def version(self) -> int:
+    def weights(self) -> int:
         """Lowest version of the ready engines, -1 without one."""
         return min((e.version for e in self._engines.values() if e.state == "ready"), default=-1)
 
@@ -118,7 +118,7 @@ class RolloutNode(EngineNode[VllmEngine]):
         """Whether every engine takes turns."""
         return {e.state for e in self._engines.values()} == {"ready"}
 
-    async def start(self, starts: int = 0) -> None:
+    async def start(self, starts: int = 0, world: int = 0) -> None:
         self._wanted, self._ordered_at = True, time.monotonic()
         await self.room()
         async with self._changing:
@@ -148,7 +148,6 @@ class RolloutNode(EngineNode[VllmEngine]):
         await super().stop()
 
     async def reset(self) -> None:
-        """End every engine unreported: a lost node is readmitted."""
         async with self._changing:
             self._wanted, self._outbox = False, []
             for engine in self._engines.values():
@@ -174,7 +173,6 @@ class RolloutNode(EngineNode[VllmEngine]):
                 self._answer(name, refusal(request.rid, "engine is not ready"))
 
     def on_image(self) -> None:
-        """The image has another version, or is lost."""
         for engine in self._engines.values():
             if engine.state in ("ready", "loading"):
                 if self._carrier.version < 0:

@@ -305,6 +305,36 @@ class EngineNode(Supervisor, Generic[E]):
         """Engines that were sent into standby, and have not freed their memory yet."""
         self._freed = asyncio.Event()
 
+    @abstractmethod
+    async def start(self, starts: int = 0, world: int = 0) -> None:
+        """Start them, or wake them; both as in `ObservedEngine`."""
+
+    @abstractmethod
+    async def reset(self) -> None:
+        """End them unreported: a lost node is readmitted."""
+
+    def standby(self) -> None:
+        """Free the node's devices; the processes stay."""
+        return
+
+    def on_image(self) -> None:
+        """The image has another version, or is lost."""
+        return
+
+    async def folder_lost(self, reason: str) -> None:
+        """The folder in shared memory was made again, and is empty."""
+        return
+
+    @property
+    def weights(self) -> int:
+        """Version of the weights that all have, or step of trainers; -1: neither."""
+        return -1
+
+    @property
+    def alive(self) -> bool:
+        """Whether there are processes, or will be."""
+        return any(engine.alive for engine in self._engines.values())
+
     async def room(self) -> None:
         """Wait until the other kind on the node has freed its memory: both have no room at once."""
         while self.beside is not None and self.beside._frees:

@@ -127,7 +127,6 @@ class TrainNode(EngineNode[Supervised]):
         """Waits for the image."""
 
     async def start(self, starts: int = 0, world: int = 0) -> None:
-        """Start the processes, or wake them; both as in `ObservedEngine`."""
         self._trainer.world = world
         self._ordered_at = ordered_at = time.monotonic()
         await self.room()
@@ -145,7 +144,6 @@ class TrainNode(EngineNode[Supervised]):
 
     @property
     def alive(self) -> bool:
-        """Whether there are trainers, or will be."""
         return self._trainer.state != "lost" or self._changing.locked()
 
     def standby(self) -> None:
@@ -162,12 +160,15 @@ class TrainNode(EngineNode[Supervised]):
             if self._elastic:
                 self.trained, self.step = self.step, -1
 
+    @property
+    def weights(self) -> int:
+        return self.step
+
     async def stop(self) -> None:
         self.keeper.close()
         await super().stop()
 
     async def reset(self) -> None:
-        """End every process unreported: a lost node is readmitted."""
         self._ordered_at = time.monotonic()
         async with self._changing:
             self._ready, self._answers, self.step, self._postponed = {}, {}, -1, None
@@ -195,7 +196,6 @@ class TrainNode(EngineNode[Supervised]):
         self._forward(message)
 
     def on_image(self) -> None:
-        """The image has another version."""
         if self._postponed is not None and self._carrier.version >= self._postponed.step:
             self._join(self._postponed)
 
@@ -264,7 +264,7 @@ class TrainNode(EngineNode[Supervised]):
         if reason:
             self._ended(reason)
 
-    def on_offers_lost(self, reason: str) -> None:
+    async def folder_lost(self, reason: str) -> None:
         """The carrier of a node of the core lost the offers: the train leader has whole tensors offered again."""
         if not self._elastic and self._offered >= 0:
             self._to_leader(OfferFailed(self._offered, reason))

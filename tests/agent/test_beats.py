@@ -21,7 +21,7 @@ LEADERS = {1, 3}
 class Node(Outbox, NodeAgent):
     """Node 2, whose engines a test changes."""
 
-    rank, hosts, version = 2, ["127.0.0.1"], 0
+    rank, hosts, weights = 2, ["127.0.0.1"], 0
 
     def __init__(self) -> None:
         Outbox.__init__(self)

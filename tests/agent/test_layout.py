@@ -18,7 +18,7 @@ class Part:
     """Any part of the agent: notes its calls."""
 
     def __init__(self, name: str, calls: list[tuple[Any, ...]]) -> None:
-        self._name, self._calls, self.alive = name, calls, True
+        self._name, self._calls, self.alive, self.kind = name, calls, True, name
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -40,10 +40,11 @@ class Scene:
         self.calls: list[tuple[Any, ...]] = []
         agent = Agent.__new__(Agent)
         agent.rank, agent._newest, agent._observed, agent._life = 2, Layout(), Row(), 0
-        agent._by_mpi, agent.env_node = False, None
+        agent._by_mpi = False
         agent.context: Any = SimpleNamespace(receivers=(), good_step=-1)
-        for name in ("mesh", "train_leader", "rollout_service", "rollout_node", "train_node", "carrier"):
-            setattr(agent, name, Part(name.partition("_")[0] if name == "carrier" else name, self.calls))
+        for name in ("mesh", "train_leader", "rollout_service"):
+            setattr(agent, name, Part(name, self.calls))
+        agent.engines = [Part(name, self.calls) for name in ("rollout", "train", "carrier")]  # type: ignore[misc]
         agent._spawn = lambda work: self.work.append(work)  # type: ignore[method-assign]
         agent._beat = lambda: self.calls.append(("beat", agent._life))  # type: ignore[method-assign]
         agent._beat_if_changed = lambda: None  # type: ignore[method-assign]
@@ -70,29 +71,29 @@ WORKS = Row("rollout", "rollout", starts=1)
 
 def test_a_node_moves_once_and_frames_that_are_out_of_date_change_nothing() -> None:
     scene = Scene()
-    assert scene.takes(1, {2: WORKS}) == [("rollout_node.start", 1)]
+    assert scene.takes(1, {2: WORKS}) == [("rollout.start", 1, 0)]
     drains = Row("to_train", "rollout", starts=1, drain="wait")
     assert scene.takes(2, {2: drains}, good_step=4) == [("rollout_service.leader.on_drain", 2, 1, False)]
     assert scene.agent.context.good_step == 4
     assert scene.takes(3, {2: drains}, recorded=7) == [], "once"
     moved = Row("to_train", "train", starts=2)
-    assert scene.takes(4, {2: moved}) == [("rollout_node.standby",), ("train_node.start", 2, 0)]
+    assert scene.takes(4, {2: moved}) == [("rollout.standby",), ("train.start", 2, 0)]
     assert scene.takes(4, {2: moved}) == scene.takes(1, {2: WORKS}) == scene.calls == []
     assert not scene.agent._by_mpi
     scene.takes(4, {2: moved}, by_mpi=True)
     assert scene.agent._by_mpi, "rank 0 sees that MPI brings it again"
     again = Row("starting", "train", starts=3, world=1)
-    assert scene.takes(5, {2: again}) == [("train_node.reset",), ("train_node.start", 3, 1)]
+    assert scene.takes(5, {2: again}) == [("train.reset",), ("train.start", 3, 1)]
 
 
 def test_a_node_that_was_lost_ends_all_and_its_heartbeat_shows_that() -> None:
     scene = Scene()
     scene.takes(1, {2: WORKS, 3: WORKS})
     calls = scene.takes(5, {2: Row("lost", starts=1, life=1), 3: WORKS})
-    assert {("rollout_node.reset",), ("train_node.reset",), ("carrier.reset",)} <= set(calls)
+    assert {("rollout.reset",), ("train.reset",), ("carrier.reset",)} <= set(calls)
     assert calls[-2:] == [("mesh.remember", 0), ("mesh.remember", 3)]
     assert scene.calls[-1] == ("beat", 1)
-    assert scene.takes(6, {2: Row("starting", "rollout", starts=2, life=1)})[-1] == ("rollout_node.start", 2)
+    assert scene.takes(6, {2: Row("starting", "rollout", starts=2, life=1)})[-1] == ("rollout.start", 2, 0)
 
 
 @pytest.mark.parametrize("missed", [False, True])

@@ -223,7 +223,7 @@ async def test_an_engine_without_descriptors_is_asked_again(tmp_path: Path, monk
         await until(lambda: made.events("engine_error"))
         assert made.events("engine_error")[0]["reason"].endswith("image.safetensors: Too many open files.")
         resource.prlimit(first, resource.RLIMIT_NOFILE, limits)
-        await until(lambda: made.node.version == 1)
+        await until(lambda: made.node.weights == 1)
         assert (made.pid(), made.gone()) == (first, [])
 
 
@@ -233,7 +233,7 @@ async def test_an_engine_that_cannot_take_new_weights_is_not_waited_for_and_the_
     async with scene(tmp_path) as made:
         await made.up()
         made.write(1)
-        await until(lambda: made.node.version == 1)
+        await until(lambda: made.node.weights == 1)
         first = made.pid()
         for _ in range(rollout_node.REFUSALS):
             assert not made.gone()
@@ -252,7 +252,7 @@ async def test_an_engine_that_computes_wrongly_is_reloaded_and_at_the_second_tim
     async with scene(tmp_path) as made:
         await made.up()
         made.write(1)
-        await until(lambda: made.node.version == 1)
+        await until(lambda: made.node.weights == 1)
         made.node.on_turns(wire.Turns((("r2.0", wire.WrongEngine("it is off", closed=False)),)))
         await until(lambda: made.states("lost"))
         assert "it is off" in made.states("lost")[0].reason
@@ -287,13 +287,13 @@ async def test_a_reset_node_has_no_process_and_starts_again_with_its_image(tmp_p
     async with scene(tmp_path, engines=2) as made:
         await made.up(2)
         made.write(5)
-        await until(lambda: made.node.version == 5)
+        await until(lambda: made.node.weights == 5)
         before = set(made.node.pids.values())
         made.sent.clear()
         made.seen.clear()
         await made.node.reset()
         assert not any(Path(f"/proc/{pid}").exists() for pid in before)
-        assert (made.node.observed, made.node.pids, made.node.version) == ({}, {}, -1)
+        assert (made.node.observed, made.node.pids, made.node.weights) == ({}, {}, -1)
         await made.up(2)
         assert {up.version for up in made.served()} == {5}, "the image is still there"
         assert not made.states("lost")

@@ -184,11 +184,11 @@ async def test_a_snapshot_of_all_processes_is_a_part_and_its_copy_goes_to_the_ne
 async def test_offers_that_were_removed_are_reported_to_the_train_leader(here: Path) -> None:
     async with Scene(here) as scene:
         await scene.ready()
-        scene.node.on_offers_lost("the folder was removed")
+        await scene.node.folder_lost("the folder was removed")
         assert not scene.answers(OfferFailed), "nothing was offered"
         scene.node.on_message(OfferWeights("", 0, -1))
         await until(lambda: scene.answers(WeightsOffered))
-        scene.node.on_offers_lost("the folder was removed")
+        await scene.node.folder_lost("the folder was removed")
     (offered,) = scene.answers(WeightsOffered)
     assert [offer.writer for offer in offered.offers] == ["t0"]
     assert scene.answers(OfferFailed) == [OfferFailed(0, "the folder was removed")]

@@ -63,7 +63,7 @@ class Hosts(EngineNode[Supervised]):
         self._chats: set[ChatChoice] = set()
         """Chat formats that have an event already."""
 
-    async def start(self, starts: int = 0) -> None:
+    async def start(self, starts: int = 0, world: int = 0) -> None:
         for host in range(len(self._hosts)):
             await self._start(host)
 
@@ -152,7 +152,7 @@ class EnvNode(Hosts):
     def __init__(self, context: AgentContext) -> None:
         super().__init__(context, self)
 
-    async def start(self, starts: int = 0) -> None:
+    async def start(self, starts: int = 0, world: int = 0) -> None:
         self._stopping = False
         await super().start()
         self.acted(starts)

@@ -52,7 +52,9 @@ def reconcile(row: Row, observed: Row, trainers: bool) -> tuple[Row, tuple[Actio
         actions.append(Reset())
         observed, trainers = Row(life=row.life), False
     if row.active is None:
-        return observed, tuple(actions)
+        # A guest whose owner takes its device back.
+        actions += [StandbyEngines(observed.active)] if observed.active is not None else []
+        return msgspec.structs.replace(observed, active=None), tuple(actions)
     if row.world > observed.world and trainers:
         actions.append(StopTrainers())
     if observed.active not in (None, row.active):
