@@ -162,7 +162,7 @@ class _Session:
     def changed(self, why: object = None) -> None:
         """Who waits may have changed, or a request was refused."""
         self.numbers["refused_requests"] += isinstance(why, RequestRefused) and why.code == REFUSED
-        self._waits(any(one.clients and not one.answer.done() for one in self.known))
+        self._waits(any(one.clients for one in self.known))
 
 
 class AgentEndpoint:
@@ -211,7 +211,7 @@ class AgentEndpoint:
     def open(self, key: str, ask: Callable[[Asked], object], waits: Callable[[bool], object]) -> Counter[str]:
         """Open an episode; returns numbers of its requests, which grow.
 
-        ``ask`` gets each request; ``waits`` whether a client waits for a turn, whenever that may have changed.
+        ``ask`` gets each request; ``waits`` whether a client waits for an answer, whenever that may have changed.
         """
         self._sessions[key] = _Session(ask, waits)
         return self._sessions[key].numbers

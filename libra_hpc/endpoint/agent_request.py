@@ -83,14 +83,37 @@ class Answer(msgspec.Struct, frozen=True):
         return {"role": "assistant", "content": self.text} | ({"tool_calls": calls} if calls else {})
 
 
-def identity(message: Message) -> Any:
-    """What makes two messages the same. On its way the policy's text may have lost white space around it, and a number
-    of its arguments a ``.0``: to JavaScript both are one number."""
+def identity(messages: Sequence[Message], number: int) -> Any:
+    """What makes two messages the same, behind those before it.
+
+    Calls are known by their position, because agents rename their ids. On its way the policy's text may have got its
+    thinking back or lost white space around it, and a number of its arguments a ``.0``: to JavaScript both are one.
+    """
+    message = messages[number]
     text, calls = message.get("content") or "", message.get("tool_calls") or ()
     if message["role"] == "assistant":
-        text = text.strip()
-    called = [(one["function"]["name"], one["function"]["arguments"], one.get("id")) for one in calls]
-    return message["role"], text, called, message.get("tool_call_id") or ""
+        text = text.rpartition("</think>")[2].strip()
+    called = [(one["function"]["name"], one["function"]["arguments"]) for one in calls]
+    return message["role"], text, called, _answered_call(messages, number)
+
+
+def _answered_call(messages: Sequence[Message], number: int) -> int | str:
+    """The place of the call that a result answers among those of the turn before it, or the id of none of them."""
+    wanted = messages[number].get("tool_call_id") or ""
+    before = (messages[at] for at in range(number - 1, -1, -1) if wanted and messages[at]["role"] == "assistant")
+    ids = [one.get("id") for one in next(before, {}).get("tool_calls") or ()]
+    return ids.index(wanted) if wanted in ids else wanted
+
+
+def put(messages: list[Message], found: Message) -> None:
+    """Add a message; neighbours of the assistant are one, as the policy wrote them."""
+    last = messages[-1] if messages else {}
+    if not found["role"] == last.get("role") == "assistant":
+        messages.append(found)
+        return
+    calls = [*last.get("tool_calls", ()), *found.get("tool_calls", ())]
+    text = (last["content"] or "") + (found["content"] or "")
+    messages[-1] = last | found | {"content": text} | ({"tool_calls": calls} if calls else {})
 
 
 def answer_of(reply: Reply, identity: str, prompt: int, sampled: Sequence[int], cut: bool) -> Answer:
@@ -187,7 +210,8 @@ class Histories:
             made.ends.append(len(made.messages))
         # The next item may belong to the last message.
         whole = max(0, end - 1)
-        made.keys.extend((*best.keys[:whole], *map(identity, made.messages[whole:])))
+        made.keys.extend(best.keys[:whole])
+        made.keys.extend(identity(made.messages, number) for number in range(whole, len(made.messages)))
         self._kept = [*(one for one in self._kept if one is not best or not goes_on), made][-KEPT:]
         return made.messages, made.keys
 
@@ -253,7 +277,7 @@ def request(
         raise mistake(most[0], limits[0], "an integer >= 1")
     return AgentRequest(
         messages=[*first, *read[0]],
-        keys=[*map(identity, first), *read[1]],
+        keys=[*(identity(first, number) for number in range(len(first))), *read[1]],
         tools=tools,
         max_tokens=limits[0] if limits else 0,
         unenforced=unenforced,

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,7 +41,7 @@ from libra_hpc.user_file import load_function
 from .agent_clock import AgentClock
 from .agent_endpoint import AgentEndpoint, Asked, SynchronousClient
 from .agent_request import CONTEXT_FULL, REFUSED, AgentRequest, Answer, RequestRefused
-from .conversation import Conversation, PlacedTurn
+from .conversation import Conversation, GrowingSample, PlacedTurn
 from .forward import NOT_FOUND
 
 INSIDE_PORT = 8000
@@ -150,27 +149,119 @@ class AgentEnvironment(Task):
         return [re.sub(r"{(\w+)}", lambda m: str(values.get(m[1], m[0])), part) for part in self.made.command]
 
 
-class AgentEpisode(Episode):
-    """One agent at work."""
+class AgentSample(Episode):
+    """One growing sample of an agent's episode: its turns follow one another, beside those of others."""
 
-    def __init__(self, task: AgentEnvironment, row: Row, prompt_id: str) -> None:
-        self.prompt_id, self._task, self._row = prompt_id, task, row
-        self.max_tokens, self.stop_ids = task.made.max_tokens, task.choice.dialect.stop_ids
-        self._conversation = Conversation(task.choice.dialect, task.made.drops_thinking)
-        self._key = secrets.token_hex(16)
-        self._asked: deque[Asked] = deque()
-        self._news = asyncio.Event()
-        """Set by a request, and by the agent's end."""
-        self._pending: Asked | None = None
+    def __init__(self, whole: AgentEpisode | None = None) -> None:
+        self._whole = whole
+        self._asked: Asked
         """The request that gets the next turn."""
-        self._turns, self._context = 0, 0
-        self._answered_at = 0.0
+        self.placed: PlacedTurn | None = None
+        """What that turn follows."""
+        self.turns = 0
         self._called: dict[str, str] = {}
         """Names of the tools of the last turn, by the call's id."""
+        self._signals: list[Signal] = []
+        self.news, self.over = asyncio.Event(), asyncio.Event()
+        """Set by a request that goes on here, and by the agent's end; set when no turn follows."""
+
+    @property
+    def whole(self) -> AgentEpisode:
+        assert self._whole is not None
+        return self._whole
+
+    @property
+    def sample(self) -> GrowingSample | None:
+        return self.placed and self.placed.sample
+
+    def wants(self, asked: Asked, placed: PlacedTurn, max_tokens: int) -> None:
+        """A request goes on here."""
+        self._signals = self._signals_of(asked.request, len(placed.tokens))
+        self._asked, self.placed, self.max_tokens = asked, placed, max_tokens
+        asked.answer.add_done_callback(lambda one: (one.cancelled() or one.exception()) and self.unwanted())
+        self.news.set()
+
+    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
+        assert self.placed is not None
+        whole, asked, sample = self.whole, self._asked, self.placed.sample
+        answer = whole.conversation.said(
+            sample, turn.tokens, turn.stop == "length", f"{whole.samples.index(self):03d}_{self.turns:03d}"
+        )
+        self.turns += 1
+        self._called = {one.id: one.name for one in answer.calls}
+        whole.context = answer.prompt_tokens + len(turn.tokens) + turn.room
+        dropped = len(turn.tokens) - answer.new_tokens
+        # The retry of a request whose client has gone may come; a replay has no tokens of a turn that nobody read.
+        while (asked.left or not turn.tokens) and not asked.answer.done():
+            await asyncio.sleep(LOOK_S)
+        if asked.answer.done():
+            whole.conversation.unread(sample)
+            dropped = len(turn.tokens)
+            whole.numbers["unread_turns"] += 1
+        whole.answer(asked, answer)
+        return replace(await self._following(), dropped=dropped)
+
+    async def _following(self) -> Turn:
+        """What the next request here adds, or the end."""
+        with self.outside():
+            await self.news.wait()
+        self.news.clear()
+        if not self.whole.ended and self.placed is not None:
+            return Turn(self.placed.tokens, self._signals)
+        self.over.set()
+        return await self.ends()
+
+    async def ends(self) -> Turn:
+        """The last answer: the agent has ended."""
+        return Turn(done=True)
+
+    async def truncated(self, tools: Tools) -> Turn:
+        """The agent learns that its context is full, and may end."""
+        whole = self.whole
+        full = f"The messages do not fit the context of {whole.context} tokens."
+        whole.answer(self._asked, RequestRefused(400, CONTEXT_FULL, full))
+        whole.context = 0
+        await whole.leave()
+        return await self._following()
+
+    def _signals_of(self, request: AgentRequest, tokens: int) -> list[Signal]:
+        """What the turn's tools returned: the messages behind the policy's last one. They share the time between."""
+        if not self.turns:
+            return []
+        seconds = time.perf_counter() - self.whole.answered_at
+        new = list(takewhile(lambda one: one["role"] != "assistant", reversed(request.messages)))[::-1]
+        names = [self._called.get(one.get("tool_call_id", ""), "agent") for one in new]
+        share = tokens // max(1, len(new))
+        return [signal_of(name, one["content"], share, seconds) for name, one in zip(names, new, strict=True)]
+
+
+class AgentEpisode(AgentSample):
+    """One agent at work, and the first of its samples."""
+
+    def __init__(self, task: AgentEnvironment, row: Row, prompt_id: str) -> None:
+        super().__init__()
+        self.prompt_id, self._task, self._row = prompt_id, task, row
+        self.stop_ids, self.context = task.choice.dialect.stop_ids, task.context
+        self.conversation = Conversation(task.choice.dialect, task.made.drops_thinking)
+        self.samples: list[AgentSample] = []
+        """In the order in which they began."""
+        self._key = secrets.token_hex(16)
+        self._requests = asyncio.Queue[Asked]()
+        self.answered_at = 0.0
         self._box: Box | None = None
         self._agent: asyncio.Task[Ran] | None = None
+        self._placing: asyncio.Task[None] | None = None
+        self._broken: Exception | None = None
         self._limit = ""
         """The limit that ended it from outside."""
+
+    @property
+    def whole(self) -> AgentEpisode:
+        return self
+
+    @property
+    def ended(self) -> bool:
+        return self._agent is None or self._agent.done()
 
     async def start(self, tools: Tools) -> None:
         await self._task.endpoint.start()
@@ -180,11 +271,14 @@ class AgentEpisode(Episode):
         self._timer = loop.call_later(self._task.wall_s, self._end_agent, "time")
         self._agent = asyncio.create_task(self._work(self._box))
         self._agent.add_done_callback(self._ended)
-        self._numbers = self._task.endpoint.open(self._key, self._ask, self._waits)
-        placed = await self._next(self._task.context)
-        if placed is None:
+        self.numbers = self._task.endpoint.open(self._key, self._ask, self._waits)
+        self._placing = asyncio.create_task(self._place_all())
+        await self.news.wait()
+        if self.placed is None:
             raise self._silent(self._ran())
-        self.prompt = placed.tokens
+        self.prompt = self.placed.tokens
+        if not self.ended:
+            self.news.clear()
 
     def _silent(self, ran: Ran) -> Exception:
         """The error of an agent that ended without a request; a program that is not there may be on another node."""
@@ -192,46 +286,22 @@ class AgentEpisode(Episode):
         why = f"{self._task.made.named}: it ended without a request ({_ending(ran)}){last and f': {last}'}"
         return OperationError(f"{why}.") if ran.exit_code == NOT_FOUND else RuntimeError(why)
 
-    async def step(self, turn: PolicyTurn, tools: Tools) -> Turn:
-        assert self._pending is not None
-        answer = self._conversation.said(turn.tokens, turn.stop == "length", f"{self._turns:06d}")
-        self._turns += 1
-        self._called = {one.id: one.name for one in answer.calls}
-        self._context = answer.prompt_tokens + len(turn.tokens) + turn.room
-        dropped = len(turn.tokens) - answer.new_tokens
-        asked = self._pending
-        # The retry of a request whose client has gone may come; a replay has no tokens of a turn that nobody read.
-        while (asked.left or not turn.tokens) and not asked.answer.done():
-            await asyncio.sleep(LOOK_S)
-        if asked.answer.done():
-            self._conversation.unread()
-            dropped = len(turn.tokens)
-            self._numbers["unread_turns"] += 1
-        self._answer(answer)
-        placed = await self._next(self._context)
-        if placed is None:
-            return replace(await self._judged(), dropped=dropped)
-        return Turn(placed.tokens, self._signals, new_sample=placed.new_sample, dropped=dropped)
-
-    async def truncated(self, tools: Tools) -> Turn:
-        """The agent learns that its context is full, and may end."""
-        full = f"The messages do not fit the context of {self._context} tokens."
-        self._answer(RequestRefused(400, CONTEXT_FULL, full))
-        try:
-            async with asyncio.timeout(self._task.made.leave_s):
-                await self._next(0)
-        except TimeoutError:
-            self._end_agent()
-        return await self._judged()
+    async def leave(self) -> None:
+        """Wait for an agent that may end, and end it."""
+        assert self._agent is not None
+        await asyncio.wait({self._agent}, timeout=self._task.made.leave_s)
+        self._end_agent()
 
     async def close(self, why: Why) -> None:
         self._end_agent()
         self._task.endpoint.close(self._key)
+        if self._placing is not None:
+            self._placing.cancel()
         if self._box is not None:
             await self._box.close()
 
     def _end_agent(self, limit: str = "context") -> None:
-        if self._agent is not None:
+        if self._agent is not None and not self._agent.done():
             self._limit = self._limit or limit
             self._agent.cancel()
 
@@ -239,10 +309,13 @@ class AgentEpisode(Episode):
         """What outlives the agent, such as a thread of a coroutine, gets no turn."""
         self._task.endpoint.close(self._key)
         self._waits(False)
-        self._news.set()
+        for one in (self, *self.samples):
+            one.news.set()
 
     def _ran(self) -> Ran:
-        """How the agent ended."""
+        """How the agent ended; raises what broke the episode."""
+        if self._broken is not None:
+            raise self._broken
         assert self._agent is not None
         return Ran(1, "", self._limit) if self._agent.cancelled() else self._agent.result()
 
@@ -250,61 +323,58 @@ class AgentEpisode(Episode):
         """The agent's clock stands from now on, or goes on."""
         self._timer.cancel()
         loop = asyncio.get_running_loop()
-        if self._agent is not None and not self._agent.done():
+        if not self.ended:
             self._timer = loop.call_later(self._clock.left(loop.time(), waits), self._end_agent, "time")
 
-    def _answer(self, answer: Answer | RequestRefused) -> None:
-        pending, self._pending = self._pending, None
-        self._answered_at = time.perf_counter()
-        if pending is not None and not pending.answer.done():
+    def answer(self, asked: Asked, answer: Answer | RequestRefused) -> None:
+        self.answered_at = time.perf_counter()
+        if not asked.answer.done():
             if isinstance(answer, RequestRefused):
-                pending.answer.set_exception(answer)
+                asked.answer.set_exception(answer)
             else:
-                pending.answer.set_result(answer)
+                asked.answer.set_result(answer)
 
     def _ask(self, asked: Asked) -> None:
         if asked.request.unenforced and self._task.env.unenforced == "refuse":
             asked.answer.set_exception(RequestRefused(400, REFUSED, asked.request.unenforced))
             return
-        self._numbers["unenforced_requests"] += bool(asked.request.unenforced)
-        self._asked.append(asked)
-        self._news.set()
+        self.numbers["unenforced_requests"] += bool(asked.request.unenforced)
+        self._requests.put_nowait(asked)
 
-    async def _next(self, most: int) -> PlacedTurn | None:
-        """What the agent's next request goes on with, in a context of ``most`` tokens; None when it has ended."""
-        assert self._agent is not None
-        while not self._agent.done():
-            if not self._asked:
-                self._news.clear()
-                await self._news.wait()
-                continue
-            asked = self._pending = self._asked.popleft()
-            request = asked.request
-            if asked.answer.done():
-                continue
-            try:
-                if request.counts:
-                    counted = partial(self._conversation.counted, request, most)
-                    self._answer(await self._task.endpoint.apart(asked.size, counted))
-                    continue
-                placed = await self._task.endpoint.apart(asked.size, partial(self._conversation.place, request, most))
-            except RequestRefused as why:
-                self._answer(why)
-                continue
-            asked.answer.add_done_callback(lambda one: (one.cancelled() or one.exception()) and self.unwanted())
-            self.max_tokens = min(request.max_tokens or NO_LIMIT, self._task.made.max_tokens)
-            self._signals = self._signals_of(request, len(placed.tokens))
-            return placed
-        return None
+    async def _place_all(self) -> None:
+        """Give each request its sample, one after the other; their turns run at the same time."""
+        while True:
+            asked = await self._requests.get()
+            if not asked.answer.done():
+                try:
+                    await self._place(asked)
+                except RequestRefused as why:
+                    self.answer(asked, why)
+                except Exception as error:
+                    self._broken = error
+                    self._end_agent()
+                    return
 
-    def _signals_of(self, request: AgentRequest, tokens: int) -> list[Signal]:
-        """What the turn's tools returned: the messages behind the policy's last one. They share the time between."""
-        seconds = time.perf_counter() - self._answered_at if self._turns else 0.0
-        new = list(takewhile(lambda one: one["role"] != "assistant", reversed(request.messages)))[::-1]
-        new = new if self._turns else []
-        names = [self._called.get(one.get("tool_call_id", ""), "agent") for one in new]
-        share = tokens // max(1, len(new))
-        return [signal_of(name, one["content"], share, seconds) for name, one in zip(names, new, strict=True)]
+    async def _place(self, asked: Asked) -> None:
+        """Raises `RequestRefused`."""
+        request, apart = asked.request, partial(self._task.endpoint.apart, asked.size)
+        if request.counts:
+            self.answer(asked, await apart(partial(self.conversation.counted, request, self.context)))
+            return
+        placed = await apart(partial(self.conversation.place, request, self.context))
+        if self.ended:
+            return
+        max_tokens = min(request.max_tokens or NO_LIMIT, self._task.made.max_tokens)
+        if not placed.new_sample:
+            next(one for one in self.samples if one.sample is placed.sample).wants(asked, placed, max_tokens)
+            return
+        own = AgentSample(self) if self.samples else self
+        self.samples.append(own)
+        own.wants(asked, placed, max_tokens)
+        if own is not self:
+            own.news.clear()
+            own.prompt_id, own.stop_ids, own.prompt = self.prompt_id, self.stop_ids, placed.tokens
+            self.branch(own)
 
     async def _work(self, box: Box) -> Ran:
         """Run the agent to its end; raises `OperationError` when its box fails."""
@@ -338,11 +408,12 @@ class AgentEpisode(Episode):
         }
         return await box.run(command, timeout_s=0.0, env=env, mount=mount, socket=socket)
 
-    async def _judged(self) -> Turn:
-        """The end: nothing of the agent runs any more when the reward is asked."""
+    async def ends(self) -> Turn:
+        """The reward: nothing of the agent runs any more when it is asked, and all its turns are there."""
         assert self._box is not None
-        assert self._agent is not None
-        await asyncio.wait({self._agent})
+        with self.outside():
+            for one in self.samples:
+                await one.over.wait()
         ran = self._ran()
         await self._box.end_processes()
         self._box.judge()
@@ -359,11 +430,12 @@ class AgentEpisode(Episode):
             if not (unread := error is self._box.unread):
                 why = f"it fails for {self.prompt_id} ({type(error).__name__}: {error})"
                 raise UserError(f"task.reward = {self._task.made.reward!r}: {why}.") from error
-        self._numbers.update(moved_aside=self._box.moved_aside, unread=int(unread))
-        numbers = {"turns": self._turns, "samples": self._conversation.samples, "agent_failed": float(failed)}
-        causes = {f"new_{cause}": count for cause, count in self._conversation.causes.items()}
+        self.numbers.update(moved_aside=self._box.moved_aside, unread=int(unread))
+        turns = sum(one.turns for one in self.samples)
+        numbers = {"turns": turns, "samples": len(self.samples), "agent_failed": float(failed)}
+        causes = {f"new_{cause}": count for cause, count in self.conversation.causes.items()}
         limit = {f"limit_{ran.limit}": 1.0} if ran.limit else {}
-        return Turn.end(found, (), **numbers, **causes, **+self._numbers, **limit)
+        return Turn.end(found, (), **numbers, **causes, **+self.numbers, **limit)
 
 
 def _coroutine(field: str, name: str) -> Callable[..., Any]:

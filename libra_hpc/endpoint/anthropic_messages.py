@@ -22,6 +22,7 @@ from .agent_request import (
     call,
     listed,
     mistake,
+    put,
     request,
     text_of,
     tools_of,
@@ -85,7 +86,8 @@ def _add(messages: list[Message], field: str, one: Mapping[str, Any]) -> None:
                 raise mistake(f"{field}.content[{n}].type", kind, BLOCKS)
     if text or calls or not found:
         found.append({"role": role, "content": text} | ({"tool_calls": calls} if calls else {}))
-    messages += found
+    for message in found:
+        put(messages, message)
 
 
 def answer(asked: AgentRequest, made: Answer) -> dict[str, Any]:

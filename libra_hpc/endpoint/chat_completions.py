@@ -23,6 +23,7 @@ from .agent_request import (
     listed,
     mistake,
     openai_error,
+    put,
     request,
     text_of,
     tools_of,
@@ -78,7 +79,7 @@ def _add(messages: list[Message], field: str, one: Mapping[str, Any]) -> None:
             for n, made in enumerate(listed(f"{field}.tool_calls", calls))
             for of in listed(f"{field}.tool_calls[{n}]", [made.get("function")])
         ]
-    messages.append(found)
+    put(messages, found)
 
 
 def answer(asked: AgentRequest, made: Answer) -> dict[str, Any]:

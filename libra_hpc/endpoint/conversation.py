@@ -1,8 +1,8 @@
 """Where each request of an agent goes on: the samples of one trajectory, token for token.
 
-- A request continues the *longest* sample whose messages are its prefix (role, text, arguments and ids of calls; not
-  thinking) under equal tools. Only what is new is rendered; what was sampled stays as it was sampled.
-- Else it begins a sample, with a cause: `CAUSES`.
+- A request continues the *longest* sample whose messages are its prefix (`identity`) under equal tools, and which no
+  other request goes on with now. Only what is new is rendered; what was sampled stays as it was sampled.
+- Else it begins a sample, with a cause: `CAUSES`. All samples stay open.
 - A stop string ends a turn with the token that completes it: this is kept and trained as sampled, what follows it is
   dropped, and the agent reads the text before the string.
 """
@@ -20,22 +20,21 @@ from libra_hpc.errors import UserError
 
 from .agent_request import CONTEXT_FULL, REFUSED, AgentRequest, Answer, RequestRefused, answer_of, identity
 
-CAUSES = ("rewritten", "tools", "returned", "unbridged", "thinking")
-"""Why a request began a sample: it changed messages that came before; its tools are others than the newest sample's (a
-sub-agent); it goes on with a sample that is not the newest; the template cannot write what follows; the template drops
-thinking that the context has (``chat.thinking = "template"``)."""
+CAUSES = ("parallel", "rewritten", "tools", "unbridged", "thinking")
+"""Why a request began a sample: others had turns then; it changed messages that came before; its tools are
+others than the newest sample's (a sub-agent); the template cannot write what follows; the template drops thinking that
+the context has (``chat.thinking = "template"``)."""
 
 
-class PlacedTurn(NamedTuple):
-    """Tokens that a turn follows: of the newest sample as an addition, or a new sample as a whole."""
+class GrowingSample:
+    """One growing context, whose turns follow one another."""
 
-    tokens: list[int]
-    new_sample: bool
-
-
-class _Sample:
     def __init__(self, tokens: list[int], tools: list[dict[str, Any]]) -> None:
         self.tokens, self.tools = tokens, tools
+        self.stop: tuple[str, ...] = ()
+        """Stop strings of its newest request."""
+        self.running = False
+        """Whether a request waits for its turn here."""
         self.keys: list[Any] = []
         """Identity of its messages, the policy's newest included."""
         self.sampled: list[int] = []
@@ -44,14 +43,20 @@ class _Sample:
         """What the policy thought, by the number of the message, as far as `tokens` have it."""
 
 
+class PlacedTurn(NamedTuple):
+    """Tokens that a turn follows: an addition to its sample, or the whole of a new one."""
+
+    sample: GrowingSample
+    tokens: list[int]
+    new_sample: bool
+
+
 class Conversation:
-    """The samples of one trajectory, the newest last; pure: no clock, no I/O."""
+    """The samples of one trajectory, the one that went on last as the last; pure: no clock, no I/O."""
 
     def __init__(self, dialect: Dialect, drops_thinking: bool = False) -> None:
         self._dialect, self._drops_thinking = dialect, drops_thinking
-        self._samples: list[_Sample] = []
-        self._stop: tuple[str, ...] = ()
-        """Stop strings of the request that was placed last."""
+        self._samples: list[GrowingSample] = []
         self.causes: Counter[str] = Counter()
         """How many samples began for each of `CAUSES`."""
 
@@ -64,21 +69,22 @@ class Conversation:
 
         Raises `RequestRefused` when there is no room, or the template cannot write the messages, and changes nothing.
         """
-        whole, cause, thinking = self._written(request, most)
-        if len(whole) >= most:
-            why = f"The messages have {len(whole)} tokens or more; the context has {most}, and a turn needs one."
+        best, added, cause, thinking = self._written(request, most)
+        sample = best or GrowingSample([], request.tools)
+        if (count := len(sample.tokens) + len(added)) >= most:
+            why = f"The messages have {count} tokens or more; the context has {most}, and a turn needs one."
             raise RequestRefused(400, CONTEXT_FULL, why)
-        goes_on, before = bool(self._samples) and not cause, 0
-        if goes_on:
-            before, self._samples[-1].tokens = len(self._samples[-1].tokens), whole
-        else:
-            self._samples.append(_Sample(whole, request.tools))
-            self.causes.update([cause] if cause else [])
-        self._samples[-1].keys, self._samples[-1].thinking, self._stop = request.keys, thinking, request.stop
-        return PlacedTurn(whole[before:], not goes_on)
+        if best is not None:
+            self._samples.remove(best)
+        self._samples.append(sample)
+        self.causes.update([cause] if cause else [])
+        sample.tokens += added
+        sample.keys, sample.thinking, sample.stop, sample.running = request.keys, thinking, request.stop, True
+        return PlacedTurn(sample, added, best is None)
 
-    def _written(self, request: AgentRequest, most: int) -> tuple[list[int], str, dict[int, str]]:
-        """The context of a request's turn, the cause for which it begins a sample, and the thinking in it."""
+    def _written(self, request: AgentRequest, most: int) -> tuple[GrowingSample | None, list[int], str, dict[int, str]]:
+        """The sample that a request goes on with, what it adds there or begins with, why it begins one, and the
+        thinking in its context."""
         best = max(self._fitting(request), key=lambda sample: len(sample.keys), default=None)
         sent = {n: one["reasoning_content"] for n, one in enumerate(request.messages) if one.get("reasoning_content")}
         before = kept = best.thinking if best is not None else sent
@@ -87,20 +93,23 @@ class Conversation:
                 kept = {n: before[n] for n in self._dialect.keeps(request.messages, request.tools, [*before])}
         added = self._following(best, request, most) if best is not None and kept == before else None
         if best is not None and added is not None:
-            return [*best.tokens, *added], "" if best is self._samples[-1] else "returned", kept
+            return best, added, "", kept
         cause = self._cause(request, best) if best is None or kept == before else "thinking"
-        return self._rendered(request, kept, most), cause, kept
+        return None, self._rendered(request, kept, most), cause, kept
 
     def counted(self, request: AgentRequest, most: int) -> Answer:
         """An answer without a turn: the tokens that one would follow."""
-        return Answer(request.model, "", "", (), False, len(self._written(request, most)[0]), 0)
+        sample, added, *_ = self._written(request, most)
+        return Answer(request.model, "", "", (), False, len(added) + (len(sample.tokens) if sample else 0), 0)
 
-    def _cause(self, request: AgentRequest, best: _Sample | None) -> str:
+    def _cause(self, request: AgentRequest, best: GrowingSample | None) -> str:
         """Why a request that no sample goes on with begins one; empty for the first."""
         if best is not None:
             return "unbridged"
         if not self._samples:
             return ""
+        if any(one.running for one in self._samples):
+            return "parallel"
         return "rewritten" if self._samples[-1].tools == request.tools else "tools"
 
     def _rendered(self, request: AgentRequest, thinking: dict[int, str], most: int) -> list[int]:
@@ -113,33 +122,36 @@ class Conversation:
         except UserError as error:
             raise RequestRefused(400, REFUSED, str(error)) from error
 
-    def said(self, sampled: list[int], cut: bool, number: str) -> Answer:
-        """The answer to the request that was placed last; ``number`` makes its ids."""
-        sample = self._samples[-1]
-        kept, shown, stop = self._dialect.stopped(sampled, self._stop)
+    def said(self, sample: GrowingSample, sampled: list[int], cut: bool, number: str) -> Answer:
+        """The answer to the request that goes on with a sample; ``number`` makes its ids."""
+        kept, shown, stop = self._dialect.stopped(sampled, sample.stop)
         reply = self._dialect.parse(sample.tokens[-TAIL:], shown, sample.tools)
         sample.sampled = sampled[:kept]
         answer = answer_of(reply, number, len(sample.tokens), sample.sampled, cut and not stop)
         if reply.thinking and self._drops_thinking:
             sample.thinking = sample.thinking | {len(sample.keys): reply.thinking}
-        sample.keys = [*sample.keys, identity(answer.message)]
+        sample.keys = [*sample.keys, identity([answer.message], 0)]
         sample.tokens += sample.sampled
+        sample.running = False  # the last: another thread may look for a sample meanwhile
         return replace(answer, stop=stop)
 
-    def unread(self) -> None:
-        """The turn of the request that was placed last is dropped: nothing goes on with its sample."""
-        self._samples[-1].keys = [None]
+    def unread(self, sample: GrowingSample) -> None:
+        """The newest turn of a sample is dropped: nothing goes on there."""
+        sample.keys, sample.running = [None], False
 
-    def _fitting(self, request: AgentRequest) -> list[_Sample]:
+    def _fitting(self, request: AgentRequest) -> list[GrowingSample]:
         """Samples that the messages begin with, the newest first."""
         keys = request.keys
         return [
             one
             for one in reversed(self._samples)
-            if len(one.keys) < len(keys) and one.tools == request.tools and keys[: len(one.keys)] == one.keys
+            if not one.running
+            and len(one.keys) < len(keys)
+            and one.tools == request.tools
+            and keys[: len(one.keys)] == one.keys
         ]
 
-    def _following(self, sample: _Sample, request: AgentRequest, most: int) -> list[int] | None:
+    def _following(self, sample: GrowingSample, request: AgentRequest, most: int) -> list[int] | None:
         """What follows the newest turn of a sample; None where the template cannot write it."""
         before = len(sample.tokens) - len(sample.sampled)
         tail = sample.tokens[max(0, before - TAIL) : before]

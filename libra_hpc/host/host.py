@@ -28,6 +28,8 @@ import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,9 +40,10 @@ from libra_hpc.process.child_environment import clean_own
 from libra_hpc.process.entry import leave, run
 from libra_hpc.process.progress import PULSE_S
 from libra_hpc.process.reaper import become_subreaper, children
-from libra_hpc.protocol.codec import FrameBuffer, FrameError, unpack_i32
+from libra_hpc.protocol.codec import FrameBuffer, FrameError, pack_i32, unpack_i32
 from libra_hpc.protocol.engine_state import FIRST_STEPS, SERVING, Doing
 from libra_hpc.protocol.env import (
+    BRANCH,
     EpisodeFailed,
     HostReady,
     OpenEpisode,
@@ -189,16 +192,29 @@ class Host(asyncio.Protocol):
             return
         try:
             episode = self._task.open(message.index, message.sample, message.progress)
-            episode.unwanted = partial(self._send, from_host.frame(TurnUnwanted(name)))
+            episode.branch = partial(self._branch, name)
+            self._add(name, episode)
         except BaseException as error:
             self._raised(name, error)
             return
-        self._episodes[name] = LiveEpisode(episode, self._tools, self._step_limit_s)
         if type(episode).start is Episode.start:
             self._opened(name, None)
         else:
             self._start_waiting()
             self._progress()
+
+    def _add(self, name: str, episode: Episode) -> LiveEpisode:
+        episode.unwanted = partial(self._send, from_host.frame(TurnUnwanted(name)))
+        live = self._episodes[name] = LiveEpisode(episode, self._tools, self._step_limit_s)
+        return live
+
+    def _branch(self, whole: str, episode: Episode) -> None:
+        """Open another sample of an open episode, by a name that a replay gives to the same one."""
+        own = blake2b(pack_i32(episode.prompt), digest_size=8).hexdigest()
+        names = (f"{whole}{BRANCH}{own}.{number}" for number in count())
+        name = next(one for one in names if one not in self._episodes)
+        self._add(name, episode).ready = True
+        self._send(answers.opened(name, episode))
 
     def _start_waiting(self) -> None:
         """Start the episodes that wait for it, the oldest first, up to the most at once."""
@@ -222,13 +238,17 @@ class Host(asyncio.Protocol):
         self._start_waiting()
 
     def _end(self, name: str, why: Why) -> None:
-        """Close an episode, if it is open."""
+        """Close an episode and its branches, if it is open."""
         live = self._episodes.pop(name, None)
-        if live is not None:
-            closing = live.end(why)
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-            self._start_waiting()
+        if live is None:
+            return
+        if BRANCH not in name:
+            for branch in [one for one in self._episodes if one.startswith(f"{name}{BRANCH}")]:
+                self._end(branch, why)
+        closing = live.end(why)
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        self._start_waiting()
 
     async def left(self) -> None:
         """Wait until all episodes are closed, at most `LEAVE_S`."""

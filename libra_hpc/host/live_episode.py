@@ -29,7 +29,7 @@ class LiveEpisode:
     """``limit_s``: of each call outside its tool calls, 0: none."""
 
     def __init__(self, episode: Episode, tools: Tools, limit_s: float) -> None:
-        self.episode, self._tools, self._limit_s = episode, tools, limit_s
+        self.episode, self.tools, self._limit_s = episode, tools, limit_s
         self.ready = False
         """Whether `Episode.start` has returned."""
         self.busy = False
@@ -39,7 +39,8 @@ class LiveEpisode:
     def run(self, work: Work, over: Over) -> None:
         """Call the episode's code; ``over`` gets the result or the exception, unless `end` comes first."""
         self.busy = True
-        self._last = Step(work, self._tools, limit_s=self._limit_s, over=self._free(over))
+        self._last = Step(work, self.tools, limit_s=self._limit_s, over=self._free(over))
+        self.episode.outside = self._last.outside
 
     async def result(self, work: Work) -> Any:
         """Call the episode's code, and return its result or its exception."""

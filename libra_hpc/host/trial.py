@@ -13,6 +13,7 @@ Sandbox, limits and checks are those of an environment host.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import sys
@@ -56,7 +57,8 @@ async def play_one(config: RunConfig, index: int, write: Writer, report: Report)
             live = LiveEpisode(task.open(index, 0, 0.0), _ReportedTools(tools, report), limit_s)
             why: Why = "failed"
             try:
-                end = await _Played(live, tokenizer, write, report).play(config.rollout.max_model_len)
+                played = partial(_Played, tokenizer=tokenizer, write=write, report=report)
+                end = await _played_with_branches(live, played, config.rollout.max_model_len)
                 why = "dropped" if end is None else "done"
             finally:
                 await live.end(why)
@@ -65,16 +67,42 @@ async def play_one(config: RunConfig, index: int, write: Writer, report: Report)
             await tools.close()
 
 
+async def _played_with_branches(
+    live: LiveEpisode, played: Callable[[LiveEpisode], _Played], max_model_len: int
+) -> Turn | None:
+    """Play an episode and its branches at the same time; returns its end, None when one of them had no more turns."""
+    playing = set[asyncio.Task[Turn | None]]()
+
+    def play(one: LiveEpisode, started: bool = False) -> asyncio.Task[Turn | None]:
+        task = asyncio.create_task(played(one).play(max_model_len, started))
+        playing.add(task)
+        return task
+
+    live.episode.branch = lambda one: play(LiveEpisode(one, live.tools, 0.0), True)
+    whole = play(live)
+    try:
+        while not whole.done():
+            await asyncio.wait({*playing}, return_when=asyncio.FIRST_COMPLETED)
+            if any(one.done() and one.result() is None for one in playing):
+                return None
+            playing -= {one for one in playing if one.done() and one is not whole}
+        return whole.result()
+    finally:
+        for one in playing:
+            one.cancel()
+
+
 class _Played:
     def __init__(self, live: LiveEpisode, tokenizer: TaskTokenizer, write: Writer, report: Report) -> None:
         self._live, self._decode, self._write, self._report = live, tokenizer.decode, write, report
 
-    async def play(self, max_model_len: int) -> Turn | None:
+    async def play(self, max_model_len: int, started: bool) -> Turn | None:
         episode = self._live.episode
-        await self._called(episode.start)
+        if not started:
+            await self._called(episode.start)
         answers.opened("", episode)
         context, info = list(episode.prompt), dict[str, float]()
-        self._report("prompt", self._decode(context))
+        self._report("new sample" if started else "prompt", self._decode(context))
         while (room := max_model_len - len(context)) > 0:
             tokens = self._write(context, min(episode.max_tokens, room), episode.stop_ids)
             if tokens is None:
@@ -175,6 +203,8 @@ def _open(config: RunConfig, task: Task) -> Episode:
 
 
 async def _turns(config: RunConfig, live: LiveEpisode, eos: int) -> None:
+    branch = asyncio.Event()
+    live.episode.branch = lambda one: branch.set()
     outcome = await live.result(live.episode.start)
     try:
         if isinstance(outcome, BaseException):
@@ -189,9 +219,13 @@ async def _turns(config: RunConfig, live: LiveEpisode, eos: int) -> None:
         raise
     except BaseException as error:
         raise _mistake(config, "its start fails", error) from error
-    stop = live.episode.stop_ids[:1] or (eos,)
+    stop, branched = live.episode.stop_ids[:1] or (eos,), asyncio.create_task(branch.wait())
     for _ in range(TURNS):
-        outcome = await live.result(partial(live.episode.step, PolicyTurn(list(stop))))
+        step = asyncio.create_task(live.result(partial(live.episode.step, PolicyTurn(list(stop)))))
+        await asyncio.wait({step, branched}, return_when=asyncio.FIRST_COMPLETED)
+        if not step.done():
+            return
+        outcome = step.result()
         try:
             if isinstance(outcome, BaseException):
                 raise outcome

@@ -18,6 +18,10 @@ def evaluation_index(place: int, prompt: int) -> int:
     return EVALUATIONS + place * PROMPTS + prompt
 
 
+BRANCH = "/"
+"""Between an episode's name and that of another sample of it that grows beside the first, `EpisodeOpened` unasked."""
+
+
 class Signal(msgspec.Struct, frozen=True, array_like=True):
     """What a tool call reports about the remaining work: structure only, never content."""
 
@@ -70,7 +74,7 @@ class CloseEpisode(msgspec.Struct, tag=True, frozen=True):
 
 
 class EpisodeOpened(msgspec.Struct, tag=True, frozen=True):
-    """The prompt and the limits of one turn."""
+    """The prompt and the limits of one turn; of a branch its whole context."""
 
     episode: str
     prompt_id: str

@@ -20,6 +20,7 @@ from libra_hpc.config.run import RunConfig
 from libra_hpc.policies.scheduling.env_seats import HostSeats, seat
 from libra_hpc.protocol.engine_state import Doing
 from libra_hpc.protocol.env import (
+    BRANCH,
     CloseEpisode,
     EpisodeFailed,
     EpisodeOpened,
@@ -85,14 +86,20 @@ class Environments:
         if not self._waiting:
             return ""
         longest_s = self._clock() - min(self._waiting.values())
-        count = f"{len(self._waiting)} of {len(self.episodes)} trajectories wait for a seat"
+        count = f"{len(self._waiting)} of {len(self.whole())} trajectories wait for a seat"
         return f"{count}, the first for {longest_s:.0f} s, because {seat(self._hosts()).reason}"
 
+    def whole(self) -> list[Trajectory]:
+        """Every open trajectory."""
+        return [one for one in self.episodes.values() if one.trunk is None]
+
     def open(self, trajectory: Trajectory) -> None:
-        """Open its episode; a trajectory beyond its prompt gets a replay."""
-        self.episodes[trajectory.episode] = trajectory
-        if trajectory.prompt_tokens:
-            self._replays[trajectory.episode] = TurnReplay(trajectory, self._max_model_len)
+        """Open its episode; a trajectory beyond its prompt gets a replay, as each of its branches."""
+        for one in trajectory.growing:
+            self.episodes[one.episode] = one
+            if one.prompt_tokens:
+                self._replays[one.episode] = TurnReplay(one, self._max_model_len)
+                one.place = "tool" if one.place == "done" else one.place
         self._waiting[trajectory.episode] = self._clock()
         self._seat()
 
@@ -102,7 +109,8 @@ class Environments:
             episode = next(iter(self._waiting))
             del self._waiting[episode]
             trajectory = self.episodes[episode]
-            trajectory.host = host
+            for one in trajectory.growing:
+                one.host = host
             self._taken[host] += 1
             self._ask(
                 trajectory,
@@ -159,9 +167,10 @@ class Environments:
 
     def drop(self, trajectory: Trajectory) -> None:
         """Remove a trajectory that is no longer open."""
-        self.episodes.pop(trajectory.episode, None)
-        self._replays.pop(trajectory.episode, None)
-        self._pending.pop(trajectory.episode, None)
+        for one in trajectory.growing:
+            self.episodes.pop(one.episode, None)
+            self._replays.pop(one.episode, None)
+            self._pending.pop(one.episode, None)
         self._leave(trajectory)
         self._seat()
 
@@ -175,7 +184,7 @@ class Environments:
             self._ready(host, message)
         if isinstance(message, HostReady | Doing):
             return
-        trajectory = self.episodes.get(message.episode)
+        trajectory = self.episodes.get(message.episode) or self._new_branch(host, message)
         if trajectory is None or trajectory.host != host:
             return
         self._pending.pop(message.episode, None)
@@ -200,6 +209,15 @@ class Environments:
             case EpisodeFailed(error=error, kind=kind):
                 self._leader.failed(trajectory, kind, error)
 
+    def _new_branch(self, host: int, message: Any) -> Trajectory | None:
+        """The branch that an environment has opened, unless its trajectory is no longer here."""
+        name, _, branch = message.episode.partition(BRANCH)
+        trunk = self.episodes.get(name)
+        if trunk is None or trunk.host != host or not isinstance(message, EpisodeOpened):
+            return None
+        found = self.episodes[message.episode] = trunk.sprout(branch)
+        return found
+
     def _ready(self, host: int, message: HostReady) -> None:
         self._up[host] = True
         self._started |= all(self._up.values())
@@ -219,13 +237,14 @@ class Environments:
         """
         if host in self._up:
             self._up[host] = False
-        for trajectory in [t for t in self.episodes.values() if t.host == host and t.episode not in self._waiting]:
-            suspect = trajectory.place == "tool" or trajectory.episode in self._replays
+        for trajectory in [t for t in self.whole() if t.host == host and t.episode not in self._waiting]:
+            suspect = any(one.place == "tool" or one.episode in self._replays for one in trajectory.growing)
             if not trajectory.prompt_tokens or (suspect and trajectory.replays):
                 self._leader.restart(trajectory, reason)
             else:
                 trajectory.replays += suspect
-                self._pending.pop(trajectory.episode, None)
+                for one in trajectory.growing:
+                    self._pending.pop(one.episode, None)
                 self._leave(trajectory)
                 self.open(trajectory)
 
@@ -240,8 +259,10 @@ class Environments:
     def _continue_replay(self, trajectory: Trajectory, replay: TurnReplay, same: bool) -> None:
         """Send the next turn of a replay, if the environment answered as before (``same``)."""
         if not same:
-            self.close(trajectory)
-            self._leader.restart(trajectory, "its environment did not answer as it had when its turns were replayed")
+            self.close(trajectory.whole)
+            self._leader.restart(
+                trajectory.whole, "its environment did not answer as it had when its turns were replayed"
+            )
         elif (turn := replay.next()) is not None:
             self._ask(trajectory, turn)
         else:
@@ -262,10 +283,11 @@ class Environments:
         if not trajectory.truncated:
             trajectory.add_signals(message.signals, 0.0 if message.done else message.reward)
         info = message.info | {TRUNCATED: 1.0} if trajectory.truncated else message.info
-        trajectory.info = trajectory.info | self._numbers(info)
+        trajectory.whole.info = trajectory.whole.info | self._numbers(info)
         if message.done:
-            trajectory.reward = message.reward
-            self._leader.finish(trajectory)
+            trajectory.reward, trajectory.place = message.reward, "done"
+            if trajectory.trunk is None:
+                self._leader.finish(trajectory)
             return
         before = 0 if message.new_sample else trajectory.context_tokens
         room = TOKEN_BYTES * (self._max_model_len - before)

@@ -43,7 +43,8 @@ def open_groups(episodes: Iterable[Trajectory], now: float, decode_s: float) -> 
         prompt = max(t.prompt_tokens for t in members)
         if prompt:
             running = [t for t in members if t.sent_at > 0.0]
-            generated = sum(t.generated + _turn(t, now, decode_s) for t in running)
+            parts = (one for t in running for one in t.growing)
+            generated = sum(one.generated + _turn(one, now, decode_s) for one in parts)
             found.append(
                 GroupFact(
                     index=index,

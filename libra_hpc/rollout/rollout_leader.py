@@ -185,16 +185,18 @@ class RolloutLeader:
 
     def unfinished(self) -> list[Trajectory]:
         """Open trajectories with generated tokens: the next start of all ranks can go on with them."""
-        return [trajectory for trajectory in self._trained_episodes() if trajectory.generated]
+        return [one.copied() for one in self._trained_episodes() if any(part.generated for part in one.growing)]
 
     def _trained_episodes(self) -> list[Trajectory]:
         """Open trajectories but those of evaluations."""
-        return [t for t in self._environments.episodes.values() if t.index < EVALUATIONS]
+        return [t for t in self._environments.whole() if t.index < EVALUATIONS]
 
     # --- trajectories
 
     def turn_wanted(self, trajectory: Trajectory) -> None:
         """Queue the next turn of a trajectory."""
+        if trajectory.trunk is not None and len(trajectory.turns) == 1:
+            self._turns.begun(trajectory)
         if not trajectory.evaluation:
             self._attempts.book.advanced((trajectory.index, trajectory.sample))
         self._turns.ready(trajectory)
@@ -206,7 +208,8 @@ class RolloutLeader:
     def _drop(self, trajectory: Trajectory, now: float) -> None:
         """End an attempt; answers to it find nothing."""
         self._environments.drop(trajectory)
-        self._turns.drop(trajectory, now)
+        for one in trajectory.growing:
+            self._turns.drop(one, now)
         self.schedule_pass()
 
     def restart(self, trajectory: Trajectory, reason: str) -> None:
@@ -218,11 +221,12 @@ class RolloutLeader:
 
     def failed(self, trajectory: Trajectory, kind: str, error: str) -> None:
         """End a failed attempt: try again later, or leave the trajectory out, or give up the whole prompt."""
-        now, order = self._clock(), self._order
+        now, order, trajectory = self._clock(), self._order, trajectory.whole
         assert order is not None
         trajectory.error = error
         self._environments.close(trajectory)
         self._drop(trajectory, now)
+        trajectory.join()
         if trajectory.evaluation:
             self._log(
                 "evaluation_failed", task=trajectory.evaluation, prompt=trajectory.prompt_id, error=error[:ERROR_CHARS]
@@ -242,12 +246,18 @@ class RolloutLeader:
 
     def finish(self, trajectory: Trajectory) -> None:
         """Take a trajectory whose episode is over into its group."""
-        if not trajectory.generated:
+        now = self._clock()
+        # Other branches were there before a host was lost, and this episode did not come to them again.
+        ended = [one for one in trajectory.growing if one.place == "done"]
+        if not any(one.generated for one in ended):
             self.failed(trajectory, "engine", "No token was generated.")
             return
         self._environments.drop(trajectory)
-        trajectory.place, trajectory.finished_at = "done", time.time()
-        now = self._clock()
+        for one in trajectory.branches:
+            self._turns.drop(one, now)
+        trajectory.branches = tuple(ended[1:])
+        trajectory.join()
+        trajectory.finished_at = time.time()
         if trajectory.evaluation:
             self._turns.finished(trajectory, now)
             self.evaluations.finished(trajectory, now)
@@ -351,12 +361,13 @@ class RolloutLeader:
         lengths, self._lengths = tuple(self._lengths), []
         engines, order, now = self._turns.engines, self._order, self._clock()
         episodes, book = self._environments.episodes.values(), self._attempts.book
+        whole = self._environments.whole()
         paused = book.paused or self._environments.missing
         return RolloutReport(
-            open_trajectories=len(episodes) + len(self._attempts),
+            open_trajectories=len(whole) + len(self._attempts),
             waiting_turns=self._turns.waiting,
             inflight=engines.inflight,
-            tools_running=sum(1 for trajectory in episodes if trajectory.place == "tool"),
+            tools_running=sum(all(part.place == "tool" for part in one.growing) for one in whole),
             ready_groups=order.gate.ready if order else 0,
             outstanding_groups=order.gate.outstanding if order else 0,
             resubmitted=self.resubmitted,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from itertools import accumulate, chain, pairwise, repeat
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +22,7 @@ from msgspec.structs import replace
 
 from libra_hpc.policies.scheduling.protocol import Decision, Finished, TurnView
 from libra_hpc.protocol.engine import Generated
-from libra_hpc.protocol.env import EVALUATIONS, Signal
+from libra_hpc.protocol.env import BRANCH, EVALUATIONS, Signal
 from libra_hpc.protocol.trace import TrajectoryRecord, TurnRecord, all_signals, recorded, sample_tokens
 from libra_hpc.protocol.trainer import Sample
 
@@ -55,6 +57,9 @@ def decision_line(routed: Routed) -> dict[str, Any]:
 TOKEN_BYTES = 4
 """Bytes of an int32 token id."""
 
+NEAREST = 8
+"""Newest samples of a trajectory whose engine another may go to: each costs a comparison of two contexts."""
+
 Place = Literal["waiting", "engine", "tool", "before", "done"]
 """In the dispatcher's queue; at an engine; at its environment; recovered before (the rest of) a turn; finished."""
 
@@ -75,9 +80,17 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
     logprobs: bytes = b""
     """float32, of the same length; 0.0 where the policy did not generate the token."""
     place: Place = "tool"
+    branch: str = ""
+    """What its environment calls it, if it is a sample of another trajectory; empty: it is a trajectory."""
+    branches: tuple[Trajectory, ...] = ()
+    """Its samples that grow beside it, with turns of their own for the scheduler, until `join`."""
 
     def __post_init__(self) -> None:
-        self.episode = f"{self.index}.{self.sample}.{self.attempt}"
+        self.episode = f"{self.index}.{self.sample}.{self.attempt}{self.branch and BRANCH}{self.branch}"
+        self.trunk: Trajectory | None = None
+        """The trajectory that it is a sample of."""
+        for one in self.branches:
+            one.trunk = self
         self.begin = sum(sample_tokens(self.prompt_tokens, self.turns)[:-1])
         """Where the newest sample begins in `tokens`, in tokens; it is the context."""
         self.signals, _ = all_signals(self.turns)
@@ -103,6 +116,47 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
         self.error = ""
         """Why it failed."""
 
+    @property
+    def whole(self) -> Trajectory:
+        return self.trunk or self
+
+    @property
+    def growing(self) -> tuple[Trajectory, ...]:
+        """It and its branches."""
+        return self, *self.branches
+
+    def sprout(self, branch: str) -> Trajectory:
+        """A new branch."""
+        new = Trajectory(
+            index=self.index, sample=self.sample, attempt=self.attempt, task=self.task, branch=branch, place="tool"
+        )
+        new.trunk, new.host, new.admitted = self, self.host, self.admitted
+        self.branches += (new,)
+        return new
+
+    def join(self) -> None:
+        """Make its branches samples of its own, in the order in which they began."""
+        parts = [one for one in self.branches if one.generated]
+        turns = (
+            (replace(one.turns[0], new_tokens=one.prompt_tokens, new_sample=True), *one.turns[1:]) for one in parts
+        )
+        self._row, at = max(one._row for one in (self, *parts)), len(self.tokens) // TOKEN_BYTES
+        for one in parts:
+            self.routed += bytes(at - len(self.routed)) + one.routed
+            self.experts += bytes(self._row * at - len(self.experts)) + one.experts
+            at += len(one.tokens) // TOKEN_BYTES
+        self.turns = (*self.turns, *chain.from_iterable(turns))
+        self.tokens = b"".join((self.tokens, *(one.tokens for one in parts)))
+        self.logprobs = b"".join((self.logprobs, *(one.logprobs for one in parts)))
+        self.clipped += sum(one.clipped for one in parts)
+        self.branches = ()
+
+    def copied(self) -> Trajectory:
+        """A copy that does not change when it goes on."""
+        found = copy(self)
+        found.branches = tuple(map(copy, self.branches))
+        return found
+
     def again(self) -> Trajectory:
         """The next attempt of the trajectory."""
         again = Trajectory(index=self.index, sample=self.sample, attempt=self.attempt + 1, task=self.task)
@@ -126,12 +180,12 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
     @property
     def oldest(self) -> int:
         """Oldest weight version of its tokens, and of the KV that these used; -1: it has no token."""
-        kept = [turn.kv_version for turn in self.turns if turn.kv_version >= 0]
-        return min([*(version for version, _ in self.versions), *kept], default=-1)
+        kept = [turn.kv_version for one in self.growing for turn in one.turns if turn.kv_version >= 0]
+        return min([*(version for one in self.growing for version, _ in one.versions), *kept], default=-1)
 
     @property
     def newest(self) -> int:
-        return max([version for version, _ in self.versions], default=-1)
+        return max([version for one in self.growing for version, _ in one.versions], default=-1)
 
     @property
     def context_ids(self) -> bytes:
@@ -165,11 +219,15 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
     @property
     def sound(self) -> bool:
         """Whether lengths, versions and turns agree, and every number is finite."""
+        return sum(one.generated for one in self.growing) > 0 and all(one._agrees for one in self.growing)
+
+    @property
+    def _agrees(self) -> bool:
         return (
             TOKEN_BYTES * self.all_tokens == len(self.tokens) == len(self.logprobs)
             and all(turn.gen_tokens == sum(count for _, count in turn.versions) for turn in self.turns)
             and min((min(turn.gen_tokens, turn.new_tokens) for turn in self.turns), default=-1) >= 0
-            and self.generated > 0 < self.prompt_tokens
+            and self.prompt_tokens > 0 < len(self.turns)
             and not (self.turns[0].new_tokens or self.turns[0].new_sample)
             and math.isfinite(sum(array("f", self.logprobs)))
             and not unusable_reward(self.reward, self.info)
@@ -185,6 +243,8 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
     def open(self, prompt_id: str, tokens: bytes) -> None:
         """Begin with the prompt; in a mixture its id begins with the task."""
         self.prompt_id, self.task = prompt_id, self.task or prompt_id.partition("/")[0]
+        if self.trunk is not None:
+            self._share(self.trunk.growing[-1 - NEAREST : -1], tokens)
         self.add_environment(tokens)
 
     def add_environment(self, tokens: bytes, new_sample: bool = False) -> None:
@@ -198,19 +258,28 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
         self.logprobs += bytes(len(tokens))
 
     def _begin_sample(self, tokens: bytes) -> None:
-        before, after = array("i", self.context_ids), array("i", tokens)
-        same = next((at for at, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
-        self.computed = min(self.computed, same, len(before))
-        if 2 * self.computed < len(after):
-            self.engine = ""  # its engine has little of the context cached
+        self._share((self,), tokens)
         self.begin = len(self.tokens) // TOKEN_BYTES
+
+    def _share(self, others: Sequence[Trajectory], tokens: bytes) -> None:
+        """Its context is ``tokens`` now, whose beginning an engine may have computed for one of others."""
+        best = max(others, key=lambda one: one.computes(tokens))
+        self.computed = best.computes(tokens)
+        # Else its engine has little of the context cached.
+        self.engine = best.engine if 2 * TOKEN_BYTES * self.computed >= len(tokens) else ""
+
+    def computes(self, tokens: bytes) -> int:
+        """How many of the first ``tokens`` an engine has computed in its context."""
+        before, sizes = self.context_ids, range(min(self.computed, len(tokens) // TOKEN_BYTES) + 1)
+        return bisect_left(sizes, True, key=lambda n: before[: TOKEN_BYTES * n] != tokens[: TOKEN_BYTES * n]) - 1
 
     def add_generated(self, generated: Generated, engine: str, block_size: int = 1) -> None:
         """Append (a part of) a turn; an engine finds only whole blocks of ``block_size`` tokens in its KV cache."""
         turn, count = self.turns[-1], len(generated.tokens) // TOKEN_BYTES
         again = max(0, self.computed // block_size * block_size - generated.cached_tokens) if count else 0
-        before = turn.engine or (self.turns[-2].engine if again else "")
-        stayed = again and engine == before and generated.versions[0][0] == self.versions[-1][0]
+        before = turn.engine or (self.turns[-2].engine if again and self.turns[1:] else "")
+        versions = self.versions  # of a branch none, where an engine has its beginning from another sample
+        stayed = again and engine == before and versions and generated.versions[0][0] == versions[-1][0]
         self._change_turn(
             gen_tokens=turn.gen_tokens + count,
             engine=engine,
@@ -268,7 +337,8 @@ class Trajectory(TrajectoryRecord, kw_only=True, dict=True, eq=False):
         """The turn that needs an engine now, for the scheduler."""
         return TurnView(
             trajectory=self.episode,
-            prompt_id=self.prompt_id,
+            # Of a branch the first context is what the same branches of its group share.
+            prompt_id=self.prompt_id + (self.branch and BRANCH) + self.branch.partition(".")[0],
             sample=self.sample,
             task=self.task,
             context_tokens=self.context_tokens,

@@ -97,7 +97,7 @@ class TurnRouter:
                 temperature=self._rollout.temperature,
                 stop_ids=trajectory.stop_ids,
                 priority=decision.priority,
-                admitted=trajectory.admitted,
+                admitted=trajectory.whole.admitted,
                 routed=trajectory.known_experts if self._replays and not trajectory.evaluation else -1,
             )
             outbox.setdefault(self.engines.engines[name].rank, []).append((name, request))
@@ -124,6 +124,12 @@ class TurnRouter:
             trajectory.max_tokens = trajectory.turns[-1].gen_tokens + 1
             if trajectory.place == "engine":
                 self._abort(trajectory.engine, self.engines.request(trajectory.engine, episode))
+
+    def begun(self, branch: Trajectory) -> None:
+        """A branch begins: while no other sample has a turn, engines need not keep the contexts of these."""
+        others = [one for one in branch.whole.growing if one is not branch]
+        for one in others if all(one.place == "tool" for one in others) else ():
+            self._queue.policy.forget(one.episode)
 
     def drop(self, trajectory: Trajectory, now: float) -> None:
         """Abort the turns of an attempt that is over; answers to them find nothing."""

@@ -16,6 +16,7 @@ import importlib
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -135,6 +136,11 @@ class Episode(ABC):
     unwanted: Callable[[], object] = staticmethod(lambda: None)
     """The host's, to be called when nobody waits any more for the turn that was asked for: its engine stops, and `step`
     gets what there is of it."""
+    outside: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
+    """The host's: a context whose time no limit of the running call counts."""
+    branch: Callable[[Episode], object]
+    """The host's, to be called with another sample of the trajectory, which grows beside this one: an episode with
+    everything of its own but ``prompt_id`` and reward. It ends before this one does."""
 
     async def start(self, tools: Tools) -> None:
         """Await what takes time before the first turn: a container, a first request. Limits are those of `step`."""

@@ -120,7 +120,8 @@ class MixedEpisode(Episode):
 
     def __init__(self, episode: Episode, before: str) -> None:
         self._episode, self._before = episode, before
-        episode.unwanted = lambda: self.unwanted()
+        episode.unwanted, episode.outside = lambda: self.unwanted(), lambda: self.outside()
+        episode.branch = lambda one: self.branch(MixedEpisode(one, before))
         self._copy()
 
     def _copy(self) -> None:

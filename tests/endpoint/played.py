@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from libra_hpc.endpoint.agent_task import AgentEnvironment, AgentTask
 from libra_hpc.protocol.codec import pack_i32, unpack_i32
 from libra_hpc.rollout.trajectory import Trajectory
-from libra_hpc.tasks.base import PolicyTurn, Task, Turn
+from libra_hpc.tasks.base import Episode, PolicyTurn, Task, Turn
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.rollout.plant import generated
 
@@ -29,9 +30,12 @@ class Played:
         self.contexts: list[list[int]] = []
         self.turns: list[list[int]] = []
         self.most: list[int] = []
-        self.samples = 1
         self.end: Turn
         self.trajectory = Trajectory(index=0, sample=0)
+
+    @property
+    def samples(self) -> int:
+        return int(self.end.info["samples"])
 
     def texts(self, tokenizer: TaskTokenizer) -> list[str]:
         return [tokenizer.decode(one) for one in self.contexts]
@@ -40,39 +44,56 @@ class Played:
 async def play(task: Task, policy: Policy, index: int = 0, room: int = ROOM, delay_s: float = 0.0) -> Played:
     """Play one episode to its end; a turn begins where the last one and its answer ended, or a new sample."""
     episode, played = task.open(index, 0, 0.0), Played()
+    grow = partial(_grow, task=task, policy=policy, played=played, room=room, delay_s=delay_s)
+    try:
+        async with asyncio.TaskGroup() as group:
+
+            def branch(one: Episode) -> None:
+                trajectory = played.trajectory.sprout(str(len(played.trajectory.branches)))
+                group.create_task(grow(one, trajectory))
+
+            episode.branch = branch
+            await episode.start(cast(Any, None))
+            played.end = await grow(episode, played.trajectory)
+    except BaseExceptionGroup as error:
+        raise error.exceptions[0] from error
+    finally:
+        await episode.close("done")
+    played.trajectory.join()
+    return played
+
+
+async def _grow(
+    episode: Episode, trajectory: Trajectory, task: Task, policy: Policy, played: Played, room: int, delay_s: float
+) -> Turn:
+    """Play a sample to its end."""
     tools: Any = None
     unwanted = asyncio.Event()
     episode.unwanted = unwanted.set
-    try:
-        await episode.start(tools)
-        played.trajectory.open(episode.prompt_id, pack_i32(episode.prompt))
-        while True:
-            await asyncio.sleep(delay_s)
-            context = unpack_i32(played.trajectory.context_ids)
-            said = policy(task.tokenizer.decode(context))
-            if said is None:
-                await unwanted.wait()
-                unwanted.clear()
-                said = "cut"
-            sampled = [*task.tokenizer.encode(said), episode.stop_ids[-1]] if isinstance(said, str) else said
-            cut = sampled[: min(episode.max_tokens, room - len(context))]
-            played.contexts.append(context)
-            played.turns.append(cut)
-            played.most.append(episode.max_tokens)
-            stop: Any = "stop" if cut[-1] in episode.stop_ids else "length"
-            played.trajectory.add_generated(generated("", cut, finish=stop), "e1")
-            turn = await episode.step(PolicyTurn(cut, stop, room - len(context) - len(cut)), tools)
-            played.trajectory.drop(turn.dropped)
-            full = played.trajectory.context_tokens + len(turn.tokens) >= room
-            if not turn.done and not turn.new_sample and full:
-                turn = await episode.truncated(tools)
-            if turn.done:
-                played.end = turn
-                return played
-            played.samples += turn.new_sample
-            played.trajectory.add_environment(pack_i32(turn.tokens), turn.new_sample)
-    finally:
-        await episode.close("done")
+    trajectory.open(episode.prompt_id, pack_i32(episode.prompt))
+    while True:
+        await asyncio.sleep(delay_s)
+        context = unpack_i32(trajectory.context_ids)
+        said = policy(task.tokenizer.decode(context))
+        if said is None:
+            await unwanted.wait()
+            unwanted.clear()
+            said = "cut"
+        sampled = [*task.tokenizer.encode(said), episode.stop_ids[-1]] if isinstance(said, str) else said
+        cut = sampled[: min(episode.max_tokens, room - len(context))]
+        played.contexts.append(context)
+        played.turns.append(cut)
+        played.most.append(episode.max_tokens)
+        stop: Any = "stop" if cut[-1] in episode.stop_ids else "length"
+        trajectory.add_generated(generated("", cut, finish=stop), "e1")
+        turn = await episode.step(PolicyTurn(cut, stop, room - len(context) - len(cut)), tools)
+        trajectory.drop(turn.dropped)
+        full = trajectory.context_tokens + len(turn.tokens) >= room
+        if not turn.done and not turn.new_sample and full:
+            turn = await episode.truncated(tools)
+        if turn.done:
+            return turn
+        trajectory.add_environment(pack_i32(turn.tokens), turn.new_sample)
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -68,7 +68,7 @@ async def test_a_request_that_does_not_go_on_begins_a_sample_with_a_cause(
     played = await play(task_of(tokenizer, tmp_path, "forgetful"), lambda context: "yes")
     assert played.end.info["agent_failed"] == 0
     causes = {cause: played.end.info.get(f"new_{cause}", 0) for cause in CAUSES}
-    assert causes == {"tools": 1, "returned": 2, "rewritten": 1, "unbridged": 0, "thinking": 0}
+    assert causes == {"parallel": 0, "rewritten": 1, "tools": 1, "unbridged": 0, "thinking": 0}
     assert played.samples == 1 + sum(causes.values())
     first, _, back = played.contexts[:3]
     assert back[: len(first) + len(played.turns[0])] == [*first, *played.turns[0]], "what was sampled is kept"

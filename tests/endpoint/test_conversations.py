@@ -15,7 +15,7 @@ from libra_hpc.chat.selftest import choose_dialect
 from libra_hpc.endpoint import chat_completions
 from libra_hpc.endpoint.agent_endpoint import APIS, RETRY, AgentEndpoint, Asked
 from libra_hpc.endpoint.agent_request import AgentRequest, Answer, Histories, identity
-from libra_hpc.endpoint.conversation import Conversation
+from libra_hpc.endpoint.conversation import Conversation, GrowingSample
 from libra_hpc.tasks.tokenizer import TaskTokenizer
 from tests.chat.chat_folder import write_chat_folder
 
@@ -104,7 +104,7 @@ class Walk:
     def __init__(self, tokenizer: TaskTokenizer, dialect: Any, seed: int) -> None:
         self.draw, self.tokenizer, self.stop = random.Random(seed), tokenizer, dialect.stop_ids[-1]
         self.conversation = Conversation(dialect)
-        self.contexts: list[list[int]] = []
+        self.contexts: dict[GrowingSample, list[int]] = {}
         self.turns = 0
         self.begun = asyncio.Event()
 
@@ -120,18 +120,18 @@ class Walk:
 
     async def taken(self, asked: AgentRequest) -> Answer:
         placed = self.conversation.place(asked, 1 << 20)
-        if placed.new_sample:
-            self.contexts.append([])
-        self.contexts[-1] += placed.tokens
+        assert placed.new_sample == (placed.sample not in self.contexts)
+        context = self.contexts.setdefault(placed.sample, [])
+        context += placed.tokens
         sampled = [*self.tokenizer.encode(said(self.draw)), self.stop]
         cut = self.draw.random() < 0.1
         sampled = sampled[:3] if cut else sampled
         for _ in range(self.draw.randrange(4)):
             await asyncio.sleep(0)
         self.turns += 1
-        answer = self.conversation.said(list(sampled), cut, str(self.turns))
-        assert answer.prompt_tokens == len(self.contexts[-1]), "the context is what a run has"
-        self.contexts[-1] += sampled
+        answer = self.conversation.said(placed.sample, list(sampled), cut, str(self.turns))
+        assert answer.prompt_tokens == len(context), "the context is what a run has"
+        context += sampled
         return answer
 
     async def turn(self, program: Completions, tools: bool, post: Any) -> list[tuple[str, str]]:
@@ -174,7 +174,7 @@ async def test_a_conversation_is_one_sample_unless_a_cause_is_counted(
         for seed in range(conversations):
             seen |= (await walked(Walk(tokenizer, dialect, seed), kind, endpoint, session)).keys()
     await endpoint.stop()
-    assert seen == {"tools", "returned", "rewritten"}
+    assert seen == {"tools", "rewritten"}
     assert not [one for one in caplog.records if one.levelname == "ERROR"], "a client that goes is no error"
 
 
@@ -203,7 +203,6 @@ async def walked(
             await walk.turn(aside, False, post)
             causes["tools"] = causes.get("tools", 0) + 1
             walk.answered(program, await walk.turn(program, True, post))
-            causes["returned"] = causes.get("returned", 0) + 1
         elif event < 0.15:
             program.items[0]["content"] += "?"
             causes["rewritten"] = causes.get("rewritten", 0) + 1
@@ -228,7 +227,7 @@ def test_of_a_history_that_goes_on_the_new_items_are_read() -> None:
     def texts(*items: dict[str, Any]) -> tuple[list[str], int]:
         read.clear()
         messages, keys = before.read("x", list(items), add)
-        assert keys == [identity(one) for one in messages]
+        assert keys == [identity(messages, number) for number in range(len(messages))]
         return [one["content"] for one in messages], len(read)
 
     a, b, c, more = {"text": "a"}, {"text": "b"}, {"text": "c"}, {"text": "+", "goes_on": True}
@@ -246,9 +245,9 @@ def test_a_history_that_javascript_wrote_goes_on(tmp_path: Path) -> None:
     dialect = choose_dialect(tokenizer, with_tools=True).dialect
     conversation, program, before = Conversation(dialect), Completions(), Histories()
     program.user("half a \ud83d")
-    conversation.place(chat_completions.read(program.body(tools=True), before), 1 << 20)
+    first = conversation.place(chat_completions.read(program.body(tools=True), before), 1 << 20)
     sampled = [*tokenizer.encode(call("look", times=2.0, at=[True, None])), dialect.stop_ids[-1]]
-    made = conversation.said(sampled, False, "1").message
+    made = conversation.said(first.sample, sampled, False, "1").message
     assert made["tool_calls"][0]["function"]["arguments"]["times"] == 2.0
     made["tool_calls"][0]["function"]["arguments"] = '{"at": [true, null], "times": 2}'
     program.items.append(made)

@@ -10,7 +10,6 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable
-from copy import copy
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -241,7 +240,7 @@ class RolloutService:
             watcher.cancel()
         # Before anything slow, for which whoever ends the job may not wait.  Unfinished trajectories are written as
         # they are now: they may go on meanwhile.
-        self._unwritten += map(copy, self.leader.unfinished())
+        self._unwritten += self.leader.unfinished()
         self._transcripts.end(self.leader.composed + 1)
         await self._flush()
         await self._hosts.stop()

@@ -55,8 +55,8 @@ class EngineCache:
         self.held = 0
         """Context tokens of the residents."""
         self._residents: dict[Claim, None] = {}
-        self._prompts: dict[str, int] = {}
-        """Residents by prompt."""
+        self._prompts: dict[str, tuple[int, int]] = {}
+        """Residents by prompt, and its tokens as they are held."""
 
     @property
     def residents(self) -> int:
@@ -75,8 +75,8 @@ class EngineCache:
         if claim.cache is not self:
             release(claim)
             claim.cache, claim.own = self, 0
-            siblings = self._prompts.get(claim.prompt_id, 0)
-            self._prompts[claim.prompt_id] = siblings + 1
+            siblings, tokens = self._prompts.get(claim.prompt_id, (0, claim.prompt_tokens))
+            self._prompts[claim.prompt_id] = siblings + 1, tokens
             if not siblings:
                 self.held += claim.prompt_tokens
             self._residents[claim] = None
@@ -99,12 +99,11 @@ class EngineCache:
     def _remove(self, claim: Claim) -> None:
         del self._residents[claim]
         self.held -= claim.own
-        siblings = self._prompts[claim.prompt_id] - 1
-        if siblings:
-            self._prompts[claim.prompt_id] = siblings
+        siblings, tokens = self._prompts.pop(claim.prompt_id)
+        if siblings > 1:
+            self._prompts[claim.prompt_id] = siblings - 1, tokens
         else:
-            del self._prompts[claim.prompt_id]
-            self.held -= claim.prompt_tokens
+            self.held -= tokens
 
 
 def release(claim: Claim) -> None:

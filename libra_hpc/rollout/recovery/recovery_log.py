@@ -84,7 +84,7 @@ class Recovered(msgspec.Struct, frozen=True):
             "tokens": sum(trajectory.all_tokens for trajectory in finished),
             "generated_tokens": sum(trajectory.generated for trajectory in finished),
             "unfinished": len(begun),
-            "unfinished_tokens": sum(trajectory.generated for trajectory in begun),
+            "unfinished_tokens": sum(part.generated for trajectory in begun for part in trajectory.growing),
             "dropped": dict(self.dropped),
         }
 
