@@ -40,7 +40,7 @@ async def test_requests_of_one_episode_have_their_turns_at_the_same_time(
     tokenizer: TaskTokenizer, tmp_path: Path
 ) -> None:
     seconds = list[float]()
-    for requests in (1, 1, 4):
+    for requests in (1, 1, 4, 4, 4):
         began = time.perf_counter()
         played = await play(
             task_of(tokenizer, tmp_path, "at_once", requests=requests), lambda context: "yes", delay_s=0.5
@@ -49,7 +49,7 @@ async def test_requests_of_one_episode_have_their_turns_at_the_same_time(
         assert (played.end.info["agent_failed"], played.end.info["turns"], played.samples) == (0, requests, requests)
         assert len(played.trajectory.samples_for_training(1.0)) == requests
     assert played.end.info["new_parallel"] == 3
-    assert seconds[2] < 1.2 * seconds[1] + 0.1
+    assert min(seconds[2:]) < 1.2 * seconds[1], "other work of the machine may cost one of three"
 
 
 async def test_two_sub_agents_by_turns_are_two_samples_however_they_keep_their_history(
@@ -82,6 +82,7 @@ class Grove(Plant):
     def __init__(self, make: Any, tokenizer: TaskTokenizer, draw: random.Random, **options: Any) -> None:
         self.make, self.tokenizer, self.draw = make, tokenizer, draw
         self.sampled = Counter[tuple[bytes, int]]()
+        self.turns_said = self.lost = 0
         super().__init__(**options)
         self.begin_host()
 
@@ -107,6 +108,7 @@ class Grove(Plant):
     def generate(self, engine: str, request: Generate) -> None:
         words = " ".join(self.draw.choice(["yes", "no", "look", "then"]) for _ in range(self.draw.randrange(1, 5)))
         tokens = [*self.tokenizer.encode(words), request.stop_ids[-1]]
+        self.turns_said += 1
         whole = self.draw.random() < 0.8
         tokens = tokens if whole else tokens[: self.draw.randrange(len(tokens))]
         context = unpack_i32(request.prompt)
@@ -122,15 +124,13 @@ class Grove(Plant):
             self.draw.shuffle(self.inbox)
             for engine, request in self.inbox[: self.draw.randrange(4)]:
                 self.generate(engine, request)
-            event = self.draw.random()
-            if losses and event < 0.03:
-                losses -= 1
-                await self.lose_host()
-            elif losses and event < 0.06:
-                losses -= 1
-                rank = self.engines["e0"][0]
-                self.down("e0")
-                self.up("e0", rank)
+            if self.lost < losses and self.turns_said > 2 * self.lost:
+                self.lost += 1
+                if self.draw.random() < 0.5:
+                    await self.lose_host()
+                else:
+                    self.down("e0")
+                    self.up("e0", self.engines["e0"][0])
 
 
 def place_of(context: list[int]) -> bytes:
@@ -142,7 +142,7 @@ async def test_each_token_of_random_trees_is_trained_once_where_it_was_sampled(
     tokenizer: TaskTokenizer, tmp_path: Path, trees: int
 ) -> None:
     """Half of the runs lose an engine or an environment host, or several."""
-    samples, replayed, said = 0, 0, tmp_path / "said"
+    samples, lost, said = 0, 0, tmp_path / "said"
     for seed in range(trees // 2):
         draw = random.Random(seed)
 
@@ -155,7 +155,7 @@ async def test_each_token_of_random_trees_is_trained_once_where_it_was_sampled(
         grove = Grove(make, tokenizer, draw, prompts=1, group=2, steps=1)
         grove.start()
         await grove.sow(seed % 2 * draw.randrange(1, 4))
-        replayed += grove.leader.resubmitted
+        lost += grove.lost
         (batch,) = grove.batches
         trained = Counter[str]()
         for sample in batch.groups[0].samples:
@@ -176,7 +176,7 @@ async def test_each_token_of_random_trees_is_trained_once_where_it_was_sampled(
         await grove.lose_host()
         grove.served.connection_lost(None)
     assert samples > 3 * trees / 2
-    assert replayed > trees / 10
+    assert lost >= trees // 4
 
 
 def turns_of(tokenizer: TaskTokenizer, tokens: list[int], mask: bytes) -> list[str]:
