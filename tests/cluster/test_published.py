@@ -55,3 +55,17 @@ def test_a_wrapper_is_trained_and_stays_the_folder_that_it_was(
                 assert not torch.equal(trained, own.to(trained.dtype))
     if dtype == "float32":
         assert all(line["staleness_max"] or line["logprob_gap"] < 1e-3 for line in lines)
+
+
+@pytest.mark.nightly
+def test_a_mixture_is_trained_with_the_experts_of_its_rollout(tmp_path: Path) -> None:
+    folder = tmp_path / "mixture"
+    code = MAKE.format(task=KEYCHAIN_TASK, out=str(folder), kind="qwen3_moe")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    case = Case(tmp_path, folder, "local", steps=STEPS, hybrid=0)
+    run = case.submit()
+    assert case.ended() == "completed", case.logs()
+    lines = list(read_lines(run.metrics))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert sum(line["unrouted_tokens"] for line in lines) == 0
+    assert all(line["router_agreement"] > 0.99 or line["staleness_max"] for line in lines)

@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config(device: str = "cpu", model: str = "m", **fields: Any) -> EngineConfig:
+def config(device: str = "cpu", model: str = "qwen3-8b", **fields: Any) -> EngineConfig:
     """``fields``: of `EngineConfig`, and keys of ``[rollout]``."""
     place = {name: fields.pop(name) for name in EngineConfig.__struct_fields__ if name in fields}
     return alone(model, device, dtype="auto", rollout=fields, **place)
@@ -72,10 +72,10 @@ def test_engines_of_all_checkpoints_have_one_key_of_compiled_graphs(
 def test_an_engine_has_the_values_of_the_run_file() -> None:
     sizes = {"max_model_len": 99, "max_num_seqs": 3, "kv_cache_mb": 5, "block_size": 16, "threads": 2}
     rollout = {**sizes, "kv_dtype": "fp8", "async_steps": True}
-    run = RunConfig().changed(model={"path": "m", "dtype": "float32"}, rollout=rollout, slurm={"device": "cuda"})
+    run = RunConfig().changed(model={"path": "qwen3-8b", "dtype": "float32"}, rollout=rollout, slurm={"device": "cuda"})
     engine = EngineConfig(run=run, seed=7, tp=2)
     wanted = {
-        "model": "m",
+        "model": "qwen3-8b",
         "dtype": "float32",
         "seed": 7,
         "tensor_parallel_size": 2,

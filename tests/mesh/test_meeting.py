@@ -62,7 +62,7 @@ async def others():
 
 async def first():
     node = Node(0)
-    publisher = node.context.publisher = Publisher(node.mesh, b"s", lambda kind, **fields: None)
+    publisher = node.context.publisher = Publisher(node.mesh, b"s", lambda kind, **fields: None, print)
     publisher._ranks = range(size)
     began = time.process_time()
     publisher._relink(0.0)

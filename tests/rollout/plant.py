@@ -69,9 +69,8 @@ def generated(
 
 def engine_stats(*, generated: int, prefilled: int, steps: int) -> EngineStats:
     """The counters of an engine with four running turns that fill a quarter of its KV cache."""
-    return EngineStats(
-        running=4, kv_use=0.25, generated_tokens=generated, prefill_tokens=prefilled, steps=steps, busy_s=0.1
-    )
+    totals = {"generated_tokens": generated, "prefill_tokens": prefilled, "steps": steps}
+    return EngineStats(running=4, kv_use=0.25, busy_s=0.1, **totals)
 
 
 def plain_batch(batch: Batch) -> Batch:
@@ -364,7 +363,7 @@ class Plant:
         raise AssertionError("never happened")
 
     async def batch(self, count: int = 1, pick: random.Random | None = None) -> Batch:
-        """The batch of that number in this start, counted from 1."""
+        """That of this number in this start, from 1 on."""
         await self.run(lambda: len(self.batches) >= count, pick)
         return self.batches[count - 1]
 
