@@ -440,7 +440,12 @@ class Agent(NodeAgent):
             self._enter(layout.start)
         context = self.context
         assert context is not None
+        new = set(layout.receivers).difference(context.receivers)
         context.receivers, context.good_step = layout.receivers, layout.good_step
+        if self.train_leader is not None:
+            for rank in new:
+                # Versions that came between its start and this Layout were not sent to it.
+                self.train_leader.weights.catch_up(rank)
         for rank, row in layout.rows.items():
             self._on_row(rank, row, was.rows.get(rank, NEW))
         for rank in was.rows.keys() - layout.rows.keys():

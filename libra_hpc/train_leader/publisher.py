@@ -173,6 +173,11 @@ class WeightPublisher:
             if rank in self._core or rank in self._receivers():
                 self._send_to(rank, versions)
 
+    def catch_up(self, rank: int) -> None:
+        """A node gets new weights from now on, those that it may lack among them."""
+        if rank in self._carriers and self._versions and not self._waits:
+            self._send_to(rank, list(self._versions))
+
     def on_wanted(self, message: WeightsWanted) -> None:
         newest = list(self._versions)[-1:]
         if not newest or newest[0].version <= message.have:

@@ -71,7 +71,7 @@ WORKS = Row("rollout", "rollout", starts=1)
 
 def test_a_node_moves_once_and_frames_that_are_out_of_date_change_nothing() -> None:
     scene = Scene()
-    assert scene.takes(1, {2: WORKS}) == [("rollout.start", 1, 0)]
+    assert scene.takes(1, {2: WORKS}) == [("train_leader.weights.catch_up", 2), ("rollout.start", 1, 0)]
     drains = Row("to_train", "rollout", starts=1, drain="wait")
     assert scene.takes(2, {2: drains}, good_step=4) == [("rollout_service.leader.on_drain", 2, 1, False)]
     assert scene.agent.context.good_step == 4
