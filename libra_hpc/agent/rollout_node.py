@@ -273,10 +273,9 @@ class RolloutNode(EngineNode[VllmEngine]):
     def _flush(self) -> None:
         items, self._outbox = self._outbox, []
         # Those of all turns of a node might be more than a message may have.
-        large = [item for item in items if item[1].experts]
-        for part in (*([item] for item in large), [item for item in items if item not in large]):
-            if part:
-                self._context.send_to_rollout_leader(wire.TurnsDone(tuple(part)))
+        parts = [(item,) for item in items if item[1].experts] + [tuple(item for item in items if not item[1].experts)]
+        for part in filter(None, parts):
+            self._context.send_to_rollout_leader(wire.TurnsDone(part))
 
     def _catch_up(self, engine: VllmEngine) -> None:
         """Bring one engine to the newest weights before it is announced."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .sizes import CHECKS, PRODUCT, statements, user_pages, words
 
-MOST_PRODUCT, MOST_CHECKS, MOST_WORDS = 40_034, 35_221, 28_259
+MOST_PRODUCT, MOST_CHECKS, MOST_WORDS = 40_033, 35_221, 28_259
 """A commit may only lower them, to what is there."""
 
 
